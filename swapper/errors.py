@@ -1,0 +1,71 @@
+"""Every error that swapper raises, in one place, so that a user can catch them by what went wrong.
+
+All derive from `SwapperError`. Each message names the thing, the place and the remedy. `IoError` is also an `OSError`,
+so code written for ordinary files catches it too; the C++ engine raises it across the binding.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class SwapperError(Exception):
+    """Base of all of swapper's errors."""
+
+
+class ConfigError(SwapperError, ValueError):
+    """An option is unknown, out of range, or contradicts another one."""
+
+
+class BudgetError(SwapperError, MemoryError):
+    """The memory budget cannot hold what one step needs at one time; the message names the smallest that works."""
+
+
+class DirectoryError(SwapperError):
+    """The swap directory is missing, not writable, full, in use by another run, or already holds a run."""
+
+
+class UnsupportedError(SwapperError, TypeError):
+    """This model or optimizer cannot be offloaded exactly; the message says why and what to do."""
+
+
+class ColdParameterError(SwapperError, RuntimeError):
+    """An operation touched a parameter that is away on NVMe; the message names `manager.gather`."""
+
+
+class StateError(SwapperError, RuntimeError):
+    """The call does not fit the manager's state: closed, failed, in a forked child, or in the middle of a step."""
+
+
+class CheckpointError(SwapperError):
+    """A container or snapshot cannot be written, or is not what it claims to be."""
+
+
+class InvariantError(SwapperError, AssertionError):
+    """A rule of swapper's own is broken: a bug in swapper. Please report it with the message."""
+
+
+class IoError(SwapperError, OSError):
+    """A transfer failed. Carries everything needed to find out why.
+
+    Attributes:
+        op: "read", "write", "open", "sync", "allocate", "mlock", ...
+        path: the file's path ("" where there is none).
+        offset: byte offset in the file at which the transfer failed.
+        nbytes: bytes the operation asked for.
+        errno: the system's error number; 0 for an unexpected end of file or a cancelled operation.
+    """
+
+    def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, detail: str = "") -> None:
+        reason = os.strerror(errno) if errno else "failed"
+        where = f"{path!r} at offset {offset}, {nbytes} bytes" if path else f"{nbytes} bytes"
+        message = f"{op} of {where}: {reason}" + (f" ({detail})" if detail else "")
+        super().__init__(errno, message)
+        self.op = op
+        self.path = path
+        self.offset = offset
+        self.nbytes = nbytes
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return str(self.args[1])
