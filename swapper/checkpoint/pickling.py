@@ -1,0 +1,236 @@
+"""data.pkl: a nest of plain objects and tensors, pickled as torch.save does it but without tensor data.
+
+torch.save needs the storages at hand; swapper's lie in a swap file, and the tensors that stand for them may
+alias memory that cannot be read. So a tensor is reduced here from its shape, stride, dtype and requires_grad,
+and its storage is named by the record that holds it. The bytes equal those of torch.save for the same object.
+What the default `torch.load` (weights_only=True) would refuse is refused here, when it is written and not
+when it is needed.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+
+from swapper.errors import CheckpointError
+
+_PROTOCOL = 2  # torch.save's; the weights_only unpickler knows the opcodes of this one only
+_PAYLOAD_LOCATION = "cpu"  # where torch.load puts payloads unless map_location says otherwise
+
+_LEGACY_STORAGES: Mapping[torch.dtype, type] = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.complex128: torch.ComplexDoubleStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""The storage class by which a checkpoint states a dtype; other dtypes stand beside an UntypedStorage."""
+
+
+def _rebuild_function(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """The function that checkpoints name for rebuilding a tensor: what torch itself writes for an empty one."""
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    function: Callable[..., torch.Tensor] = empty.__reduce_ex__(_PROTOCOL)[0]  # type: ignore[no-untyped-call]
+    return function
+
+
+_REBUILD_LEGACY = _rebuild_function(torch.float32)
+_REBUILD_UNTYPED = _rebuild_function(torch.uint16)
+
+_PLAIN_TYPES = (OrderedDict, Counter, complex, bytearray, torch.Size, torch.device, torch.dtype)
+_PLAIN_GLOBALS = frozenset(
+    {
+        *(OrderedDict, Counter, complex, bytearray, set, torch.Size, torch.device, codecs.encode),
+        *(_REBUILD_LEGACY, _REBUILD_UNTYPED, torch.UntypedStorage, *_LEGACY_STORAGES.values()),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """Where a tensor lies in a container: a record's key, and an index in elements of the tensor's dtype."""
+
+    key: str
+    element_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """The result of `pickle_state`."""
+
+    data: bytes  # data.pkl
+    resident: Mapping[str, torch.UntypedStorage]  # to be written beside it, by key, in the order of the keys
+    keys: tuple[str, ...]  # all keys, in the order in which a reader meets them
+
+
+def pickle_state(
+    state: object, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
+) -> Pickled:
+    """Pickles `state`: any nest of dict, OrderedDict, list, tuple, set, plain values and tensors.
+
+    Args:
+        state: what torch.load shall return.
+        payload_nbytes: size of each payload record, by key; the keys are "0", "1", ... without a gap.
+        locate: the place of a tensor in the payload records, or None for a resident tensor, whose whole
+            storage becomes a record of its own. Nothing but shape, stride, dtype, layout and requires_grad is
+            read of a located tensor.
+
+    Raises:
+        CheckpointError: something in `state` cannot be written, or could not be read with weights_only=True;
+            or a place that `locate` gave does not hold the tensor.
+    """
+    file = io.BytesIO()
+    pickler = _StatePickler(file, payload_nbytes, locate)
+    pickler.dump(state)
+    return Pickled(file.getvalue(), dict(pickler.resident), tuple(pickler.storage_classes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """Stands for a storage inside the pickle: what torch.save writes as its persistent id."""
+
+    persistent_id: tuple[str, type, str, str, int]
+
+
+class _StatePickler(pickle.Pickler):
+    def __init__(
+        self,
+        file: io.BytesIO,
+        payload_nbytes: Mapping[str, int],
+        locate: Callable[[torch.Tensor], StorageRef | None],
+    ) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._payload_nbytes = payload_nbytes
+        self._payload_keys = {key: key for key in payload_nbytes}  # a pickle shares strings by identity
+        self._locate = locate
+        self._resident_keys: dict[int, str] = {}  # by id of the storage, which `resident` keeps alive
+        self._user_globals = frozenset(
+            entry[0] if isinstance(entry, tuple) else entry
+            for entry in torch.serialization.get_safe_globals()
+        )
+        self.resident: dict[str, torch.UntypedStorage] = {}
+        self.storage_classes: dict[str, type] = {}  # by key, in the order of first use
+
+    def persistent_id(self, obj: Any) -> tuple[str, type, str, str, int] | None:
+        return obj.persistent_id if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        # Called for everything but the builtin containers and scalars, which pickle writes by itself.
+        if isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(obj)
+        if isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
+            allowed = obj in _PLAIN_GLOBALS or obj in self._user_globals
+        else:
+            allowed = type(obj) in _PLAIN_TYPES or type(obj) in self._user_globals
+        if not allowed:
+            raise CheckpointError(
+                f"{_name_of(obj)} cannot be in a container, since torch.load would refuse it: use tensors, "
+                "numbers, strings, lists, tuples and dicts, or allow it with "
+                "torch.serialization.add_safe_globals, here and wherever the file is loaded"
+            )
+        return NotImplemented
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        _check_plain(tensor)
+        ref = self._locate(tensor)
+        if ref is None:
+            storage, element_offset = self._resident_storage(tensor), tensor.storage_offset()
+        else:
+            storage, element_offset = self._payload_storage(tensor, ref), ref.element_offset
+        args: tuple[Any, ...] = (
+            storage,
+            element_offset,
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.requires_grad,
+            OrderedDict(),  # backward hooks: never any
+        )
+        if tensor.dtype in _LEGACY_STORAGES:
+            return _REBUILD_LEGACY, args
+        return _REBUILD_UNTYPED, (*args, tensor.dtype)
+
+    def _payload_storage(self, tensor: torch.Tensor, ref: StorageRef) -> _Storage:
+        key = self._payload_keys.get(ref.key)
+        if key is None:
+            raise CheckpointError(f"there is no payload record {ref.key!r} for {_describe(tensor)}")
+        nbytes = self._payload_nbytes[key]
+        end = (ref.element_offset + _span(tensor)) * tensor.element_size()
+        if ref.element_offset < 0 or end > nbytes:
+            raise CheckpointError(
+                f"{_describe(tensor)} at element {ref.element_offset} is not within the {nbytes} bytes "
+                f"of record {key!r}"
+            )
+        return self._storage(tensor, key, _PAYLOAD_LOCATION, nbytes)
+
+    def _resident_storage(self, tensor: torch.Tensor) -> _Storage:
+        if tensor.device.type == "meta":
+            raise CheckpointError(
+                f"{_describe(tensor)} is on the meta device and in no payload record: it has no data"
+            )
+        if vars(tensor):
+            raise CheckpointError(
+                f"{_describe(tensor)} has Python attributes {sorted(vars(tensor))}; pass a detached tensor"
+            )
+        storage = tensor.untyped_storage()
+        key = self._resident_keys.get(id(storage))
+        if key is None:
+            key = str(len(self._payload_nbytes) + len(self.resident))
+            self._resident_keys[id(storage)] = key
+            self.resident[key] = storage
+        return self._storage(tensor, key, torch.serialization.location_tag(storage), storage.nbytes())
+
+    def _storage(self, tensor: torch.Tensor, key: str, location: str, nbytes: int) -> _Storage:
+        storage_class = _LEGACY_STORAGES.get(tensor.dtype, torch.UntypedStorage)
+        known = self.storage_classes.setdefault(key, storage_class)
+        if known is not storage_class:
+            # A reader gives a record the first class that it meets, and would read this tensor as that.
+            raise CheckpointError(
+                f"{_describe(tensor)} shares record {key!r} with tensors of another dtype ({known.__name__})"
+            )
+        numel = nbytes // tensor.element_size() if tensor.dtype in _LEGACY_STORAGES else nbytes
+        return _Storage(("storage", storage_class, key, location, numel))
+
+
+def _check_plain(tensor: torch.Tensor) -> None:
+    if type(tensor) is not torch.Tensor:
+        raise CheckpointError(
+            f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as state_dict() gives it"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise CheckpointError(
+            f"{_describe(tensor)} is sparse, nested or quantized: only dense tensors can be in a container"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError(f"{_describe(tensor)} is a lazy conjugate or negation: pass tensor.clone()")
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements from the tensor's first to its last in storage, both included; 0 for an empty tensor."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def _name_of(obj: Any) -> str:
+    if isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
+        return f"{obj.__module__}.{obj.__qualname__}"
+    return f"an object of type {type(obj).__module__}.{type(obj).__qualname__}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"

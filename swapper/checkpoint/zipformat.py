@@ -1,0 +1,164 @@
+"""The bytes of a stored zip, as torch's own writer lays them out: local headers, data descriptors, central
+directory.
+
+Pure functions of names, sizes and file offsets; no torch, no files. They exist because swapper must know
+where a payload will lie before any of its bytes exist, and must write the directory long after the payload.
+The rules are those of `getPadding` in caffe2/serialize/inline_container.cc and of the zip writer below it
+(third_party/miniz); what the fields mean is in PKWARE's APPNOTE.TXT, whose section each function names. All
+integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ZIP64_LIMIT = 0xFFFFFFFF
+"""From this size or offset on, in bytes, the 32-bit fields of a zip do not suffice (APPNOTE 4.4.1.4)."""
+
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")
+_ZIP64_END = struct.Struct("<4sQ2H2I4Q")
+_ZIP64_LOCATOR = struct.Struct("<4sIQI")
+_END = struct.Struct("<4s4H2IH")
+
+_HAS_DESCRIPTOR = 0x0008  # general purpose bit 3: CRC and sizes follow the data
+_UTF8_NAME = 0x0800  # bit 11
+_ZIP64_EXTRA = 0x0001
+_MADE_BY = 0x031E  # what torch's zip writer states in the zip64 end record: Unix, version 3.0
+_ZIP64_VERSION = 45
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file of the zip, as the central directory lists it."""
+
+    name: str
+    header_offset: int  # bytes from the start of the file to the local header
+    nbytes: int
+    crc32: int
+
+
+def payload_offset(cursor: int, name: str, nbytes: int, alignment: int) -> int:
+    """File offset, in bytes, of the data whose local header begins at `cursor`; a multiple of `alignment`."""
+    unpadded = cursor + _LOCAL_HEADER.size + len(name.encode()) + len(_local_zip64(cursor, nbytes)) + 4
+    return -(-unpadded // alignment) * alignment
+
+
+def local_header(cursor: int, name: str, nbytes: int, alignment: int) -> bytes:
+    """The local file header (APPNOTE 4.3.7), its extra field padded so that the data begins at
+    `payload_offset`.
+
+    CRC and sizes are zero, as bit 3 of the flags allows; an "FB" extra field of 'Z' characters is the
+    padding.
+    """
+    encoded = name.encode()
+    zip64 = _local_zip64(cursor, nbytes)
+    start = cursor + _LOCAL_HEADER.size + len(encoded) + len(zip64) + 4
+    padding = payload_offset(cursor, name, nbytes, alignment) - start
+    extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    fixed = _LOCAL_HEADER.pack(b"PK\x03\x04", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(encoded), len(extra))
+    return fixed + encoded + extra
+
+
+def descriptor_nbytes(cursor: int, nbytes: int) -> int:
+    """Bytes that the data descriptor takes after the data; torch's writer gives empty files none."""
+    if nbytes == 0:
+        return 0
+    return 24 if _needs_zip64(cursor, nbytes) else 16
+
+
+def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
+    """The data descriptor (APPNOTE 4.3.9), with signature; `cursor` is where the local header begins."""
+    if nbytes == 0:
+        return b""
+    sizes = "QQ" if _needs_zip64(cursor, nbytes) else "II"
+    return struct.pack(f"<4sI{sizes}", b"PK\x07\x08", crc32, nbytes, nbytes)
+
+
+def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
+    """Central directory and end records, to be written at `offset`, up to a file size that `alignment`
+    divides.
+
+    As torch's writer does, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there.
+    The size is rounded up by the zip comment of the end record (APPNOTE 4.3.16), zero bytes, fewer than
+    `alignment` of them, which must be at most 65536.
+    """
+    listing = b"".join(_directory_entry(entry) for entry in entries)
+    count, end = len(entries), offset + len(listing)
+    zip64_end = _ZIP64_END.pack(
+        b"PK\x06\x06",
+        _ZIP64_END.size - 12,
+        _MADE_BY,
+        _ZIP64_VERSION,
+        0,
+        0,
+        count,
+        count,
+        len(listing),
+        offset,
+    )
+    locator = _ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
+    file_nbytes = end + _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
+    comment = bytes(-file_nbytes % alignment)
+    short_count = min(count, 0xFFFF)
+    end_record = _END.pack(
+        b"PK\x05\x06",
+        0,
+        0,
+        short_count,
+        short_count,
+        min(len(listing), ZIP64_LIMIT),
+        min(offset, ZIP64_LIMIT),
+        len(comment),
+    )
+    return listing + zip64_end + locator + end_record + comment
+
+
+def _needs_zip64(cursor: int, nbytes: int) -> bool:
+    return nbytes >= ZIP64_LIMIT or cursor >= ZIP64_LIMIT
+
+
+def _flags(nbytes: int) -> int:
+    return _UTF8_NAME | (_HAS_DESCRIPTOR if nbytes else 0)
+
+
+def _zip64_extra(values: Sequence[int]) -> bytes:
+    if not values:
+        return b""
+    return struct.pack(f"<2H{len(values)}Q", _ZIP64_EXTRA, 8 * len(values), *values)
+
+
+def _local_zip64(cursor: int, nbytes: int) -> bytes:
+    # APPNOTE 4.5.3 knows no offset in a local header; torch's writer puts it there, and its readers count on
+    # its length.
+    sizes = [nbytes, nbytes] if nbytes >= ZIP64_LIMIT else []
+    return _zip64_extra(sizes + ([cursor] if cursor >= ZIP64_LIMIT else []))
+
+
+def _directory_entry(entry: Entry) -> bytes:
+    """A central directory header (APPNOTE 4.3.12), with zip64 extended information (4.5.3) where needed."""
+    name = entry.name.encode()
+    extra = _local_zip64(entry.header_offset, entry.nbytes)
+    nbytes = min(entry.nbytes, ZIP64_LIMIT)
+    fixed = _DIRECTORY_ENTRY.pack(
+        b"PK\x01\x02",
+        0,
+        0,
+        _flags(entry.nbytes),
+        0,
+        0,
+        0,
+        entry.crc32,
+        nbytes,
+        nbytes,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        min(entry.header_offset, ZIP64_LIMIT),
+    )
+    return fixed + name + extra
