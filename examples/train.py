@@ -1,0 +1,74 @@
+"""Trains a byte-level GPT whose parameters and optimizer state live on a drive: the loop as a user writes it.
+
+    python examples/train.py --directory /nvme/run
+
+The model lives in the directory's swap files; host memory holds its gradients and, beside them, `--pool` to page
+through. At the end a snapshot is written, and plain torch opens it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+import swapper
+from swapper.cli.corpus import Corpus
+from swapper.cli.gpt import Gpt, GptConfig
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--directory", type=Path, required=True, help="for the swap files; on an NVMe drive")
+    parser.add_argument("--budget", default="128MB", help="host memory for swapper (default: %(default)s)")
+    parser.add_argument("--parameters", type=int, default=30_000_000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=128)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse_arguments()
+    corpus = Corpus()
+    config = GptConfig.for_parameters(options.parameters, vocabulary=256, context=options.context)
+    torch.manual_seed(0)
+    model = Gpt(config).to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with swapper.SwapManager(options.directory, host_memory=options.budget, resume="discard") as manager:
+        model, optimizer = manager.offload(
+            model, optimizer, params="nvme", optimizer_state="nvme", master_weights=torch.float32
+        )
+        for number in range(options.steps):
+            tokens, targets = corpus.batch(number, options.batch, options.context)
+            loss = model(tokens, targets)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            print(f"step {number + 1:3}  loss {loss.item():.3f}")
+
+        with torch.no_grad():
+            loss = model(*corpus.batch(0, options.batch, options.context, validation=True))
+            print(f"held out  loss {loss.item():.3f}")
+        snapshot = options.directory / "snapshot.pt"
+        manager.snapshot(snapshot)
+        moved = manager.stats
+        print(f"moved: {moved.bytes_read / 1e9:.1f} GB read, {moved.bytes_written / 1e9:.1f} GB written")
+
+    state = torch.load(snapshot, mmap=True)  # plain torch; no converter
+    model = Gpt(config).to(torch.bfloat16)
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        loss = model(*corpus.batch(0, options.batch, options.context, validation=True))
+    print(f"held out  loss {loss.item():.3f} in plain torch, from {snapshot}")
+
+
+if __name__ == "__main__":
+    main()

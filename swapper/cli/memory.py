@@ -1,0 +1,51 @@
+"""How much memory this process holds, and the most that it held: proportional set size, sampled by a thread.
+
+RSS would count a frame twice that is mapped twice in one process; PSS counts each page once.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+from types import TracebackType
+
+_ROLLUP = Path("/proc/self/smaps_rollup")
+
+
+def pss_bytes() -> int:
+    """This process's proportional set size now, in bytes; 0 where the system does not say."""
+    if not _ROLLUP.exists():
+        return 0
+    found = re.search(r"^Pss:\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
+    return int(found.group(1)) * 1024 if found else 0
+
+
+class PeakMemory:
+    """Samples the growth of this process's memory since it was made, as a context.
+
+    Attributes:
+        baseline_bytes: what the process held when this was made.
+        growth_bytes: the most that it held beyond that, up to now.
+    """
+
+    def __init__(self, interval_s: float = 0.1) -> None:
+        self.baseline_bytes = pss_bytes()
+        self.growth_bytes = 0
+        self._interval_s = interval_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="swapper-memory", daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(self._interval_s):
+            self.growth_bytes = max(self.growth_bytes, pss_bytes() - self.baseline_bytes)

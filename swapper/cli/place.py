@@ -1,0 +1,56 @@
+"""Where a command puts its swap directory when the user names none, and whether it will fit there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from swapper.config import format_bytes
+from swapper.errors import DirectoryError
+
+IN_MEMORY = {"tmpfs", "ramfs"}
+
+
+def filesystem_of(directory: Path) -> str:
+    """The type of the filesystem that holds `directory`: "ext4", "tmpfs"; "" where that cannot be told."""
+    resolved = directory.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if resolved.is_relative_to(m.mountpoint)]
+    return max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else ""
+
+
+def choose_directory() -> Path:
+    """The first of the current directory and the temporary ones that is on a drive and can be written.
+
+    Raises:
+        DirectoryError: none is.
+    """
+    tried = []
+    for directory in (Path.cwd(), Path(tempfile.gettempdir()), Path("/var/tmp")):
+        if (
+            directory.is_dir()
+            and os.access(directory, os.W_OK | os.X_OK)
+            and filesystem_of(directory) not in IN_MEMORY
+        ):
+            return directory
+        tried.append(str(directory))
+    raise DirectoryError(
+        f"none of {', '.join(tried)} is a writable directory on a drive; name one with --directory"
+    )
+
+
+def check_directory(directory: Path, needed_bytes: int) -> None:
+    """Raises DirectoryError where `directory` is missing, not writable, or short of `needed_bytes`."""
+    if not directory.is_dir():
+        raise DirectoryError(f"{directory} is not a directory; make it, or name another with --directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise DirectoryError(f"{directory} cannot be written; name another with --directory")
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise DirectoryError(
+            f"{directory} has {format_bytes(free_bytes)} free and this needs {format_bytes(needed_bytes)}: "
+            "free some, name a directory on another drive with --directory, or lower --parameters"
+        )

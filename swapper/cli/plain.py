@@ -1,0 +1,61 @@
+"""Training in plain torch, all in memory: what a swapped run is compared with, bit for bit.
+
+Knows nothing of swapper (see gpt.py). With `masters`, the optimizer updates fp32 copies of the parameters of
+a bf16 or fp16 model: gradients are widened, the copies are updated, the parameters are rounded from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def make_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
+    """The optimizer of the demo, the example and the benchmark."""
+    return torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
+
+
+class PlainTraining:
+    """One model and its optimizer.
+
+    Args:
+        model: in the dtype that it computes in.
+        learning_rate: for AdamW.
+        masters: keep fp32 copies of the parameters for the optimizer.
+        saved: a snapshot to go on from, as torch.load gives it: "model", "optimizer" and, with masters,
+        "master".
+    """
+
+    def __init__(
+        self, model: nn.Module, learning_rate: float, *, masters: bool, saved: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model = model
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+        self._masters: dict[str, nn.Parameter] = {}
+        if masters:
+            for name, parameter in model.named_parameters():
+                value = saved["master"][name] if saved is not None else parameter.detach()
+                self._masters[name] = nn.Parameter(value.to(torch.float32, copy=True))
+        updated = self._masters.values() if masters else model.parameters()
+        self.optimizer = make_optimizer(updated, learning_rate)
+        if saved is not None:
+            self.optimizer.load_state_dict(saved["optimizer"])
+
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
+        """One forward, backward and update. Returns the loss, from before the update."""
+        loss: torch.Tensor = self.model(tokens, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for name, master in self._masters.items():
+            gradient = self.model.get_parameter(name).grad
+            master.grad = None if gradient is None else gradient.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self.model.get_parameter(name).copy_(master)
+        self.optimizer.zero_grad()
+        self.model.zero_grad()
+        return loss.item()
