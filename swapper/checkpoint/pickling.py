@@ -41,9 +41,11 @@ _LEGACY_STORAGES: Mapping[torch.dtype, type] = {
 }
 """The storage class by which a checkpoint states a dtype; other dtypes stand beside an UntypedStorage."""
 
+_QUANTIZED_DTYPES = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
 
 def _rebuild_function(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """The function that checkpoints name for rebuilding a tensor: what torch itself writes for an empty one."""
+    """The function by which a checkpoint rebuilds a tensor: what torch itself writes for an empty one."""
     empty = torch.empty(0, dtype=dtype, device="cpu")
     function: Callable[..., torch.Tensor] = empty.__reduce_ex__(_PROTOCOL)[0]  # type: ignore[no-untyped-call]
     return function
@@ -211,7 +213,7 @@ def _check_plain(tensor: torch.Tensor) -> None:
         raise CheckpointError(
             f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as state_dict() gives it"
         )
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _QUANTIZED_DTYPES:
         raise CheckpointError(
             f"{_describe(tensor)} is sparse, nested or quantized: only dense tensors can be in a container"
         )

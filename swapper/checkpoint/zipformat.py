@@ -131,16 +131,18 @@ def _zip64_extra(values: Sequence[int]) -> bytes:
 
 
 def _local_zip64(cursor: int, nbytes: int) -> bytes:
-    # APPNOTE 4.5.3 knows no offset in a local header; torch's writer puts it there, and its readers count on
-    # its length.
-    sizes = [nbytes, nbytes] if nbytes >= ZIP64_LIMIT else []
+    # APPNOTE 4.5.3 knows no offset here, and would have the size twice; torch's writer does it so, and its
+    # readers count on the length.
+    sizes = [nbytes, 0] if nbytes >= ZIP64_LIMIT else []
     return _zip64_extra(sizes + ([cursor] if cursor >= ZIP64_LIMIT else []))
 
 
 def _directory_entry(entry: Entry) -> bytes:
     """A central directory header (APPNOTE 4.3.12), with zip64 extended information (4.5.3) where needed."""
     name = entry.name.encode()
-    extra = _local_zip64(entry.header_offset, entry.nbytes)
+    long_sizes = [entry.nbytes, entry.nbytes] if entry.nbytes >= ZIP64_LIMIT else []
+    long_offset = [entry.header_offset] if entry.header_offset >= ZIP64_LIMIT else []
+    extra = _zip64_extra(long_sizes + long_offset)
     nbytes = min(entry.nbytes, ZIP64_LIMIT)
     fixed = _DIRECTORY_ENTRY.pack(
         b"PK\x01\x02",
