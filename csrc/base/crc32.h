@@ -1,0 +1,21 @@
+// CRC-32 of zip and zlib, fast enough to hide behind a drive. Commits and snapshots checksum every page, and
+// zlib's own function (about 4 GB/s a core) would be slower than the I/O that it checks. Pure functions; owns
+// no state.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace swapper {
+
+// Checksum of `nbytes` at `data`, going on from `value` (0 to begin): the same numbers as zlib.crc32.
+std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value = 0);
+
+// Checksum of A followed by B from those of A and B, where B is `nbytes_b` long.
+std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b);
+
+// The two implementations, by name so that tests can hold one against the other.
+std::uint32_t crc32_table(const void* data, std::size_t nbytes, std::uint32_t value);
+bool crc32_is_accelerated();
+
+}  // namespace swapper

@@ -1,0 +1,80 @@
+// A backend is one way to do I/O: it gets transfers, each small enough for one kernel call, and gives back
+// results. Everything else (cutting, order, fairness, errors, tickets) is the scheduler's and the same for
+// all. A backend is made, used and destroyed on the engine's I/O thread; only `wake` may be called from
+// elsewhere. To add one, write backend_<name>.cpp with its `make_<name>_backend` and name it in the list
+// below. Owns nothing.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+
+#include "io/progress.h"
+#include "memory/arena.h"
+
+namespace swapper {
+
+// All backends, in the order in which "auto" tries them.
+#define SWAPPER_BACKENDS(X) \
+  X(uring)                  \
+  X(threads)
+
+struct Transfer {
+  Direction direction;
+  int fd;
+  std::uint64_t offset;
+  std::byte* address;
+  std::uint32_t nbytes;
+  std::uint32_t slot;  // comes back with the result
+};
+
+struct Completion {
+  std::uint32_t slot;
+  std::int64_t result;  // bytes transferred, or a negative errno
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  // What it is like on this machine, for people: flags, what was refused.
+  virtual std::string describe() const = 0;
+
+  // Takes a transfer; it may begin now or at the next reap(). Never more than `depth` are open at one time.
+  virtual void submit(const Transfer& transfer) = 0;
+
+  // Begins what was submitted and fills in results; gives their number. With `wait` it sleeps until there is
+  // a result or a wake(), and may then give none.
+  virtual std::size_t reap(std::span<Completion> results, bool wait) = 0;
+
+  // Ends a sleep in reap(), the present one or the next. From any thread.
+  virtual void wake() noexcept = 0;
+};
+
+struct BackendOptions {
+  std::uint32_t depth = 32;
+  std::shared_ptr<Arena> arena;  // may be empty; memory worth registering with the kernel
+};
+
+// Thrown by a backend's maker: this machine cannot, and why.
+struct BackendUnavailable : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+#define SWAPPER_DECLARE(name) std::unique_ptr<Backend> make_##name##_backend(const BackendOptions& options);
+SWAPPER_BACKENDS(SWAPPER_DECLARE)
+#undef SWAPPER_DECLARE
+
+struct ChosenBackend {
+  std::unique_ptr<Backend> backend;
+  std::string name;
+  std::string reason;
+};
+
+// Makes the backend called `name`, or for "auto" the first that works. Throws ConfigError with the reason.
+ChosenBackend choose_backend(const std::string& name, const BackendOptions& options);
+
+}  // namespace swapper

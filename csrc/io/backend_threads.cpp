@@ -1,0 +1,121 @@
+// The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time. The
+// fallback where io_uring is forbidden (containers' seccomp filters) or missing. Owns its threads; they end
+// with it.
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "base/process.h"
+#include "io/backend.h"
+
+namespace swapper {
+namespace {
+
+constexpr std::uint32_t kMostThreads = 8;
+
+class ThreadsBackend final : public Backend {
+ public:
+  explicit ThreadsBackend(const BackendOptions& options) {
+    const std::uint32_t count = std::min(options.depth, kMostThreads);
+    try {
+      for (std::uint32_t n = 0; n < count; ++n) start_one();
+    } catch (const std::system_error& error) {
+      if (threads_.empty())
+        throw BackendUnavailable(std::string("no thread can be started: ") + error.what());
+    }
+  }
+
+  ~ThreadsBackend() override {
+    {
+      std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    work_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+
+  std::string describe() const override {
+    return std::to_string(threads_.size()) + " threads of pread and pwrite";
+  }
+
+  void submit(const Transfer& transfer) override {
+    {
+      std::lock_guard lock(mutex_);
+      waiting_.push_back(transfer);
+    }
+    work_.notify_one();
+  }
+
+  std::size_t reap(std::span<Completion> results, bool wait) override {
+    std::unique_lock lock(mutex_);
+    if (wait) news_.wait(lock, [&] { return woken_ || !completed_.empty(); });
+    woken_ = false;
+    const std::size_t count = std::min(results.size(), completed_.size());
+    std::copy_n(completed_.begin(), count, results.begin());
+    completed_.erase(completed_.begin(), completed_.begin() + static_cast<std::ptrdiff_t>(count));
+    return count;
+  }
+
+  void wake() noexcept override {
+    std::lock_guard lock(mutex_);
+    woken_ = true;
+    news_.notify_one();
+  }
+
+ private:
+  void start_one() {
+    const SignalsBlocked blocked;
+    threads_.emplace_back([this] {
+      pthread_setname_np(pthread_self(), "swapper-rw");
+      work();
+    });
+  }
+
+  void work() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
+      if (waiting_.empty()) return;
+      const Transfer transfer = waiting_.front();
+      waiting_.pop_front();
+      lock.unlock();
+      const Completion completion{transfer.slot, perform(transfer)};
+      lock.lock();
+      completed_.push_back(completion);
+      news_.notify_one();
+    }
+  }
+
+  static std::int64_t perform(const Transfer& transfer) {
+    const auto offset = static_cast<off_t>(transfer.offset);
+    const ssize_t count = transfer.direction == Direction::read
+                              ? ::pread(transfer.fd, transfer.address, transfer.nbytes, offset)
+                              : ::pwrite(transfer.fd, transfer.address, transfer.nbytes, offset);
+    return count >= 0 ? count : -errno;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  std::condition_variable news_;
+  std::deque<Transfer> waiting_;
+  std::vector<Completion> completed_;
+  bool woken_ = false;
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;  // last: they use what is above
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> make_threads_backend(const BackendOptions& options) {
+  return std::make_unique<ThreadsBackend>(options);
+}
+
+}  // namespace swapper

@@ -1,0 +1,181 @@
+// The engine's life: start the I/O thread, serve, stop. The loop of that thread is Engine::serve, and
+// everything it decides is in scheduler.cpp. Owns nothing beyond engine.h.
+#include "io/engine.h"
+
+#include <pthread.h>
+
+#include <exception>
+#include <future>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "base/align.h"
+#include "base/error.h"
+
+namespace swapper {
+namespace {
+
+// Operations that wait at one time before submitters are made to wait.
+constexpr std::size_t kInboxOps = 4096;
+constexpr std::uint32_t kMostDepth = 4096;
+constexpr std::uint64_t kMostPieceBytes = std::uint64_t{1} << 30;  // a kernel call's result is an int
+
+void check_options(const EngineOptions& options) {
+  if (options.depth == 0 || options.depth > kMostDepth) {
+    throw ConfigError("depth is from 1 to 4096, not " + std::to_string(options.depth));
+  }
+  if (options.piece_bytes == 0 || options.piece_bytes > kMostPieceBytes ||
+      !is_aligned(options.piece_bytes, kPageBytes)) {
+    throw ConfigError("piece_bytes is a multiple of 4096 up to 1 GiB, not " +
+                      std::to_string(options.piece_bytes));
+  }
+}
+
+[[noreturn]] void refuse(const Request& request, int code, std::string detail) {
+  throw IoError(name_of(request.direction), request.file->path(), request.offset, request.nbytes, code,
+                std::move(detail));
+}
+
+void check_alignment(const Request& request) {
+  // Here is the place for bounce slots: a request that does not fit could go through an aligned slot of the
+  // arena.
+  const File& file = *request.file;
+  if (!file.direct()) return;
+  if (!is_aligned(request.offset, file.alignment()) || !is_aligned(request.nbytes, file.alignment())) {
+    refuse(request, EINVAL,
+           "direct I/O on this file needs offset and nbytes in multiples of " +
+               std::to_string(file.alignment()));
+  }
+  const auto address = reinterpret_cast<std::uint64_t>(request.address);
+  if (!is_aligned(address, file.memory_alignment())) {
+    refuse(request, EINVAL,
+           "direct I/O on this file needs memory aligned to " + std::to_string(file.memory_alignment()) +
+               ", and the address is " + std::to_string(address));
+  }
+}
+
+void check_request(const Request& request) {
+  if (request.direction == Direction::write && request.file->read_only()) {
+    refuse(request, EBADF, "the file was opened read-only");
+  }
+  if (!in_range(request.offset, request.nbytes, std::numeric_limits<std::int64_t>::max())) {
+    refuse(request, EINVAL, "the range ends beyond what a file can hold");
+  }
+  check_alignment(request);
+}
+
+}  // namespace
+
+struct Engine::Start {
+  std::promise<void> result;
+};
+
+Engine::Engine(const EngineOptions& options)
+    : depth_(options.depth), piece_bytes_(options.piece_bytes), inbox_(std::make_shared<Inbox>(kInboxOps)) {
+  check_options(options);
+  Start start;
+  std::future<void> result = start.result.get_future();
+  {
+    const SignalsBlocked blocked;
+    thread_ = std::make_unique<std::thread>([this, options, &start] { run(options, start); });
+  }
+  try {
+    result.get();
+  } catch (...) {
+    thread_->join();
+    throw;
+  }
+}
+
+Engine::~Engine() {
+  if (creator_.is_this_process()) {
+    close();
+  } else {
+    // A forked child: the thread is not here, and whoever held the inbox's mutex may be neither.
+    static_cast<void>(thread_.release());
+    static_cast<void>(new std::shared_ptr<Inbox>(inbox_));
+  }
+}
+
+void Engine::run(const EngineOptions& options, Start& start) {
+  pthread_setname_np(pthread_self(), "swapper-io");
+  ChosenBackend chosen;
+  try {
+    chosen = choose_backend(options.backend, {options.depth, options.arena});
+    backend_ = chosen.name;
+    reason_ = chosen.reason;
+    inbox_->set_bell([backend = chosen.backend.get()] { backend->wake(); });
+  } catch (...) {
+    start.result.set_exception(std::current_exception());
+    return;
+  }
+  start.result.set_value();  // `start` is gone from here on
+  serve(*chosen.backend);
+  inbox_->set_bell(nullptr);
+}
+
+// The order of the steps matters: new pieces reach the drive (the reap begins them) before this thread spends
+// time on a checksum, one piece at a time, so that checksums hide behind transfers.
+void Engine::serve(Backend& backend) {
+  Scheduler scheduler(backend, inbox_, totals_, depth_);
+  std::vector<std::shared_ptr<Op>> ops;
+  std::vector<Completion> completions(depth_);
+  while (!inbox_->may_leave()) {
+    inbox_->take(ops);
+    scheduler.accept(ops);
+    scheduler.fill();
+    const bool wait = !scheduler.has_checksums() && inbox_->may_sleep();
+    const std::size_t count = backend.reap(completions, wait);
+    scheduler.complete(std::span<const Completion>(completions).first(count));
+    scheduler.fill();
+    scheduler.checksum_one();
+  }
+}
+
+std::shared_ptr<Op> Engine::prepare(Request request) {
+  check_process(name_of(request.direction));
+  check_request(request);
+  auto ticket = std::make_shared<Ticket>(request.nbytes, request.checksum);
+  return std::make_shared<Op>(std::move(request), std::move(ticket), piece_bytes_);
+}
+
+bool Engine::enqueue(const std::shared_ptr<Op>& op, Clock::duration patience) {
+  if (op->request.nbytes == 0 && !op->request.after && !inbox_->is_closed()) {
+    op->ticket->finish(std::nullopt, 0);
+    return true;
+  }
+  const Inbox::Push push = inbox_->push(op, patience);
+  if (push == Inbox::Push::closed) refuse(op->request, EBADF, "the engine is closed");
+  return push == Inbox::Push::taken;
+}
+
+std::uint64_t Engine::bytes(Direction direction) const {
+  return totals_[static_cast<std::size_t>(index_of(direction))].load(std::memory_order_relaxed);
+}
+
+std::uint64_t Engine::in_flight() const {
+  return inbox_->in_flight();
+}
+
+bool Engine::wait_until_drained(Clock::duration patience) {
+  return inbox_->wait_until_drained(patience);
+}
+
+void Engine::refuse_submissions() {
+  inbox_->close();
+}
+
+void Engine::close() {
+  inbox_->stop();
+  std::lock_guard lock(join_mutex_);
+  if (thread_ && thread_->joinable()) thread_->join();
+}
+
+void Engine::check_process(const char* op) const {
+  if (!creator_.is_this_process()) {
+    throw IoError(op, "", 0, 0, 0, "used in a forked child; make an engine of its own there");
+  }
+}
+
+}  // namespace swapper

@@ -1,0 +1,72 @@
+// The engine: the face of the data plane. It checks requests, hands them to its I/O thread, and can be
+// drained and closed. One engine per drive. Owns the I/O thread, and through it the backend; holds the arena
+// for as long as the backend may have it registered with the kernel.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "base/process.h"
+#include "io/backend.h"
+#include "io/inbox.h"
+#include "io/op.h"
+#include "io/scheduler.h"
+#include "io/ticket.h"
+
+namespace swapper {
+
+struct EngineOptions {
+  std::string backend = "auto";
+  std::uint32_t depth = 32;                            // pieces in flight
+  std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // what one kernel call gets
+  std::shared_ptr<Arena> arena;
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineOptions& options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  const std::string& backend() const { return backend_; }
+  const std::string& reason() const { return reason_; }
+
+  // Submitting has two halves, so that a caller may look at signals while the inbox is full: prepare checks
+  // the request and throws; enqueue tries for a while and is false if no room came up. nothing to transfer
+  // and nothing to wait for: prepare gives a finished ticket, and enqueue takes it without ado.
+  std::shared_ptr<Op> prepare(Request request);
+  bool enqueue(const std::shared_ptr<Op>& op, Clock::duration patience);
+
+  std::uint64_t bytes(Direction direction) const;
+  std::uint64_t in_flight() const;
+  bool wait_until_drained(Clock::duration patience);
+
+  void refuse_submissions();  // from now on enqueue throws
+  void close();               // drains and ends the I/O thread; may be called again, and by several threads
+
+  // Throws IoError in a forked child, which has no I/O thread.
+  void check_process(const char* op) const;
+  bool is_usable() const { return creator_.is_this_process(); }
+
+ private:
+  struct Start;  // what the I/O thread reports when its backend is up, or why it is not
+  void run(const EngineOptions& options, Start& start);
+  void serve(Backend& backend);
+
+  Creator creator_;
+  std::uint32_t depth_;
+  std::uint64_t piece_bytes_;
+  std::string backend_;
+  std::string reason_;
+  Totals totals_{};
+  std::shared_ptr<Inbox> inbox_;
+  std::mutex join_mutex_;
+  std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace swapper

@@ -1,0 +1,67 @@
+// The door between the threads that submit and the one I/O thread: a bounded queue, the count of what is
+// unfinished, and the bell that wakes the I/O thread where it sleeps. Bounded, because a submitter that never
+// waits must not fill the memory. One mutex, held for moments; the bell is rung under it, so that the backend
+// cannot be gone by then. Owns the operations until the I/O thread takes them.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "io/op.h"
+#include "io/ticket.h"
+
+namespace swapper {
+
+class Inbox {
+ public:
+  using Ops = std::vector<std::shared_ptr<Op>>;
+
+  explicit Inbox(std::size_t capacity) : capacity_(capacity) {}
+
+  enum class Push : std::uint8_t { taken, full, closed };
+
+  // Submitting threads.
+  Push push(const std::shared_ptr<Op>& op, Clock::duration patience);  // full: no room came up in that time
+  bool wait_until_drained(Clock::duration patience);
+  std::uint64_t in_flight() const { return in_flight_.load(std::memory_order_acquire); }
+  void close();  // later pushes are refused
+  void stop();   // the I/O thread may leave once all is finished
+  bool is_closed();
+
+  // Any thread that finishes a ticket for which an operation here waited.
+  void release(std::shared_ptr<Op> op);
+
+  // The I/O thread.
+  void set_bell(std::function<void()> bell);
+  void take(Ops& ops);  // appends all that arrived
+  bool may_sleep();     // true: nothing arrived, and the bell will ring when something does
+  void note_started();  // an operation no longer waits
+  void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket says so
+  void note_finished();                                                          // after
+  bool may_leave();
+
+ private:
+  void ring();  // with the mutex held
+
+  const std::size_t capacity_;
+  std::atomic<std::uint64_t> in_flight_{0};
+
+  std::mutex mutex_;
+  std::condition_variable room_;
+  std::condition_variable drained_;
+  std::function<void()> bell_;
+  Ops arrived_;
+  std::uint64_t next_sequence_ = 0;
+  std::size_t waiting_ = 0;     // pushed, not started
+  std::size_t unfinished_ = 0;  // pushed, ticket not finished
+  bool sleeping_ = false;
+  bool closed_ = false;
+  bool stopping_ = false;
+};
+
+}  // namespace swapper

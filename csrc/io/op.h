@@ -1,0 +1,54 @@
+// An operation: one transfer between a range of a file and a range of memory, as somebody asked for it. Made
+// by the submitting thread, handed over through the inbox, and from then on touched by the engine's I/O
+// thread alone; what the rest of the world sees of it is its ticket. Owns a share of its file, so that the
+// descriptor outlives the transfer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "base/error.h"
+#include "io/file.h"
+#include "io/progress.h"
+
+namespace swapper {
+
+class Ticket;
+
+struct Request {
+  Direction direction = Direction::read;
+  std::shared_ptr<File> file;
+  std::uint64_t offset = 0;
+  std::byte* address = nullptr;
+  std::uint64_t nbytes = 0;
+  bool checksum = false;
+  std::shared_ptr<Ticket> after;  // may be empty
+};
+
+struct Op {
+  Op(Request request_, std::shared_ptr<Ticket> ticket_, std::uint64_t piece_bytes)
+      : request(std::move(request_)), ticket(std::move(ticket_)), cutter(request.nbytes, piece_bytes) {}
+
+  IoError error_at(std::uint64_t position, int code, std::string detail) const {
+    return IoError(name_of(request.direction), request.file->path(), request.offset + position,
+                   request.nbytes, code, std::move(detail));
+  }
+
+  // True once nothing more will be handed to the backend.
+  bool is_spent() const { return error.has_value() || cutter.finished(); }
+
+  Request request;
+  std::shared_ptr<Ticket> ticket;
+  std::uint64_t sequence = 0;  // order of submission, given by the inbox
+
+  Cutter cutter;
+  bool started = false;
+  std::uint32_t outstanding = 0;  // pieces at the backend, and pieces still to be checksummed
+  std::optional<IoError> error;   // the first one
+  std::vector<std::uint32_t> checksums;
+};
+
+}  // namespace swapper

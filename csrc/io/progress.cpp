@@ -1,0 +1,50 @@
+// The rules of progress.h. The one that is easily got wrong: a direct transfer may end between two sectors
+// (at the end of a file whose size is no multiple of a sector, or when a drive gives up half-way). It cannot
+// go on from there, so it goes back to the sector boundary below and transfers those bytes again; only if
+// that brings nothing new has the file ended.
+#include "io/progress.h"
+
+#include <algorithm>
+#include <cerrno>
+
+#include "base/align.h"
+
+namespace swapper {
+
+Piece Cutter::cut() {
+  const Piece piece{next_, std::min(piece_bytes_, nbytes_ - next_)};
+  next_ += piece.nbytes;
+  return piece;
+}
+
+Step PieceProgress::fail(int error_number, const char* detail) {
+  error_number_ = error_number;
+  detail_ = detail;
+  return Step::failed;
+}
+
+Step PieceProgress::interrupted(int error_number) {
+  if (++retries_ < kPatience) return Step::again;
+  return fail(error_number, "the kernel kept asking to try again");
+}
+
+Step PieceProgress::stalled() {
+  if (direction_ == Direction::read) return fail(0, "unexpected end of file");
+  return fail(EIO, "the file takes no more bytes, without saying why");
+}
+
+Step PieceProgress::advance(std::int64_t result) {
+  if (result == -EINTR || result == -EAGAIN) return interrupted(static_cast<int>(-result));
+  if (result < 0) return fail(static_cast<int>(-result), "");
+  const auto count = static_cast<std::uint64_t>(result);
+  if (count > remaining()) return fail(EIO, "the kernel says it transferred more than it was asked to");
+  const std::uint64_t reached = begin_ + count;
+  if (reached <= transferred_) return stalled();
+  retries_ = 0;
+  transferred_ = reached;
+  if (reached == nbytes_) return Step::finished;
+  begin_ = align_down(reached, alignment_);
+  return Step::again;
+}
+
+}  // namespace swapper

@@ -1,0 +1,76 @@
+// A ticket: the completion of one operation, seen from outside. Written once by the I/O thread, read by
+// anybody: asking `finished()` takes no lock, because the pager asks all the time. Also the place where
+// operations that wait for this one (after=) leave word; they may belong to another engine. Owns the error,
+// if there was one.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "base/error.h"
+#include "base/process.h"
+
+namespace swapper {
+
+struct Op;
+class Inbox;
+
+using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC, as time.monotonic() in Python
+
+inline double seconds(Clock::time_point time) {
+  return std::chrono::duration<double>(time.time_since_epoch()).count();
+}
+
+class Ticket {
+ public:
+  Ticket(std::uint64_t nbytes, bool checksum) : nbytes_(nbytes), checksum_(checksum) {}
+
+  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  bool wait_for(Clock::duration patience);  // false if it is not finished by then
+
+  std::uint64_t nbytes() const { return nbytes_; }
+  bool has_checksum() const { return checksum_; }
+  Clock::time_point submitted() const { return submitted_; }
+
+  // False in a forked child, where nobody will finish it.
+  bool is_usable() const { return creator_.is_this_process(); }
+
+  // Of a finished ticket only.
+  const std::optional<IoError>& error() const { return error_; }
+  std::uint32_t crc32() const { return crc32_; }
+  Clock::time_point completed() const { return completed_; }
+
+  // Hands `op` back to `inbox` when this ticket finishes. False if it already has, and then nothing is kept.
+  bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
+
+  // Once, by the I/O thread that did the work.
+  void finish(std::optional<IoError> error, std::uint32_t crc32);
+
+ private:
+  struct Subscription {
+    std::shared_ptr<Inbox> inbox;
+    std::shared_ptr<Op> op;
+  };
+
+  const Creator creator_;
+  const std::uint64_t nbytes_;
+  const bool checksum_;
+  const Clock::time_point submitted_ = Clock::now();
+
+  std::atomic<bool> finished_{false};
+  std::optional<IoError> error_;
+  std::uint32_t crc32_ = 0;
+  Clock::time_point completed_{};
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<Subscription> subscriptions_;
+};
+
+}  // namespace swapper

@@ -1,0 +1,82 @@
+// Makes and frees the arena's mapping. Huge pages and locking are asked for and not insisted on: an ordinary
+// user may lock 8 MiB by default, and many systems have shared-memory huge pages switched off. Owns nothing
+// beyond arena.h.
+#include "memory/arena.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include "base/align.h"
+#include "base/check.h"
+#include "base/error.h"
+
+namespace swapper {
+
+std::byte* reserve_addresses(std::uint64_t nbytes) {
+  const std::uint64_t padded = nbytes + kHugePageBytes;
+  void* raw = ::mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) throw IoError("reserve", "", 0, nbytes, errno, "no address space");
+  const auto begin = reinterpret_cast<std::uint64_t>(raw);
+  const std::uint64_t aligned = align_up(begin, kHugePageBytes);
+  if (aligned > begin) ::munmap(raw, aligned - begin);
+  const std::uint64_t end = aligned + nbytes;
+  if (begin + padded > end) ::munmap(reinterpret_cast<void*>(end), begin + padded - end);
+  return reinterpret_cast<std::byte*>(aligned);
+}
+
+void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages) {
+  const int result = ::madvise(address, nbytes, MADV_DONTFORK);
+  SWAPPER_CHECK(result == 0, "MADV_DONTFORK on our own mapping failed");
+  if (huge_pages) static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));  // refused where switched off
+}
+
+Arena::Arena(const ArenaOptions& options)
+    : nbytes_(align_up(options.nbytes, options.huge_pages ? kHugePageBytes : kPageBytes)),
+      huge_pages_(options.huge_pages) {
+  if (options.nbytes == 0) throw ConfigError("an arena needs at least one byte");
+  if (nbytes_ < options.nbytes || nbytes_ > (std::uint64_t{1} << 46)) {
+    throw ConfigError("an arena of " + std::to_string(options.nbytes) + " bytes is beyond any machine");
+  }
+  map();
+  if (options.lock) {
+    lock();
+  } else {
+    lock_reason_ = "locking was not asked for";
+  }
+}
+
+void Arena::map() {
+  memfd_ = UniqueFd(::memfd_create("swapper-arena", MFD_CLOEXEC));
+  if (!memfd_) throw IoError("memfd_create", "", 0, nbytes_, errno);
+  if (::ftruncate(memfd_.get(), static_cast<off_t>(nbytes_)) != 0) {
+    throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
+  }
+  std::byte* place = reserve_addresses(nbytes_);
+  void* mapped = ::mmap(place, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_.get(), 0);
+  if (mapped == MAP_FAILED) {
+    const int code = errno;
+    ::munmap(place, nbytes_);
+    throw IoError("mmap", "memfd:swapper-arena", 0, nbytes_, code);
+  }
+  address_ = place;
+  advise_transfer_memory(address_, nbytes_, huge_pages_);
+}
+
+void Arena::lock() {
+  if (::mlock(address_, nbytes_) == 0) return;
+  const int code = errno;
+  static_cast<void>(::munlock(address_, nbytes_));
+  rlimit limit{};
+  ::getrlimit(RLIMIT_MEMLOCK, &limit);
+  lock_reason_ = "mlock of " + std::to_string(nbytes_) + " bytes: " + errno_text(code) +
+                 "; the locked-memory limit is " +
+                 (limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur) + " bytes") +
+                 " (ulimit -l)";
+}
+
+Arena::~Arena() {
+  // In a forked child these addresses may by now be somebody else's. See Creator.
+  if (creator_.is_this_process()) ::munmap(address_, nbytes_);
+}
+
+}  // namespace swapper

@@ -1,0 +1,82 @@
+// Maps and unmaps pieces of the arena at a window's addresses. Every mapping is replaced in place with
+// MAP_FIXED, never removed first, so that no other thread's mmap can take the addresses in between. Owns
+// nothing beyond window.h.
+#include "memory/window.h"
+
+#include <sys/mman.h>
+
+#include <string>
+#include <utility>
+
+#include "base/align.h"
+#include "base/error.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#endif
+
+namespace swapper {
+namespace {
+
+IoError map_failure(const char* op, std::uint64_t offset, std::uint64_t nbytes, int code) {
+  return IoError(op, "", offset, nbytes, code,
+                 code == ENOMEM ? "out of memory, or of mappings (sysctl vm.max_map_count)" : "");
+}
+
+}  // namespace
+
+Window::Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes)
+    : arena_(std::move(arena)), nbytes_(align_up(nbytes, kPageBytes)) {
+  if (nbytes == 0) throw ConfigError("a window needs at least one byte");
+  address_ = reserve_addresses(nbytes_);
+  advise_transfer_memory(address_, nbytes_, false);
+}
+
+Window::~Window() {
+  if (creator_.is_this_process()) ::munmap(address_, nbytes_);
+}
+
+void Window::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
+  if (!is_aligned(offset, kPageBytes) || !is_aligned(nbytes, kPageBytes)) {
+    throw ConfigError("window offsets and sizes are multiples of 4096, not " + std::to_string(offset) +
+                      " and " + std::to_string(nbytes));
+  }
+  if (!in_range(offset, nbytes, nbytes_)) {
+    throw ConfigError(std::to_string(nbytes) + " bytes at " + std::to_string(offset) +
+                      " do not fit in a window of " + std::to_string(nbytes_));
+  }
+}
+
+void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes) {
+  check_range(window_offset, nbytes);
+  if (!is_aligned(arena_offset, kPageBytes) || !in_range(arena_offset, nbytes, arena_->nbytes())) {
+    throw ConfigError(std::to_string(nbytes) + " bytes at " + std::to_string(arena_offset) +
+                      " are not a page-aligned part of an arena of " + std::to_string(arena_->nbytes()));
+  }
+  if (nbytes == 0) return;
+  std::byte* place = address_ + window_offset;
+  if (::mmap(place, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, arena_->memfd(),
+             static_cast<off_t>(arena_offset)) == MAP_FAILED) {
+    throw map_failure("map", window_offset, nbytes, errno);
+  }
+  advise_transfer_memory(place, nbytes, arena_->huge_pages());
+  // Page faults one by one would cost several times as much; old kernels (EINVAL) take them.
+  if (::madvise(place, nbytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+    const int code = errno;
+    unmap(window_offset, nbytes);
+    throw map_failure("map", window_offset, nbytes, code);
+  }
+}
+
+void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes) {
+  check_range(window_offset, nbytes);
+  if (nbytes == 0) return;
+  std::byte* place = address_ + window_offset;
+  if (::mmap(place, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
+      MAP_FAILED) {
+    throw map_failure("unmap", window_offset, nbytes, errno);
+  }
+  advise_transfer_memory(place, nbytes, false);
+}
+
+}  // namespace swapper

@@ -1,0 +1,43 @@
+// A window: a fixed range of addresses into which pieces of the arena are mapped and unmapped. A group of
+// tensors lives at one place for its whole life, while the frames that hold its bytes come and go; copying
+// them there would cost more CPU time than the drive takes to read them. Owns the range; keeps the arena
+// alive.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/process.h"
+#include "memory/arena.h"
+
+namespace swapper {
+
+class Window {
+ public:
+  Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes);
+  ~Window();
+  Window(const Window&) = delete;
+  Window& operator=(const Window&) = delete;
+
+  std::byte* address() const { return address_; }
+  std::uint64_t nbytes() const { return nbytes_; }
+  bool is_usable() const { return creator_.is_this_process(); }
+
+  // Shows [arena_offset, arena_offset + nbytes) of the arena at window_offset, with its page table entries
+  // filled in.
+  void map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
+
+  // Takes the memory away again: touching it is a segmentation fault until the next map().
+  void unmap(std::uint64_t window_offset, std::uint64_t nbytes);
+
+ private:
+  void check_range(std::uint64_t offset, std::uint64_t nbytes) const;
+
+  Creator creator_;
+  std::shared_ptr<Arena> arena_;
+  std::uint64_t nbytes_;
+  std::byte* address_;
+};
+
+}  // namespace swapper

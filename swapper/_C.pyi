@@ -1,0 +1,269 @@
+"""swapper's data plane: page-locked memory, files, and the engine that moves bytes between them.
+
+Everything here deals in bytes, addresses and file offsets; it knows no tensors. All objects may be used from several
+threads. In a forked child none of them works: methods raise `IoError`, buffers raise `BufferError`, and destructors
+do nothing, so that the child can exit. Numbers out of range or misaligned for memory raise `ConfigError` (a
+`ValueError`); whatever the system refuses raises `IoError` (an `OSError`), both from `swapper.errors`.
+"""
+
+import os
+from typing import final
+
+@final
+class Arena:
+    """Page-locked host memory: one shared mapping of a memfd, never copied into forked children.
+
+    The memory is zero to begin with. It goes back to the system when the arena is closed (or collected) and the last
+    view, window, and engine that registered it is gone.
+    """
+
+    def __init__(self, nbytes: int, *, lock: bool = True, huge_pages: bool = True) -> None:
+        """Takes `nbytes` bytes, rounded up to 2 MiB if `huge_pages`, else to 4096.
+
+        If the system refuses to lock or has no huge pages, the arena goes on without; see `lock_reason`.
+
+        Raises:
+            ConfigError: `nbytes` is 0 or beyond any machine.
+            IoError: there is not that much address space.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def locked(self) -> bool: ...
+    @property
+    def lock_reason(self) -> str:
+        """Why the memory is not locked; empty if it is."""
+
+    def view(self, offset: int, nbytes: int) -> View:
+        """The bytes [offset, offset + nbytes), of any alignment."""
+
+    def window(self, nbytes: int) -> Window:
+        """A new range of addresses of `nbytes` bytes, rounded up to 4096, with nothing mapped."""
+
+    def close(self) -> None:
+        """Lets go of the memory; later uses of this object raise `IoError`. Views and windows stay valid."""
+
+@final
+class View:
+    """A part of an arena, as a writable buffer: `torch.frombuffer(view, dtype=...)` makes a tensor of it, uncopied.
+
+    Keeps the arena's memory alive, and is itself kept alive by tensors and memoryviews made from it.
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class Window:
+    """A fixed range of addresses into which pieces of the arena are mapped, and from which they are taken away.
+
+    Implements the writable buffer protocol over its whole range, mapped or not: making a tensor of it touches nothing.
+    Touching an address where nothing is mapped is a segmentation fault. Begins on a 2 MiB boundary.
+    """
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def map(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
+        """Shows the arena's [arena_offset, arena_offset + nbytes) at `window_offset`, in place of what was there.
+
+        The same memory is then at both addresses. All three numbers are multiples of 4096. Releases the GIL.
+
+        Raises:
+            ConfigError: misaligned, or outside the window or the arena.
+            IoError: out of memory, or of mappings (`vm.max_map_count`).
+        """
+
+    def unmap(self, window_offset: int, nbytes: int) -> None:
+        """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes."""
+
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class File:
+    """An open file, direct (O_DIRECT, past the page cache) where the filesystem takes it.
+
+    Stays open at the level of the system until the transfers in flight are done, also when closed here. Every use
+    after `close` raises `IoError` with errno EBADF, except `path`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        read_only: bool = False,
+        direct: bool | None = None,
+    ) -> None:
+        """Opens `path`.
+
+        Args:
+            create: make it, with mode 0600; it must not exist.
+            read_only: writes will be refused.
+            direct: True insists (`IoError` if refused), False wants the page cache, None tries and falls back.
+        """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def alignment(self) -> int:
+        """What offsets and lengths must be multiples of if `direct`, by statx; 4096 where the system does not say."""
+
+    @property
+    def memory_alignment(self) -> int:
+        """What addresses must be multiples of if `direct`."""
+
+    @property
+    def reason(self) -> str:
+        """Why the file is direct or buffered."""
+
+    @property
+    def nbytes(self) -> int:
+        """The file's size now."""
+
+    def allocate(self, nbytes: int) -> None:
+        """Makes the file at least `nbytes` long, with space on the drive behind it (ENOSPC raises here, not later).
+
+        Where the filesystem cannot allocate, only the size is set. Releases the GIL.
+        """
+
+    def truncate(self, nbytes: int) -> None:
+        """Sets the size."""
+
+    def sync(self) -> None:
+        """fdatasync: returns when what was written is on the drive. Releases the GIL."""
+
+    def close(self) -> None: ...
+
+@final
+class Engine:
+    """Moves bytes between files and memory, in the background, by one thread of its own. One engine per drive.
+
+    An operation is cut into pieces of `piece_bytes`, up to `depth` of which are in flight; while there are both reads
+    and writes, each gets at most half. In each direction operations start in the order of submission, except that one
+    that waits for another (`after`) lets later ones pass. The caller keeps the memory alive and, for writes,
+    unchanged until the ticket is done. Submitting waits, without the GIL, while 4096 operations wait to be started.
+    """
+
+    def __init__(
+        self, *, backend: str = "auto", depth: int = 32, piece_bytes: int = 1 << 20, arena: Arena | None = None
+    ) -> None:
+        """Starts the engine.
+
+        Args:
+            backend: "uring" (io_uring), "threads" (pread and pwrite), or "auto": the first of them that works here.
+            depth: kernel calls in flight, 1 to 4096.
+            piece_bytes: bytes of one kernel call, a multiple of 4096 up to 1 GiB.
+            arena: memory to register with the kernel, if the backend can and may. The engine keeps it alive.
+
+        Raises:
+            ConfigError: an option is out of range, or the backend asked for does not work here (with the reason).
+        """
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def reason(self) -> str:
+        """Why this backend, and what it got on this machine."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of completed pieces, since the start."""
+
+    @property
+    def bytes_written(self) -> int: ...
+    @property
+    def in_flight(self) -> int:
+        """Tickets that are not done."""
+
+    def read(
+        self,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        after: Ticket | None = None,
+        checksum: bool = False,
+    ) -> Ticket:
+        """Submits: file[offset : offset + nbytes] to memory at `address`.
+
+        Args:
+            after: begin only when this ticket is done (of any engine); if it failed, fail without touching anything.
+            checksum: compute the CRC-32 of the bytes, on the I/O thread; see `Ticket.crc32`.
+
+        Raises:
+            IoError: misaligned for a direct file (EINVAL); file or engine closed (EBADF); forked child. What goes
+                wrong later is the ticket's error.
+        """
+
+    def write(
+        self,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        after: Ticket | None = None,
+        checksum: bool = False,
+    ) -> Ticket:
+        """Submits: memory at `address` to file[offset : offset + nbytes]. Otherwise as `read`."""
+
+    def drain(self) -> None:
+        """Waits until all tickets are done. Does not raise for those that failed. Releases the GIL; Ctrl-C works."""
+
+    def close(self) -> None:
+        """Refuses new operations, drains, and ends the thread. May be called again. Done at exit if forgotten."""
+
+@final
+class Ticket:
+    """The completion of one operation."""
+
+    @property
+    def done(self) -> bool:
+        """Finished, well or not. Takes no lock."""
+
+    @property
+    def nbytes(self) -> int:
+        """What the operation asked for."""
+
+    @property
+    def crc32(self) -> int:
+        """CRC-32 of the bytes transferred. Raises `ValueError` if not asked for or not done, `IoError` if failed."""
+
+    @property
+    def error(self) -> Exception | None:
+        """The `IoError` of a failed operation; None while pending, and when all is well."""
+
+    @property
+    def submitted_s(self) -> float:
+        """When it was submitted, on the clock of `time.monotonic()`."""
+
+    @property
+    def completed_s(self) -> float:
+        """When it was done, on the same clock. Raises `ValueError` before that."""
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until done, without the GIL; Ctrl-C works. False if `timeout_s` seconds pass first.
+
+        Raises:
+            IoError: the operation failed; the same error as `error`.
+        """
+
+def crc32(buffer: object, value: int = 0) -> int:
+    """CRC-32 of a contiguous buffer, going on from `value`: the same numbers as `zlib.crc32`, several times faster."""
+
+def crc32_address(address: int, nbytes: int, value: int = 0) -> int:
+    """CRC-32 of the memory at `address`."""
+
+def crc32_combine(a: int, b: int, nbytes_b: int) -> int:
+    """CRC-32 of A followed by B, from `a` of A and `b` of B, where B has `nbytes_b` bytes."""
