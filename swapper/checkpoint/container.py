@@ -37,7 +37,7 @@ __all__ = ["ALIGNMENT", "ContainerLayout", "Record", "StorageRef", "build_tail"]
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
 
-_ROOT = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_ROOT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class ContainerLayout:
             CheckpointError: a size or the root's name is not allowed.
         """
         if not _ROOT.fullmatch(root):
-            raise CheckpointError(f"container root {root!r}: use 1 to 200 letters, digits, '.', '_' and '-'")
+            raise CheckpointError(
+                f"container root {root!r}: use up to 200 of A-Z a-z 0-9 _ . -, not . or - first"
+            )
         records: list[Record] = []
         cursor = 0
         for index, nbytes in enumerate(sizes):

@@ -95,8 +95,9 @@ def test_headers_that_begin_next_to_4_gib_equal_those_of_torch(tmp_path, cursor_
 
 @pytest.mark.parametrize("count", [1, 65534, 65535, 65536, 70000])
 def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> None:
-    content = zipformat.local_header(0, "r/0", 3, 64) + b"abc" + zipformat.descriptor(0, 3, zlib.crc32(b"abc"))
-    entries = [Entry(f"r/{index}", 0, 3, zlib.crc32(b"abc")) for index in range(count)]
+    crc32 = zlib.crc32(b"abc")
+    content = zipformat.local_header(0, "r/0", 3, 64) + b"abc" + zipformat.descriptor(0, 3, crc32)
+    entries = [Entry(f"r/{index}", 0, 3, crc32) for index in range(count)]
     path = tmp_path / "many.zip"
     path.write_bytes(content + zipformat.directory(entries, len(content), 4096))
     assert path.stat().st_size % 4096 == 0
