@@ -1,1 +1,31 @@
 """swapper pages PyTorch tensors between memory and NVMe. This file holds the public names and nothing else."""
+
+from swapper.errors import (
+    BudgetError,
+    CheckpointError,
+    ColdParameterError,
+    ConfigError,
+    DirectoryError,
+    InvariantError,
+    IoError,
+    StateError,
+    SwapperError,
+    UnsupportedError,
+)
+from swapper.manager import SwapManager
+from swapper.stats import Stats
+
+__all__ = [
+    "BudgetError",
+    "CheckpointError",
+    "ColdParameterError",
+    "ConfigError",
+    "DirectoryError",
+    "InvariantError",
+    "IoError",
+    "StateError",
+    "Stats",
+    "SwapManager",
+    "SwapperError",
+    "UnsupportedError",
+]

@@ -167,9 +167,7 @@ def _drain(ticket: Any) -> None:
             return
 
 
-def _locator(
-    sections: Sequence[Section], layout: ContainerLayout
-) -> Callable[[torch.Tensor], StorageRef | None]:
+def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[torch.Tensor], StorageRef | None]:
     keys = {s.memory.data_ptr(): r.key for s, r in zip(sections, layout.records, strict=True)}
 
     def locate(tensor: torch.Tensor) -> StorageRef | None:

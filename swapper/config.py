@@ -1,0 +1,93 @@
+"""What a user may say, parsed once. Sizes are bytes or strings such as "8GiB"; every mistake names the option and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from swapper.errors import ConfigError
+
+PLACEMENTS = ("device", "host", "nvme", "auto")
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: int | str, option: str) -> int:
+    """Return `value` in bytes.
+
+    Args:
+        value: an int in bytes, or a string like "8GiB" (2**30) or "500MB" (10**6).
+        option: the option's name, for the error message.
+
+    Raises:
+        ConfigError: not a size, or not positive.
+    """
+    allowed = f'{option}={value!r} is not a size: give bytes as an int, or a string like "8GiB" or "500MB"'
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(allowed)
+    if isinstance(value, str):
+        match = _SIZE.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(allowed)
+        value = int(float(match[1]) * _UNITS[match[2].lower()])
+    if value <= 0:
+        raise ConfigError(f"{option}={value!r} must be more than 0 bytes")
+    return value
+
+
+def parse_host_memory(value: int | str) -> int:
+    """Return the host budget in bytes; "auto" is half of what the machine and this process's cgroup leave free."""
+    if value == "auto":
+        return min(psutil.virtual_memory().available, _cgroup_headroom_bytes()) // 2
+    return parse_bytes(value, "host_memory")
+
+
+def parse_choice(value: str, option: str, allowed: Sequence[str]) -> str:
+    if value not in allowed:
+        names = ", ".join(repr(name) for name in allowed)
+        raise ConfigError(f"{option}={value!r} is not known: use one of {names}")
+    return value
+
+
+def format_bytes(nbytes: int | float) -> str:
+    """Return a size as people read it: 1536 -> "1.5 KiB"."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _cgroup_headroom_bytes() -> int:
+    """Memory that this process's cgroup (v2 or v1) still grants; a very large number where there is no limit."""
+    unlimited = 1 << 62
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit_name, used_name = (
+                Path("/sys/fs/cgroup/memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        try:
+            limit = (folder / limit_name).read_text().strip()
+            used = int((folder / used_name).read_text())
+        except (OSError, ValueError):
+            continue
+        if limit != "max" and int(limit) < unlimited:
+            return max(int(limit) - used, 0)
+    return unlimited

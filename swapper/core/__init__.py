@@ -1,0 +1,1 @@
+"""The pager and what it decides with. Knows torch for dtypes and byte views only: never nn, distributed or cuda."""

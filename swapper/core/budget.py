@@ -1,0 +1,96 @@
+"""Dividing the host budget. Pure: from section sizes to what is resident, how large a page is, and how many frames there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from swapper.config import format_bytes
+from swapper.core.layout import SECTOR_BYTES, choose_page_bytes, round_up
+from swapper.errors import BudgetError
+
+ARENA_ALIGNMENT_BYTES = 2 << 20
+"""Frames begin at a huge page."""
+
+SMALL_SECTION_BYTES = 64 << 10
+"""A section this small (step counters) always stays in memory: a page of its own would waste a frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How a host budget is used. `resident_bytes + page_bytes * frame_count` is the arena, at most the budget."""
+
+    resident_bytes: int
+    page_bytes: int
+    frame_count: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return self.resident_bytes + self.page_bytes * self.frame_count
+
+
+def divide(
+    host_bytes: int,
+    resident: Sequence[int],
+    paged: Sequence[int],
+    frames_needed: Callable[[int], int],
+    explain: str,
+) -> Budget:
+    """Return how `host_bytes` are used.
+
+    Args:
+        host_bytes: the budget.
+        resident: sizes of the sections that stay in memory, in bytes.
+        paged: sizes of the others.
+        frames_needed: for a page size, how many frames one step needs at one time so that it can never deadlock.
+        explain: what takes the room, for the error message.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    kept = resident_bytes(resident)
+    if not paged:
+        if kept > host_bytes:
+            raise _too_small(host_bytes, kept, kept, explain)
+        return Budget(kept, SECTOR_BYTES, 0)
+    fitted = _fit(host_bytes - kept, paged, frames_needed)
+    if fitted is None:
+        raise _too_small(host_bytes, kept + _smallest_pool(paged, frames_needed), kept, explain)
+    page_bytes, frame_count = fitted
+    return Budget(kept, page_bytes, frame_count)
+
+
+def resident_bytes(sections: Sequence[int]) -> int:
+    """Return what resident sections take in the arena, up to where the frames begin."""
+    return round_up(sum(round_up(nbytes, SECTOR_BYTES) for nbytes in sections), ARENA_ALIGNMENT_BYTES)
+
+
+def _fit(pool_bytes: int, paged: Sequence[int], frames_needed: Callable[[int], int]) -> tuple[int, int] | None:
+    """Return (page size, frames) for a pool of `pool_bytes`, or None if it is too small. No more frames than pages."""
+    if pool_bytes < SECTOR_BYTES:
+        return None
+    page_bytes = choose_page_bytes(paged, pool_bytes)
+    while pool_bytes // page_bytes < frames_needed(page_bytes):
+        page_bytes = max(round_up(page_bytes // 2, SECTOR_BYTES), SECTOR_BYTES)
+        if page_bytes < SMALL_SECTION_BYTES:
+            return None
+    pages = sum(-(-nbytes // page_bytes) for nbytes in paged)
+    return page_bytes, max(min(pool_bytes // page_bytes, pages), frames_needed(page_bytes))
+
+
+def _smallest_pool(paged: Sequence[int], frames_needed: Callable[[int], int]) -> int:
+    low, high = 0, 2 * sum(paged) + (64 << 20)
+    while _fit(high, paged, frames_needed) is None:
+        high *= 2
+    while high - low > 1 << 20:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _fit(middle, paged, frames_needed) else (middle, high)
+    return round_up(high, 1 << 20)
+
+
+def _too_small(host_bytes: int, smallest: int, kept: int, explain: str) -> BudgetError:
+    return BudgetError(
+        f"host_memory={format_bytes(host_bytes)} is too small: this model and optimizer need at least "
+        f"{format_bytes(smallest)} ({smallest} bytes), of which {format_bytes(kept)} stay in memory ({explain}); "
+        "raise host_memory, or place more on NVMe"
+    )

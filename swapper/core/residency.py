@@ -1,0 +1,46 @@
+"""Where a page is, and the only moves it may make. A move that the table does not list is a bug and raises at once."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from swapper.errors import InvariantError
+
+
+class Residency(Enum):
+    """The state of one page."""
+
+    COLD = auto()
+    """Only in the store; no frame."""
+    READING = auto()
+    """Has a frame whose content is on its way (or, for fresh data, is about to be made)."""
+    CLEAN = auto()
+    """In a frame, equal to the store."""
+    DIRTY = auto()
+    """In a frame, newer than the store."""
+    WRITING = auto()
+    """In a frame, on its way to the store; readable meanwhile, not writable."""
+
+
+_C, _R, _K, _D, _W = Residency.COLD, Residency.READING, Residency.CLEAN, Residency.DIRTY, Residency.WRITING
+
+LEGAL_MOVES: frozenset[tuple[Residency, Residency]] = frozenset(
+    {
+        (_C, _R),  # a frame is claimed
+        (_R, _K),  # the read arrived
+        (_R, _D),  # claimed for fresh data, which is now being made
+        (_R, _C),  # the read failed, or the claim was given up
+        (_K, _C),  # evicted
+        (_K, _D),  # changed
+        (_D, _W),  # written back
+        (_W, _K),  # the write arrived
+        (_W, _D),  # the write failed
+        (_K, _W),  # consolidated for a snapshot
+        (_D, _C),  # thrown away: a step rolled back
+    }
+)
+
+
+def check_move(page: object, old: Residency, new: Residency) -> None:
+    if (old, new) not in LEGAL_MOVES:
+        raise InvariantError(f"{page}: {old.name} -> {new.name} is not a legal move")

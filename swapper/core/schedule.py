@@ -1,0 +1,103 @@
+"""The order in which a step uses its pages: recorded once, then followed, so that the pager can read ahead and evict well.
+
+The schedule is a cycle of accesses, one step long. Positions count accesses from the start of the run and never wrap, so
+that "farther in the future" is "the larger number". Before anything was recorded the cycle is a guess from module order;
+where the run departs from the cycle, the schedule finds its place again, and the order that was really seen replaces the
+cycle at the end of the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+NEVER = 1 << 62
+"""The next use of a page that the schedule does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One use of some pages at one time.
+
+    Attributes:
+        key: what is used: ("param", group) or ("slice", group, number). None: outside the order of a step, never recorded.
+        pages: indices of all pages used, in the order in which they are wanted.
+        fresh: those whose whole content is made anew: they need a frame but no read.
+        writes: those that are changed.
+    """
+
+    key: Hashable
+    pages: tuple[int, ...]
+    fresh: frozenset[int] = frozenset()
+    writes: frozenset[int] = frozenset()
+
+
+class Schedule:
+    """A cycle of accesses and the place in it. Knows nothing of frames or I/O."""
+
+    def __init__(self, cycle: Sequence[Access]) -> None:
+        self._position = 0
+        self._recording: list[Access] = []
+        self._install(cycle)
+
+    @property
+    def position(self) -> int:
+        """The position of the access that is expected next."""
+        return self._position
+
+    @property
+    def cycle(self) -> tuple[Access, ...]:
+        return self._cycle
+
+    def at(self, position: int) -> Access:
+        return self._cycle[(position - self._origin) % len(self._cycle)]
+
+    def advance(self, access: Access) -> bool:
+        """Note that `access` happens now. Returns False if it is not what was expected, so that read-ahead must start anew."""
+        self._recording.append(access)
+        if not self._cycle:
+            return False
+        if self.at(self._position) == access:
+            self._position += 1
+            return True
+        expected_key = self.at(self._position).key == access.key
+        places = self._places.get(access.key)
+        if not expected_key and places:
+            self._position = self._next_of(places, self._position - 1)
+        if expected_key or places:
+            self._position += 1
+        return False
+
+    def next_use(self, page: int) -> int:
+        """Return the position of the next use of `page` from now on, or NEVER."""
+        places = self._page_places.get(page)
+        return NEVER if places is None else self._next_of(places, self._position - 1)
+
+    def end_step(self) -> bool:
+        """The step is over: what was recorded becomes the cycle. Returns True if that changed anything."""
+        recorded, self._recording = self._recording, []
+        if not recorded or recorded == list(self._cycle):
+            return False
+        self._install(recorded)
+        return True
+
+    def _install(self, cycle: Sequence[Access]) -> None:
+        self._cycle = tuple(cycle)
+        self._origin = self._position  # the access at this position is the first of the cycle
+        self._places: dict[Hashable, list[int]] = {}
+        self._page_places: dict[int, list[int]] = {}
+        for index, access in enumerate(self._cycle):
+            self._places.setdefault(access.key, []).append(index)
+            for page in access.pages:
+                places = self._page_places.setdefault(page, [])
+                if not places or places[-1] != index:
+                    places.append(index)
+
+    def _next_of(self, places: list[int], after: int) -> int:
+        """The first position > `after` that falls on one of `places` (ascending indices into the cycle)."""
+        cycles, index = divmod(after - self._origin, len(self._cycle))
+        found = bisect_right(places, index)
+        if found == len(places):
+            cycles, found = cycles + 1, 0
+        return self._origin + cycles * len(self._cycle) + places[found]

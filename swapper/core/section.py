@@ -1,0 +1,123 @@
+"""A section at run time: its memory and, where it is paged, its pages.
+
+On a CPU a section has a fixed range of addresses for good. A *resident* section's range is backed by memory all the time.
+A *paged* one's range is a window: its pages are backed while they have a frame, and any touch of the others is a fault;
+what stands in front of that fault is the guard on cold parameters (train/cold.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from swapper.core.layout import SectionPlan, Slot
+from swapper.core.residency import Residency, check_move
+from swapper.errors import InvariantError
+
+
+class Window(Protocol):
+    """What a paged section needs of `swapper._C.Window`."""
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
+    def unmap(self, window_offset: int, nbytes: int, /) -> None: ...
+
+
+class Page:
+    """A fixed-size piece of a paged section. Only the pager changes one."""
+
+    __slots__ = (
+        "committed",
+        "crc32",
+        "file_offset",
+        "frame",
+        "fresh",
+        "heir",
+        "index",
+        "leases",
+        "location",
+        "nbytes",
+        "next_use",
+        "offset",
+        "predecessor",
+        "residency",
+        "section",
+        "ticket",
+    )
+
+    def __init__(self, index: int, section: Section, offset: int, nbytes: int) -> None:
+        self.index = index
+        self.section = section
+        self.offset = offset  # bytes from the start of the section
+        self.nbytes = nbytes
+        self.file_offset = section.file_offset + offset
+        self.residency = Residency.COLD
+        self.frame: int | None = None
+        self.leases = 0
+        self.next_use = 0  # position in the schedule
+        self.ticket: Any = None  # of the read or write in flight
+        self.fresh = False  # READING, but nothing is read: the content is about to be made
+        self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
+        self.predecessor: Page | None = None  # READING: the page whose write the read waits for
+        self.location: int | None = None  # which of the store's files has the newest content
+        self.committed: int | None = None  # which file the last commit names for it
+        self.crc32: int | None = None  # of the content at `location`
+
+    def move(self, new: Residency) -> None:
+        check_move(self, self.residency, new)
+        self.residency = new
+
+    def __repr__(self) -> str:
+        return (
+            f"page {self.index} ({self.section.plan.name} at {self.offset}, {self.nbytes} bytes, "
+            f"{self.residency.name}, frame {self.frame}, {self.leases} leases)"
+        )
+
+
+class Section:
+    """One section: what lies where, its pages if it is paged, and its memory once `attach` was called.
+
+    Args:
+        plan: what lies where.
+        file_offset: where its payload begins in the container, in bytes.
+        page_bytes: size of a page; None for a resident section, which has none.
+        first_page: index of its first page.
+    """
+
+    def __init__(self, plan: SectionPlan, file_offset: int, page_bytes: int | None, first_page: int = 0) -> None:
+        self.plan = plan
+        self.file_offset = file_offset
+        self.resident = page_bytes is None
+        pieces = [] if page_bytes is None else plan.pages(page_bytes)
+        self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
+        self._memory: torch.Tensor | None = None
+        self._window: Window | None = None
+
+    def attach(self, memory: torch.Tensor, window: Window | None) -> None:
+        """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged."""
+        self._memory = memory
+        self._window = window
+
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._memory is None:
+            raise InvariantError(f"{self.plan.name} has no memory yet")
+        return self._memory
+
+    @property
+    def window(self) -> Window:
+        if self._window is None:
+            raise InvariantError(f"{self.plan.name} has no window")
+        return self._window
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """Return `slot`'s tensor, a view of the section's memory. Makes no access to it."""
+        flat = self.memory[slot.offset : slot.end].view(slot.spec.dtype)
+        return flat.view(slot.spec.shape)
+
+    def pages_of(self, begin: int, end: int) -> list[Page]:
+        """Return the pages that bytes [begin, end) of the section touch."""
+        if not self.pages or begin >= end:
+            return []
+        page_bytes = self.pages[0].nbytes
+        return self.pages[begin // page_bytes : (end - 1) // page_bytes + 1]

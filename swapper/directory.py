@@ -1,0 +1,83 @@
+"""The run directory: `<directory>/rank-R-of-W/`, held by one run at a time.
+
+Weights are their owner's: directories are 0700 and files 0600. A directory that holds a run is never overwritten unasked.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from swapper.config import format_bytes
+from swapper.errors import DirectoryError
+
+RESUME_CHOICES = ("error", "discard")
+
+
+class RunDirectory:
+    """Owns the directory's lock from construction until `close`.
+
+    Args:
+        directory: the user's directory; must exist, so that a mistyped path is not filled by accident.
+        resume: "error" refuses a directory that holds a run, "discard" throws that run away.
+        rank, world_size: this process's place in the job.
+
+    Raises:
+        DirectoryError: missing, not a directory, not writable, in use, or holds a run.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], resume: str, rank: int, world_size: int) -> None:
+        parent = Path(directory).absolute()
+        if not parent.exists():
+            raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
+        if not parent.is_dir():
+            raise DirectoryError(f"{parent} is not a directory: give a directory on the drive that shall hold the run")
+        self.path = parent / f"rank-{rank}-of-{world_size}"
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise DirectoryError(
+                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
+            ) from error
+        try:
+            self._take(resume)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def _take(self, resume: str) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise DirectoryError(
+                f"{self.path} is in use by another run (process {holder}): wait for it, or choose another directory"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        held = sorted(self.path.glob("*.swap"))
+        if held and resume != "discard":
+            raise DirectoryError(
+                f'{self.path} holds a run ({", ".join(f.name for f in held)}): say resume="discard" to throw it away, '
+                "or choose another directory"
+            )
+        for file in held:
+            file.unlink()
+
+    def require_space(self, nbytes: int) -> None:
+        """Raise DirectoryError unless the filesystem has `nbytes` free."""
+        free = shutil.disk_usage(self.path).free
+        if free < nbytes:
+            raise DirectoryError(
+                f"{self.path} needs {format_bytes(nbytes)} and its filesystem has {format_bytes(free)} free: "
+                "make room, or choose another drive"
+            )
+
+    def close(self) -> None:
+        """Let the lock go. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1

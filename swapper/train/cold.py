@@ -1,0 +1,171 @@
+"""Cold parameters: the guard in front of memory that is away.
+
+While a parameter's pages may be away its class is `ColdParameter`. It is the same object with the same shape, dtype,
+gradient and hooks, but an operation that needs its data is sent to its keeper first. Inside the forward of a module that
+contains the parameter the keeper brings it in and the operation goes on (a parent may use a child's weight directly, as
+nn.MultiheadAttention does); anywhere else it raises, instead of reading memory that is not there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from swapper.errors import ColdParameterError
+
+
+class Keeper(Protocol):
+    """Who brings a cold parameter in."""
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
+        ...
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        """Return the parameter's qualified name."""
+        ...
+
+
+_keepers: dict[int, Keeper] = {}  # by id of the parameter, which its manager keeps alive until it is forgotten
+
+
+def guard(parameter: nn.Parameter, keeper: Keeper) -> None:
+    """From now on `set_cold` and `set_warm` may be used for `parameter`."""
+    _keepers[id(parameter)] = keeper
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    set_warm(parameter)
+    _keepers.pop(id(parameter), None)
+
+
+def set_cold(parameter: nn.Parameter) -> None:
+    parameter.__class__ = ColdParameter
+
+
+def set_warm(parameter: nn.Parameter) -> None:
+    if type(parameter) is ColdParameter:
+        parameter.__class__ = nn.Parameter
+
+
+def is_cold(parameter: torch.Tensor) -> bool:
+    return type(parameter) is ColdParameter
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def aliases() -> Iterator[None]:
+    """Within, `state_dict()` of a module with cold parameters works: its tensors have their place in memory but no data."""
+    _thread.aliases = True
+    try:
+        yield
+    finally:
+        _thread.aliases = False
+
+
+def _getters(*names: str) -> set[Callable[..., Any]]:
+    """What `__torch_function__` is given for these attributes; versions of torch differ in which there are."""
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+# What can be answered without the data.
+_METADATA: set[Callable[..., Any]] = {
+    *_getters(
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names"),
+        *("_version", "retains_grad", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized"),
+        *("is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_nested", "is_vulkan", "is_ort", "is_mtia", "is_ipu"),
+        *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad"),
+        *("is_xla", "is_maia", "name"),
+    ),
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+    torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
+    torch.Tensor._post_accumulate_grad_hooks.__set__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.nelement,
+    torch.Tensor.stride,
+    torch.Tensor.element_size,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_signed,
+    torch.Tensor.is_inference,
+    torch.Tensor.storage_offset,
+    torch.Tensor.get_device,
+    torch.Tensor.requires_grad_,
+    torch.Tensor.register_hook,
+    torch.Tensor.register_post_accumulate_grad_hook,
+    torch.Tensor.retain_grad,
+    torch.Tensor.__len__,
+    torch.Tensor.is_same_size,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_signed,
+    torch.is_inference,
+    torch.numel,
+    torch.is_same_size,
+}
+
+
+class ColdParameter(nn.Parameter):
+    """A parameter whose data may be away. Never made by anyone: a parameter's class is set to it and back."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        aliasing = func is torch.Tensor.detach and getattr(_thread, "aliases", False)
+        if func not in _METADATA and not aliasing:
+            for parameter in _cold_among((args, kwargs)):
+                keeper = _keepers.get(id(parameter))
+                if keeper is None or not keeper.bring(parameter):
+                    raise _refusal(parameter, keeper, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _refusal(self, _keepers.get(id(self)), "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _refusal(self, _keepers.get(id(self)), "pickling")
+
+
+def _cold_among(tree: Any) -> list[ColdParameter]:
+    found: list[ColdParameter] = []
+    pending = [tree]
+    while pending:
+        item = pending.pop()
+        if type(item) is ColdParameter:
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return found
+
+
+def _refusal(parameter: nn.Parameter, keeper: Keeper | None, operation: Any) -> ColdParameterError:
+    name = keeper.describe(parameter) if keeper else "of a closed manager"
+    if not isinstance(operation, str):
+        operation = getattr(operation, "__qualname__", None) or getattr(operation, "__name__", str(operation))
+    return ColdParameterError(
+        f"parameter {name} is away on NVMe and {operation} needs its data. Look at it inside "
+        "`with manager.gather(module_or_parameters):` (write=True to change it); state_dict(), load_state_dict() and "
+        "deepcopy() work there too. For the whole state use manager.snapshot(path), which plain torch.load reads. "
+        ".to(), .half() and the like cannot be applied after offload: apply them before."
+    )

@@ -1,0 +1,111 @@
+"""Which parameters are used together. Pure: looks at a module tree, changes nothing.
+
+A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a
+ModuleList or Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree;
+elsewhere each module is a unit with its own direct parameters. A *group* holds the parameters that a unit is the first to
+need; small neighbours share one. A tied parameter belongs to the first unit that needs it, and the others lease that group too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+MERGE_BELOW_BYTES = 1 << 20
+"""Neighbouring units outside of lists share a group while it is smaller than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are used together, with their qualified names."""
+
+    index: int
+    name: str
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A module that is hooked, and the indices of the groups that its forward needs."""
+
+    name: str
+    module: nn.Module
+    groups: tuple[int, ...]
+
+
+def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
+    """Return the model's groups and units in module order. The model itself is always a unit, if only an empty one."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    units = list(_units(model))
+    owner: dict[int, int] = {}  # id of parameter -> index of group
+    members: list[list[tuple[str, nn.Parameter]]] = []
+    group_names: list[str] = []
+    open_bytes = MERGE_BELOW_BYTES  # of the group that small units may still join
+    for name, _, parameters, in_list in units:
+        new = {id(p): p for p in parameters if id(p) not in owner}
+        if not new:
+            continue
+        nbytes = sum(p.nbytes for p in new.values())
+        if in_list or open_bytes + nbytes > MERGE_BELOW_BYTES:
+            members.append([])
+            group_names.append(name or type(model).__name__)
+            open_bytes = MERGE_BELOW_BYTES if in_list else 0
+        open_bytes += nbytes
+        for key, parameter in new.items():
+            owner[key] = len(members) - 1
+            members[-1].append((names[key], parameter))
+    groups = [Group(i, name, tuple(m)) for i, (name, m) in enumerate(zip(group_names, members, strict=True))]
+    hooked = [
+        Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in parameters)))
+        for name, module, parameters, _ in units
+    ]
+    return groups, hooked
+
+
+def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int, str]:
+    """Return the most pages leased at one time in a forward or backward, and the unit where that is.
+
+    While a unit runs, so do its ancestors, whose own groups stay leased.
+
+    Args:
+        units: as `partition` returns them.
+        group_pages: for each group, how many pages it has.
+    """
+    by_name = {unit.name: unit for unit in units}
+    worst, where = 0, ""
+    for unit in units:
+        needed = set(unit.groups)
+        parts = unit.name.split(".") if unit.name else []
+        for depth in range(len(parts)):
+            ancestor = by_name.get(".".join(parts[:depth]))
+            needed.update(ancestor.groups if ancestor else ())
+        pages = sum(group_pages[group] for group in needed)
+        if pages > worst:
+            worst, where = pages, unit.name
+    return worst, where
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
+    """Yield (name, module, parameters that its forward needs, whether it is a list's child) in module order."""
+    yield "", model, list(model.parameters(recurse=False)), False
+    yield from _below("", model)
+
+
+def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
+    repeats = isinstance(module, nn.ModuleList | nn.Sequential) and any(
+        count > 1 for count in Counter(type(child) for child in module.children()).values()
+    )
+    for child_name, child in module.named_children():
+        name = f"{prefix}.{child_name}" if prefix else child_name
+        if repeats:
+            subtree = list(child.parameters())
+            if subtree:
+                yield name, child, subtree, True
+        else:
+            own = list(child.parameters(recurse=False))
+            if own:
+                yield name, child, own, False
+            yield from _below(name, child)

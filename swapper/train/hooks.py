@@ -1,0 +1,275 @@
+"""Hooks that lease a module's parameters around its forward and its backward.
+
+Forward: the pre-hook leases the unit's groups, the post-hook releases them; `always_call` because activation checkpointing
+stops a recomputed forward early. Backward: the post-hook puts a hook on every output that has a gradient; the first one to
+run leases the groups again.
+
+[Note: when a backward lease ends] Calls of units are intervals on a clock that ticks at each start and end of a forward.
+Autograd runs the nodes that are ready in decreasing order of creation, so when the backward of a call begins, every node
+created after that call's end has run: the leases of all calls that *started* after it *ended* can go. This holds for frozen
+parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and keeps its lease).
+Counting gradients instead would let a frozen weight go that a later node still multiplies with. What is left goes when the
+backward is over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from swapper.train.groups import Unit
+from swapper.train.storage import GroupParameters
+
+
+class Call:
+    """One forward of one unit, and what it leases."""
+
+    __slots__ = ("backward_task", "end", "groups", "start", "unit")
+
+    def __init__(self, unit: Unit, groups: list[GroupParameters], start: int) -> None:
+        self.unit = unit
+        self.groups = groups
+        self.start = start
+        self.end = -1
+        self.backward_task: int | None = None  # while its groups are leased for backward
+
+
+class Hooks:
+    """Owns the hooks of one model and the leases that they hold.
+
+    Args:
+        units: the modules to hook.
+        groups: all groups, by index.
+        check_usable: called at the start of each forward; raises if the manager cannot be used.
+        drop_leases: makes the pager forget all leases, after a pass was abandoned.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        groups: list[GroupParameters],
+        check_usable: Callable[[], None],
+        drop_leases: Callable[[], None],
+    ) -> None:
+        self._groups = groups
+        self._check_usable = check_usable
+        self._drop_leases = drop_leases
+        self._clock = 0
+        self._forward: list[Call] = []  # the stack of running forwards
+        self._backward: list[Call] = []  # calls whose groups are leased for backward
+        self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
+        self._handles: list[Any] = []
+        self._group_of = {id(p): group for group in groups for p in group.parameters}
+        self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
+        for unit in units:
+            self._handles.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
+            self._handles.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def pass_is_open(self) -> bool:
+        """True while a forward or a backward holds leases."""
+        return bool(self._forward or self._backward or self._held)
+
+    def abandon_pass(self) -> None:
+        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases."""
+        if self.pass_is_open:
+            self._forward.clear()
+            self._backward.clear()
+            self._held.clear()
+            self._drop_leases()
+            for group in self._groups:
+                group.forget_leases()
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
+        group = self._group_of[id(parameter)]
+        if not self._forward or _in_backward():
+            return False
+        call = self._forward[-1]
+        if all(parameter is not inside for inside in call.unit.module.parameters()):
+            return False
+        group.lease()
+        call.groups.append(group)
+        return True
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._check_usable()
+            if self._is_stale(unit):
+                self.abandon_pass()
+            if any(call.unit is unit for call in self._held) and not _in_backward():
+                self._let_go_of_held()  # that forward was never followed by a backward
+            call = Call(unit, [], self._tick())
+            self._forward.append(call)
+            for index in unit.groups:
+                self._groups[index].lease()
+                call.groups.append(self._groups[index])
+
+        return hook
+
+    def _after_forward(self, unit: Unit) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if all(call.unit is not unit for call in self._forward):
+                return None  # the pre-hook itself failed, or the pass was abandoned
+            while (call := self._forward.pop()).unit is not unit:
+                self._release(call)  # stopped by an exception that went past its hooks
+            call.end = self._tick()
+            try:
+                if output is not None and call.groups:
+                    output = self._watch(call, output)
+            finally:
+                self._release(call)
+            return output
+
+        return hook
+
+    def _is_stale(self, unit: Unit) -> bool:
+        """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
+        if _in_backward():
+            return False
+        return bool(self._backward) or any(call.unit is unit for call in self._forward)
+
+    def _watch(self, call: Call, output: Any) -> Any:
+        """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
+        tensors, rebuild = _tensors_of(output)
+        paged = any(group.paged for group in call.groups)
+        replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
+        changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
+        if paged and torch.is_grad_enabled():
+            watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
+            for tensor in watched:
+                tensor.register_hook(self._before_backward(call))
+            if not watched and any(p.requires_grad for group in call.groups for p in group.parameters):
+                held = Call(call.unit, list(call.groups), call.start)
+                for group in held.groups:
+                    group.lease()
+                self._held.append(held)
+        return rebuild(replaced) if changed else output
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
+        if tensor.device.type == "cpu" and not tensor.is_sparse and type(tensor) is not nn.Parameter:
+            try:
+                base = tensor.untyped_storage().data_ptr()
+            except (NotImplementedError, RuntimeError):
+                return tensor
+            if base in self._homes:
+                return tensor.clone()
+        return tensor
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, call: Call) -> Callable[[torch.Tensor], None]:
+        def hook(gradient: torch.Tensor) -> None:
+            if call.backward_task is not None and call in self._backward:
+                return
+            task = torch._C._current_graph_task_id()
+            if all(other.backward_task != task for other in self._backward):
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+            for other in list(self._backward):  # [Note: when a backward lease ends]
+                if other.start > call.end:
+                    self._end_call(other)
+            call.backward_task = task
+            self._backward.append(call)
+            leased = []
+            try:
+                for group in call.groups:
+                    group.lease()
+                    leased.append(group)
+            except BaseException:
+                for group in leased:
+                    group.release()
+                self._backward.remove(call)
+                call.backward_task = None
+                raise
+
+        return hook
+
+    def _end_backward(self, task: int) -> None:
+        for call in list(self._backward):
+            if call.backward_task == task:
+                self._end_call(call)
+        if not self._backward:
+            self._let_go_of_held()
+
+    def _end_call(self, call: Call) -> None:
+        self._backward.remove(call)
+        call.backward_task = None
+        self._release(call)
+
+    def _let_go_of_held(self) -> None:
+        while self._held:
+            self._release(self._held.pop())
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _release(self, call: Call) -> None:
+        for group in call.groups:
+            group.release()
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """Return the tensors in `output` (nested lists, tuples, dicts, dataclasses) and how to build it anew with others."""
+    if isinstance(output, torch.Tensor):
+        return [output], lambda new: new[0]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
+        tensors, rebuild = _tensors_of([getattr(output, name) for name in fields])
+
+        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
+            for name, value in zip(fields, rebuild(new), strict=True):
+                try:
+                    setattr(output, name, value)
+                except dataclasses.FrozenInstanceError:
+                    object.__setattr__(output, name, value)
+            return output
+
+        return tensors, rebuild_dataclass
+    leaves, spec = pytree.tree_flatten(output)
+    if len(leaves) == 1 and leaves[0] is output:
+        return _tensors_of_object(output)
+    parts = [_tensors_of(leaf) for leaf in leaves]
+
+    def rebuild_tree(new: list[torch.Tensor]) -> Any:
+        taken = iter(new)
+        built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
+        return pytree.tree_unflatten(built, spec)
+
+    return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
+
+
+def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """Any other object: what its attributes hold."""
+    attributes = getattr(output, "__dict__", None)
+    if not attributes or callable(output):
+        return [], lambda new: output
+    values = {
+        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
+    }
+    tensors, rebuild = _tensors_of(list(values.values()))
+
+    def rebuild_object(new: list[torch.Tensor]) -> Any:
+        attributes.update(zip(values, rebuild(new), strict=True))
+        return output
+
+    return tensors, rebuild_object

@@ -1,0 +1,215 @@
+"""What a model and its optimizer consist of, as tensors to be placed. Pure: checks and lists, moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.core.layout import SectionPlan, TensorSpec, plan_group
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.train.cold import is_cold
+from swapper.train.groups import Group, Unit, largest_working_set, partition
+from swapper.train.shadow import Shadow, StateKey, check_supported
+from swapper.train.slices import ParameterPlaces, Place, plan_slices
+from swapper.train.sweep import Trainable
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model's groups and units, and the sections that hold everything.
+
+    Attributes:
+        plans: sections of parameters and optimizer state, in the order of the container.
+        grad_plans: sections of gradients.
+        settings: for the id of each parameter that the optimizer has, the index of its group in `param_groups`.
+        state_keys: for (settings, dtype of the tensor that is updated), what the optimizer keeps for it.
+        master_dtype: dtype of master weights, or None.
+    """
+
+    groups: list[Group]
+    units: list[Unit]
+    plans: list[SectionPlan]
+    grad_plans: list[SectionPlan]
+    settings: dict[int, int]
+    state_keys: dict[tuple[int, torch.dtype], list[StateKey]]
+    master_dtype: torch.dtype | None
+
+    def family_bytes(self, family: str) -> int:
+        return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
+
+
+def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch.dtype | None) -> Inventory:
+    """List what is to be placed.
+
+    Raises:
+        ConfigError: master_weights is not None or torch.float32.
+        UnsupportedError: the model or the optimizer cannot be offloaded exactly.
+        StateError: the model is offloaded already.
+    """
+    if master_weights not in (None, torch.float32):
+        raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
+    _check_model(model)
+    check_supported(optimizer)
+    settings = _settings(model, optimizer)
+    shadow = Shadow(optimizer)
+    state_keys: dict[tuple[int, torch.dtype], list[StateKey]] = {}
+    groups, units = partition(model)
+    param_plans: list[SectionPlan] = []
+    state_plans: list[SectionPlan] = []
+    grad_plans: list[SectionPlan] = []
+    for group in groups:
+        state: list[TensorSpec] = []
+        for name, parameter in group.parameters:
+            index = settings.get(id(parameter))
+            if index is None or not parameter.requires_grad:
+                continue
+            updated = _updated_dtype(parameter, master_weights)
+            if (index, updated) not in state_keys:
+                state_keys[index, updated] = shadow.discover_state(index, updated)
+            state += _state_specs(name, parameter, updated, state_keys[index, updated])
+        param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in group.parameters])
+        state_plans += plan_group(group.index, "state", state)
+        trained = [_spec(n, "grad", p) for n, p in group.parameters if p.requires_grad]
+        grad_plans += plan_group(group.index, "grad", trained)
+    plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
+    return Inventory(groups, units, plans, grad_plans, settings, state_keys, master_weights)
+
+
+def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], Place]:
+    """Return the place of each tensor by (parameter's name, kind)."""
+    return {
+        (slot.spec.owner, slot.spec.kind): Place(section, slot) for section in sections for slot in section.plan.slots
+    }
+
+
+def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) -> list[Trainable]:
+    """Return, for each group with trainable parameters, where their state lies."""
+    trainables = []
+    for group in inventory.groups:
+        found = Trainable(group.index, [], [], [])
+        for name, parameter in group.parameters:
+            index = inventory.settings.get(id(parameter))
+            if index is None or not parameter.requires_grad:
+                continue
+            updated = _updated_dtype(parameter, inventory.master_dtype)
+            keys = inventory.state_keys[index, updated]
+            state = {key.name: places[name, key.name] for key in keys if not key.is_scalar}
+            if updated != parameter.dtype:
+                state = {"master": places[name, "master"], **state}
+            scalars = {key.name: places[name, key.name] for key in keys if key.is_scalar}
+            found.parameters.append(parameter)
+            found.places.append(ParameterPlaces(name, places[name, "param"], state, scalars))
+            found.settings.append(index)
+        if found.parameters:
+            trainables.append(found)
+    return trainables
+
+
+def make_sections(
+    plans: Sequence[SectionPlan], file_offsets: Sequence[int], resident: Callable[[SectionPlan], bool], page_bytes: int
+) -> list[Section]:
+    """Return sections without memory; the pages of those that are not `resident` are numbered through."""
+    sections = []
+    first_page = 0
+    for plan, offset in zip(plans, file_offsets, strict=True):
+        section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
+        first_page += len(section.pages)
+        sections.append(section)
+    return sections
+
+
+def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int) -> int:
+    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap."""
+    sections = make_sections(inventory.plans, [0] * len(inventory.plans), resident, page_bytes)
+    group_pages = [0] * len(inventory.groups)
+    for section in sections:
+        if section.plan.family == "param":
+            group_pages[section.plan.group] += len(section.pages)
+    most, _ = largest_working_set(inventory.units, group_pages)
+    previous: set[int] = set()
+    for trainable in find_trainables(inventory, find_places(inventory, sections)):
+        everything = [True] * len(trainable.places)
+        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes, may_cut=True):
+            pages = set(part.access.pages)
+            most = max(most, len(pages | previous))
+            previous = pages
+    return most + 2
+
+
+def expected_cycle(
+    inventory: Inventory, sections: Sequence[Section], trainables: Sequence[Trainable], page_bytes: int
+) -> list[Access]:
+    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step."""
+    pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
+    for section in sections:
+        if section.plan.family == "param":
+            pages[section.plan.group] += [page.index for page in section.pages]
+    forward = [Access(("param", group), tuple(indices)) for group, indices in pages.items() if indices]
+    slices = [part.access for t in trainables for part in t.all_slices(page_bytes)]
+    return [*forward, *reversed(forward), *slices]
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if is_cold(parameter):
+            raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
+        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
+        if parameter.device.type == "meta":
+            raise UnsupportedError(
+                f"parameter {name} is on the meta device and has no values: "
+                "build the model on the CPU, or call model.to_empty(device='cpu') and initialise it, before manager.offload"
+            )
+        if parameter.device.type != "cpu":
+            raise UnsupportedError(
+                f"parameter {name} is on {parameter.device}: swapper pages to CPU memory only as yet; "
+                "call model.to('cpu') before the optimizer is built"
+            )
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
+                "only plain dense nn.Parameter can be paged"
+            )
+
+
+def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
+    known = {id(parameter) for parameter in model.parameters()}
+    settings = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise UnsupportedError(
+                    f"parameter {number} of the optimizer's group {index} (shape {list(parameter.shape)}) is not one of the "
+                    "model's: build the optimizer from model.parameters()"
+                )
+            settings[id(parameter)] = index
+    return settings
+
+
+def _updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the tensor that the optimizer updates: the master's, where there is one."""
+    narrow = master_weights is not None and parameter.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if narrow else parameter.dtype
+
+
+def _spec(name: str, kind: str, parameter: nn.Parameter) -> TensorSpec:
+    return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape))
+
+
+def _state_specs(
+    name: str, parameter: nn.Parameter, updated: torch.dtype, keys: Sequence[StateKey]
+) -> list[TensorSpec]:
+    """State of one parameter in the order of its section: scalars, master, then the tensors."""
+    shape = tuple(parameter.shape)
+    scalars = [TensorSpec(name, key.name, key.dtype, ()) for key in keys if key.is_scalar]
+    master = [TensorSpec(name, "master", updated, shape)] if updated != parameter.dtype else []
+    tensors = [TensorSpec(name, key.name, key.dtype, shape) for key in keys if not key.is_scalar]
+    return [*scalars, *master, *tensors]

@@ -1,0 +1,131 @@
+"""PagedOptimizer: the optimizer that `SwapManager.offload` returns, a drop-in for the user's own.
+
+It has the original's `param_groups`, the very same objects, so that learning-rate schedulers made before or after act on
+both; its `step` is the sweep over the paged state.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class PagedOptimizer(Optimizer):
+    """An optimizer whose state lives where the manager placed it.
+
+    Args:
+        original: the user's optimizer. Its settings and param_groups are shared.
+        run_step: does the update.
+        save_state: returns the state in torch's form, {index of parameter: {key: tensor}}, in memory of its own.
+        load_state: takes the same.
+    """
+
+    def __init__(
+        self,
+        original: Optimizer,
+        run_step: Callable[[], None],
+        save_state: Callable[[], dict[int, dict[str, Any]]],
+        load_state: Callable[[dict[int, dict[str, Any]]], None],
+    ) -> None:
+        super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
+        self.param_groups = original.param_groups
+        self._original = original
+        self._run_step = run_step
+        self._save_state = save_state
+        self._load_state = load_state
+
+    def __repr__(self) -> str:
+        return f"Paged{self._original!r}"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update all parameters that have a gradient.
+
+        Ctrl-C takes effect when the update is whole; a second Ctrl-C at once, and the manager can then only be closed.
+
+        Raises:
+            IoError: a transfer failed. The manager can then only be closed.
+            StateError: the manager is closed, has failed, or is used in a forked child.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with _interrupt_deferred():
+            self._run_step()
+        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return torch's state_dict, its tensors copied to memory of their own: as large as the state.
+
+        `manager.snapshot` writes the same to a file without needing the memory.
+        """
+        return {"state": self._save_state(), "param_groups": packed_groups(self.param_groups)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Take over a state_dict of plain torch's optimizer, or of this one.
+
+        Raises:
+            ValueError: its groups or parameters differ from this optimizer's.
+        """
+        theirs, ours = state_dict["param_groups"], self.param_groups
+        lengths = [(len(a["params"]), len(b["params"])) for a, b in zip(theirs, ours, strict=False)]
+        if len(theirs) != len(ours) or any(a != b for a, b in lengths):
+            raise ValueError(
+                "the state_dict's parameter groups differ from this optimizer's: "
+                f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
+            )
+        self._load_state(state_dict["state"])
+        for saved, group in zip(theirs, ours, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is paged: add groups to the original before manager.offload."""
+        if hasattr(self, "_original"):
+            raise NotImplementedError(
+                "add_param_group after offload is not supported yet: add the group before manager.offload"
+            )
+        super().add_param_group(param_group)
+
+
+def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `param_groups` as torch's state_dict has them: parameters by number, in order of appearance."""
+    packed = []
+    start = 0
+    for group in param_groups:
+        count = len(group["params"])
+        settings = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**settings, "params": list(range(start, start + count))})
+        start += count
+    return packed
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Hold the first Ctrl-C back until the end, so that a step is whole or was never begun. The second goes through."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    pending: list[tuple[int, FrameType | None]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pending:
+            previous(number, frame)
+        pending.append((number, frame))
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if pending:
+        previous(*pending[0])

@@ -1,0 +1,179 @@
+"""What the optimizer updates together. Pure planning over a group's slots.
+
+A *slice* is a run of elements of a group's parameters whose state is brought in, updated and written back as one. Small
+parameters share a slice; a parameter whose state is larger than a few pages is cut, where the optimizer allows it, at page
+boundaries of its first state tensor, so that neighbouring slices share few pages.
+
+[Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
+elements as for the whole one: the vectorised kernels work in runs that divide 64, so no element changes between a kernel's
+vector body and its scalar tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swapper.core.layout import Slot
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+
+CUT_ELEMENTS = 64
+"""[Note: where a parameter may be cut]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor's section and slot in it."""
+
+    section: Section
+    slot: Slot
+
+    def pages(self, begin: int, end: int) -> list[int]:
+        """Return the indices of the pages that elements [begin, end) lie on."""
+        itemsize = self.slot.spec.dtype.itemsize
+        at = self.slot.offset
+        return [page.index for page in self.section.pages_of(at + begin * itemsize, at + end * itemsize)]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterPlaces:
+    """Where everything that belongs to one trainable parameter lies.
+
+    Attributes:
+        name: qualified name.
+        param: the parameter itself.
+        state: state tensors of the parameter's shape by key, the fp32 master (key "master") first where there is one.
+        scalars: 0-dim state tensors by key ("step").
+    """
+
+    name: str
+    param: Place
+    state: dict[str, Place]
+    scalars: dict[str, Place]
+
+    @property
+    def numel(self) -> int:
+        return self.param.slot.spec.numel
+
+    @property
+    def has_master(self) -> bool:
+        return "master" in self.state
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements [begin, end) of the group's trainable parameter number `parameter`."""
+
+    parameter: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What is updated together, and the pages that this needs."""
+
+    pieces: tuple[Piece, ...]
+    access: Access
+
+
+def plan_slices(
+    group: int, parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool
+) -> list[Slice]:
+    """Return the slices of one group, in the order of its layout.
+
+    Args:
+        group: index of the group.
+        parameters: its trainable parameters, in the order of their slots.
+        active: for each, whether it has a gradient in this step: those that have none are left out.
+        page_bytes: size of a page.
+        may_cut: whether the optimizer is element-wise.
+    """
+    unfilled = _pages_made_anew(parameters, active)
+    slices = []
+    for number, pieces in enumerate(_runs(parameters, active, page_bytes, may_cut)):
+        access = _access(group, number, parameters, pieces, unfilled)
+        unfilled -= access.fresh
+        slices.append(Slice(pieces, access))
+    return slices
+
+
+def _runs(
+    parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool
+) -> Iterator[tuple[Piece, ...]]:
+    """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a time."""
+    run: list[Piece] = []
+    run_bytes = 0
+    for number, places in enumerate(parameters):
+        if not active[number]:
+            continue
+        cuts = _cuts(places, page_bytes) if may_cut else [places.numel]
+        begin = 0
+        for end in cuts:
+            nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
+            if run and run_bytes + nbytes > page_bytes:
+                yield tuple(run)
+                run, run_bytes = [], 0
+            run.append(Piece(number, begin, end))
+            run_bytes += nbytes
+            begin = end
+    if run:
+        yield tuple(run)
+
+
+def _lead(places: ParameterPlaces) -> Place:
+    return next(iter(places.state.values()), places.param)
+
+
+def _cuts(places: ParameterPlaces, page_bytes: int) -> list[int]:
+    """Return the ends of the pieces of one parameter: at page boundaries of its first state tensor, in elements."""
+    slot = _lead(places).slot
+    itemsize = slot.spec.dtype.itemsize
+    ends = []
+    boundary = (slot.offset // page_bytes + 1) * page_bytes
+    while boundary < slot.end:
+        elements = (boundary - slot.offset) // itemsize // CUT_ELEMENTS * CUT_ELEMENTS
+        if elements > 0:
+            ends.append(elements)
+        boundary += page_bytes
+    return [*ends, places.numel]
+
+
+def _pages_made_anew(parameters: Sequence[ParameterPlaces], active: Sequence[bool]) -> set[int]:
+    """Parameter pages that need not be read: every parameter on them is written from its master."""
+    pages: set[int] = set()
+    keep: set[int] = set()
+    sections = {places.param.section: None for places in parameters}
+    rewritten = {
+        places.param.slot.spec.owner
+        for places, is_active in zip(parameters, active, strict=True)
+        if is_active and places.has_master
+    }
+    for section in sections:
+        for slot in section.plan.slots:
+            of_slot = {page.index for page in section.pages_of(slot.offset, slot.end)}
+            (pages if slot.spec.owner in rewritten else keep).update(of_slot)
+    return pages - keep
+
+
+def _access(
+    group: int,
+    number: int,
+    parameters: Sequence[ParameterPlaces],
+    pieces: Sequence[Piece],
+    unfilled: set[int],
+) -> Access:
+    read: dict[int, None] = {}
+    filled: dict[int, None] = {}
+    for piece in pieces:
+        places = parameters[piece.parameter]
+        if piece.begin == 0:
+            for scalar in places.scalars.values():
+                read.update(dict.fromkeys(scalar.pages(0, 1)))
+        for place in places.state.values():
+            read.update(dict.fromkeys(place.pages(piece.begin, piece.end)))
+        for page in places.param.pages(piece.begin, piece.end):
+            (filled if page in unfilled else read)[page] = None
+    pages = (*read, *filled)
+    return Access(("slice", group, number), pages, fresh=frozenset(filled), writes=frozenset(pages))

@@ -1,0 +1,124 @@
+"""A group's parameters at run time: leased together, warm while leased, cold otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from swapper.core.layout import Slot
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+from swapper.errors import StateError
+from swapper.train.cold import Keeper, guard, set_cold, set_warm, unguard
+from swapper.train.groups import Group
+
+
+class GroupParameters:
+    """Owns the placement of one group's parameters.
+
+    Args:
+        group: the group; its parameters' data is moved to their slots by `adopt`.
+        places: for each parameter, its section and slot.
+        pager: None if all sections are resident.
+        keeper: who is asked when a cold parameter is touched.
+    """
+
+    def __init__(self, group: Group, places: Sequence[tuple[Section, Slot]], pager: Pager, keeper: Keeper) -> None:
+        self.group = group
+        self.places = places
+        self._pager = pager
+        self._keeper = keeper
+        sections = list(dict.fromkeys(section for section, _ in places))
+        pages = [page.index for section in sections for page in section.pages]
+        self.access = Access(("param", group.index), tuple(pages))
+        self._read_access = Access(None, tuple(pages))
+        self._fill_access = Access(None, tuple(pages), fresh=frozenset(pages), writes=frozenset(pages))
+        self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
+        self.paged = bool(pages)
+        self._leases = 0  # of passes; they share one lease of the pager's
+        self._holders = 0  # others; each has a lease of the pager's
+        self._addresses: list[int] = []
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.group.parameters]
+
+    def adopt(self) -> None:
+        """Copy the parameters' data to their slots, and let it go where it was. They are cold afterwards, if paged."""
+        if self.paged:
+            self._pager.acquire(self._fill_access)
+        for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
+            home = section.tensor(slot)
+            home.copy_(parameter.data)
+            parameter.data = home
+            self._addresses.append(home.data_ptr())
+            if self.paged:
+                guard(parameter, self._keeper)
+        if self.paged:
+            self._chill()
+            self._pager.release(self._fill_access, self._fill_access.writes)
+
+    def lease(self) -> None:
+        """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
+        if self._leases == 0 and self.paged:
+            self._pager.acquire(self.access)
+        self._leases += 1
+        self._warm()
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases == 0 and self.paged:
+            self._chill()
+            self._pager.release(self.access)
+
+    def hold(self, write: bool) -> None:
+        """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
+        if self.paged:
+            self._pager.acquire(self._write_access if write else self._read_access)
+        self._holders += 1
+        self._warm()
+
+    def let_go(self, write: bool) -> None:
+        self._holders -= 1
+        if self.paged:
+            self._chill()
+            access = self._write_access if write else self._read_access
+            self._pager.release(access, access.writes)
+
+    def forget_leases(self) -> None:
+        """The passes that held leases are gone; the pager drops its own count by itself."""
+        self._leases = 0
+        self._holders = 0
+        if self.paged:
+            self._chill()
+
+    def abandon(self, keep_cold: bool) -> None:
+        """The manager closes. Resident parameters stay usable; paged ones stay cold for good if `keep_cold`."""
+        if self.paged and keep_cold:
+            return
+        for parameter in self.parameters:
+            unguard(parameter)
+
+    def _warm(self) -> None:
+        if self.paged:
+            for parameter in self.parameters:
+                set_warm(parameter)
+        for (name, parameter), (_, slot), address in zip(
+            self.group.parameters, self.places, self._addresses, strict=True
+        ):
+            same = parameter.data_ptr() == address or slot.spec.numel == 0
+            if not same or parameter.shape != slot.spec.shape or parameter.dtype != slot.spec.dtype:
+                raise StateError(
+                    f"parameter {name} was replaced or resized behind the manager's back: expected "
+                    f"{slot.spec.dtype} {list(slot.spec.shape)} at its place, found {parameter.dtype} "
+                    f"{list(parameter.shape)}. Change values inside `with manager.gather(..., write=True)`; "
+                    "change shapes, dtypes or devices before manager.offload"
+                )
+
+    def _chill(self) -> None:
+        if self._leases or self._holders:
+            return
+        for parameter in self.parameters:
+            set_cold(parameter)
