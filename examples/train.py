@@ -2,8 +2,8 @@
 
     python examples/train.py --directory /nvme/run
 
-The model lives in the directory's swap files; host memory holds its gradients and, beside them, `--pool` to page
-through. At the end a snapshot is written, and plain torch opens it.
+The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages
+that are in use. At the end a snapshot is written, and plain torch opens it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from swapper.cli.gpt import Gpt, GptConfig
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="for the swap files; on an NVMe drive")
     parser.add_argument("--budget", default="128MB", help="host memory for swapper (default: %(default)s)")
     parser.add_argument("--parameters", type=int, default=30_000_000)

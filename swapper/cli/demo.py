@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -73,7 +74,7 @@ def demo(
         raise typer.Exit(INTERRUPTED) from None
     except (SwapperError, OSError) as error:
         console.print(
-            f"[red]Error:[/red] {type(error).__name__}:", error, soft_wrap=True, markup=True, highlight=False
+            f"[red]Error:[/red] {escape(str(error) or type(error).__name__)}", soft_wrap=True, highlight=False
         )
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     _show(console, record)
@@ -179,16 +180,10 @@ def _show(console: Console, record: DemoRecord) -> None:
     rows = [
         ("Parameters", f"{task.config.parameters / 1e6:,.1f} million, {kind}"),
         ("State on the drive", f"{_mb(record.state_bytes)}: parameters and optimizer state"),
-        ("Budget", f"{_mb(task.budget_bytes)}, {task.budget_bytes / record.state_bytes:.0%} of the state"),
+        ("Budget", f"{_mb(task.budget_bytes)}, {task.budget_bytes / task.state_bytes:.0%} of the state"),
         ("Peak memory", f"{_mb(record.growth_bytes)} over an imported torch, activations included"),
-        (
-            "Step",
-            f"{step_s:.2f} s; limit {limit.seconds:.2f} s by {limit.cause}: {step_s / limit.seconds:.2f} times",
-        ),
-        (
-            "Limit",
-            f"read {limit.read_s:.2f} s, write {limit.write_s:.2f} s, compute {limit.compute_s:.2f} s",
-        ),
+        ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
+        ("Limit", f"read {limit.read_s:.2f} s, write {limit.write_s:.2f} s, compute {limit.compute_s:.2f} s"),
         ("Moved in a step", f"read {_mb(read)}, written {_mb(written)}"),
         ("Loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}, held out {record.validation_loss:.3f}"),
         ("Snapshot", f"{_mb(record.snapshot_bytes)} in {record.snapshot_s:.1f} s"),
@@ -196,9 +191,7 @@ def _show(console: Console, record: DemoRecord) -> None:
         ("Next losses, plain torch", "  ".join(f"{loss!r}" for loss in record.plain_losses)),
     ]
     if drive is not None:
-        rates = (
-            f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read and {drive.write_bytes_per_s / 1e9:.2f} written"
-        )
+        rates = f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read and {drive.write_bytes_per_s / 1e9:.2f} written"
         rows.insert(6, ("Drive", f"{rates}, at once" + ("" if drive.direct else ", through the page cache")))
     for name, value in rows:
         table.add_row(name, value)

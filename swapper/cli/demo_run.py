@@ -21,7 +21,7 @@ import torch
 import swapper
 from swapper.cli.corpus import Corpus
 from swapper.cli.drive import DriveSpeed, measure_drive
-from swapper.cli.gpt import Gpt, GptConfig
+from swapper.cli.gpt import GptConfig, make_gpt
 from swapper.cli.limit import StepLimit
 from swapper.cli.memory import PeakMemory
 from swapper.cli.plain import make_optimizer
@@ -128,7 +128,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
     run_directory.mkdir()
     with swapper.SwapManager(run_directory, host_memory=task.budget_bytes) as manager:
         torch.manual_seed(task.seed)
-        model = make_model(task.config, task.dtype)
+        model = make_gpt(task.config, task.dtype)
         model, optimizer = manager.offload(
             model,
             make_optimizer(model.parameters(), LEARNING_RATE),
@@ -143,7 +143,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return float(loss)
+            return loss.item()
 
         for number in range(task.steps):
             read, written, began_s = (
@@ -159,23 +159,13 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
         record.state_bytes = manager.stats.state_bytes
         with torch.no_grad():
             held_out = corpus.batch(0, task.batch, task.config.context, validation=True)
-            record.validation_loss = float(model(*held_out))
+            record.validation_loss = model(*held_out).item()
         watch("snapshot", record)
         began_s = time.perf_counter()
         manager.snapshot(snapshot)
         record.snapshot_s = time.perf_counter() - began_s
         record.snapshot_bytes = snapshot.stat().st_size
         record.next_losses = [step(task.steps + number) for number in range(COMPARED_STEPS)]
-
-
-def make_model(config: GptConfig, dtype: torch.dtype) -> Gpt:
-    """The model in `dtype` from the first byte: converting it later would hold it twice."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return Gpt(config)
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
@@ -193,9 +183,7 @@ def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
     }
     # -P or -I would take the script's folder off the path; the script needs the files beside it.
     command = [sys.executable, str(RESUME_SCRIPT), json.dumps(order)]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=snapshot.parent
-    )
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=snapshot.parent)
     if done.returncode != 0:
         raise CheckpointError(
             f"plain torch cannot go on from {snapshot} (exit code {done.returncode}):\n{done.stderr.strip()}"

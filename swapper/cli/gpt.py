@@ -43,9 +43,7 @@ class GptConfig:
             return count + 0.03 * shape
 
         configs = (
-            cls(vocabulary, context, layers, HEAD_WIDTH * heads)
-            for layers in range(4, 129)
-            for heads in range(1, 257)
+            cls(vocabulary, context, layers, HEAD_WIDTH * heads) for layers in range(4, 129) for heads in range(1, 257)
         )
         return min(configs, key=distance)
 
@@ -69,8 +67,8 @@ class Layer(nn.Module):
         query, key, value = split.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, context, width))
-        widened: torch.Tensor = F.gelu(self.mlp_in(self.norm_mlp(x)))
-        return x + self.mlp_out(widened)
+        out: torch.Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
+        return out
 
 
 class Gpt(nn.Module):
@@ -101,3 +99,13 @@ class Gpt(nn.Module):
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def make_gpt(config: GptConfig, dtype: torch.dtype) -> Gpt:
+    """The model in `dtype` from the first byte: converting it later would hold it twice."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return Gpt(config)
+    finally:
+        torch.set_default_dtype(before)

@@ -31,9 +31,7 @@ class StepLimit:
     @property
     def cause(self) -> str:
         """What the limit is due to: "reads", "writes" or "compute"."""
-        return max(
-            ("reads", self.read_s), ("writes", self.write_s), ("compute", self.compute_s), key=lambda c: c[1]
-        )[0]
+        return max(("reads", self.read_s), ("writes", self.write_s), ("compute", self.compute_s), key=lambda c: c[1])[0]
 
 
 def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:

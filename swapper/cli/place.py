@@ -30,16 +30,10 @@ def choose_directory() -> Path:
     """
     tried = []
     for directory in (Path.cwd(), Path(tempfile.gettempdir()), Path("/var/tmp")):
-        if (
-            directory.is_dir()
-            and os.access(directory, os.W_OK | os.X_OK)
-            and filesystem_of(directory) not in IN_MEMORY
-        ):
+        if directory.is_dir() and os.access(directory, os.W_OK | os.X_OK) and filesystem_of(directory) not in IN_MEMORY:
             return directory
         tried.append(str(directory))
-    raise DirectoryError(
-        f"none of {', '.join(tried)} is a writable directory on a drive; name one with --directory"
-    )
+    raise DirectoryError(f"none of {', '.join(tried)} is a writable directory on a drive; name one with --directory")
 
 
 def check_directory(directory: Path, needed_bytes: int) -> None:

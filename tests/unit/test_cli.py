@@ -1,0 +1,196 @@
+"""`swapper demo`: wrong arguments say what is right; a small run goes to its end, agrees with plain torch, tidies up."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import swapper
+from swapper.cli.corpus import Corpus
+from swapper.cli.drive import DriveSpeed, measure_drive
+from swapper.cli.gpt import Gpt, GptConfig, make_gpt
+from swapper.cli.limit import StepLimit, step_bytes
+from swapper.cli.memory import PeakMemory
+from swapper.cli.place import check_directory, choose_directory, filesystem_of
+from swapper.cli.plain import PlainTraining
+from swapper.errors import DirectoryError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--parameters", "2M", "--steps", "4", "--batch", "2", "--context", "32", "--budget", "64MB"]
+
+needs_manager = pytest.mark.skipif(not hasattr(swapper, "SwapManager"), reason="swapper.SwapManager is not there")
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "swapper.cli", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--precision", "fp8"], "bf16 or fp32"),
+        (["--parameters", "many"], "100M"),
+        (["--parameters", "3"], "100M"),
+        (["--budget", "5q"], "8GiB"),
+        (["--steps", "0"], "--steps"),
+        (["--nonsense"], "--nonsense"),
+        (["--snapshot", "/does/not/exist/x.pt"], "/does/not/exist"),
+    ],
+)
+def test_wrong_arguments_exit_2_and_say_what_is_right(arguments, word):
+    done = run("demo", *arguments)
+    assert done.returncode == 2
+    assert word in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_directory_is_named():
+    done = run("demo", "--directory", "/does/not/exist")
+    assert done.returncode == 1
+    assert "/does/not/exist is not a directory" in done.stdout
+    assert "--directory" in done.stdout
+
+
+def test_too_little_space_says_how_much_is_needed(tmp_path):
+    with pytest.raises(DirectoryError, match=r"free and this needs 1024\.0 TiB"):
+        check_directory(tmp_path, 1 << 50)
+
+
+def test_help_and_version():
+    assert "demo" in run("--help").stdout
+    assert re.fullmatch(r"swapper \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+@needs_manager
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision):
+    done = run("demo", *SMALL, "--precision", precision, "--directory", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bit for bit" in done.stdout
+    swapped = re.search(r"Next losses, swapped\W+([\d. ]+)", done.stdout).group(1).split()
+    plain = re.search(r"Next losses, plain torch\W+([\d. ]+)", done.stdout).group(1).split()
+    assert len(swapped) == 2
+    assert swapped == plain
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_manager
+def test_the_demo_keeps_the_snapshot_that_was_asked_for(tmp_path):
+    kept = tmp_path / "kept.pt"
+    done = run("demo", *SMALL, "--directory", tmp_path, "--snapshot", kept)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == [kept]
+    assert set(torch.load(kept, mmap=True, weights_only=True)) >= {"model", "optimizer", "master"}
+
+
+@needs_manager
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
+    command = [sys.executable, "-m", "swapper.cli", "demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("*/run")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(1.0)  # into the training
+        process.send_signal(number)
+        shown = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, shown
+    assert "Interrupted" in shown
+    assert "Traceback" not in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_manager
+def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
+    done = run("demo", *SMALL, "--budget", "64kB", "--directory", tmp_path)
+    assert done.returncode == 1
+    assert "Error:" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_manager
+def test_the_example_runs_as_it_is(tmp_path):
+    command = [sys.executable, ROOT / "examples" / "train.py", "--directory", tmp_path / "run", "--steps", "3"]
+    command += ["--parameters", "2000000", "--context", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
+    assert swapped == plain
+
+
+@pytest.mark.parametrize("parameters", [1_000_000, 50_000_000, 168_000_000, 1_300_000_000])
+def test_a_config_has_the_parameters_that_were_asked_for(parameters):
+    config = GptConfig.for_parameters(parameters, vocabulary=256, context=128)
+    assert config.parameters == pytest.approx(parameters, rel=0.06)
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Gpt(config).parameters()) == config.parameters
+
+
+def test_plain_training_goes_on_from_what_it_saved():
+    config, corpus = GptConfig(256, 16, 4, 64), Corpus(limit_bytes=100_000)
+    torch.manual_seed(0)
+    first = PlainTraining(make_gpt(config, torch.bfloat16), 1e-3, masters=True)
+    for number in range(3):
+        first.step(*corpus.batch(number, 2, 16))
+    saved = {
+        "model": {name: value.clone() for name, value in first.model.state_dict().items()},
+        "optimizer": copy.deepcopy(first.optimizer.state_dict()),
+        "master": {name: value.detach().clone() for name, value in first._masters.items()},
+    }
+    second = PlainTraining(make_gpt(config, torch.bfloat16), 1e-3, masters=True, saved=saved)
+    batches = [corpus.batch(number, 2, 16) for number in range(3, 6)]
+    assert [first.step(*batch) for batch in batches] == [second.step(*batch) for batch in batches]
+
+
+def test_batches_are_the_same_each_time_and_within_the_vocabulary():
+    one, other = Corpus(limit_bytes=200_000), Corpus(limit_bytes=200_000)
+    tokens, targets = one.batch(7, 3, 20)
+    assert torch.equal(tokens, other.batch(7, 3, 20)[0])
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert not torch.equal(tokens, one.batch(8, 3, 20)[0])
+    wide = Corpus(8192, limit_bytes=200_000).batch(0, 8, 64, validation=True)[0]
+    assert 256 < int(wide.max()) < 8192
+
+
+def test_the_limit_is_the_longest_of_reads_writes_and_compute():
+    limit = StepLimit.of(DriveSpeed(500e6, 250e6, True), 1e9, 1e9, 3.0)
+    assert (limit.read_s, limit.write_s, limit.seconds, limit.cause) == (2.0, 4.0, 4.0, "writes")
+
+
+def test_a_step_moves_what_the_documented_formula_says():
+    assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
+    assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
+
+
+def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
+    speed = measure_drive(tmp_path, file_bytes=16 << 20, duration_s=0.2)
+    assert speed.read_bytes_per_s > 0
+    assert speed.write_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_sees_what_is_gone_again():
+    if not Path("/proc/self/smaps_rollup").exists():
+        pytest.skip("no /proc/self/smaps_rollup here")
+    with PeakMemory(interval_s=0.01) as memory:
+        held = torch.ones(16 << 20)
+        time.sleep(0.2)
+        del held
+    assert memory.growth_bytes > 60 << 20
+
+
+def test_the_chosen_directory_is_on_a_drive(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert filesystem_of(choose_directory()) not in ("tmpfs", "ramfs")
