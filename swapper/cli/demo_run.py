@@ -128,10 +128,10 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
     run_directory.mkdir()
     with swapper.SwapManager(run_directory, host_memory=task.budget_bytes) as manager:
         torch.manual_seed(task.seed)
-        model = make_gpt(task.config, task.dtype)
+        gpt = make_gpt(task.config, task.dtype)
         model, optimizer = manager.offload(
-            model,
-            make_optimizer(model.parameters(), LEARNING_RATE),
+            gpt,
+            make_optimizer(gpt.parameters(), LEARNING_RATE),
             params="nvme",
             optimizer_state="nvme",
             gradients="host",
@@ -139,8 +139,8 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
         )
 
         def step(number: int) -> float:
-            loss = model(*corpus.batch(number, task.batch, task.config.context))
-            loss.backward()
+            loss: torch.Tensor = model(*corpus.batch(number, task.batch, task.config.context))
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             return loss.item()

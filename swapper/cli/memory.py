@@ -29,7 +29,7 @@ class PeakMemory:
         growth_bytes: the most that it held beyond that, up to now.
     """
 
-    def __init__(self, interval_s: float = 0.1) -> None:
+    def __init__(self, interval_s: float = 0.25) -> None:
         self.baseline_bytes = pss_bytes()
         self.growth_bytes = 0
         self._interval_s = interval_s
