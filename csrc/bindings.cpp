@@ -323,7 +323,14 @@ void close_live_engines() {
     engines = live.engines;
   }
   for (const auto& each : engines) {
-    if (const auto engine = each.lock()) close_engine(*engine);
+    const auto engine = each.lock();
+    if (!engine) continue;
+    try {
+      close_engine(*engine);
+    } catch (nb::python_error&) {  // a second Ctrl-C: whoever presses it wants to leave
+      engine->abandon();
+      throw;
+    }
   }
 }
 

@@ -123,6 +123,7 @@ void Engine::serve(Backend& backend) {
   std::vector<Completion> completions(depth_);
   while (!inbox_->may_leave()) {
     inbox_->take(ops);
+    if (inbox_->is_abandoned()) scheduler.abandon();
     scheduler.accept(ops);
     scheduler.fill();
     const bool wait = !scheduler.has_checksums() && inbox_->may_sleep();
@@ -164,6 +165,10 @@ bool Engine::wait_until_drained(Clock::duration patience) {
 
 void Engine::refuse_submissions() {
   inbox_->close();
+}
+
+void Engine::abandon() {
+  inbox_->abandon();
 }
 
 void Engine::close() {

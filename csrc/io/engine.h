@@ -47,6 +47,7 @@ class Engine {
   bool wait_until_drained(Clock::duration patience);
 
   void refuse_submissions();  // from now on enqueue throws
+  void abandon();             // fails what has not begun, so that close is quick
   void close();               // drains and ends the I/O thread; may be called again, and by several threads
 
   // Throws IoError in a forked child, which has no I/O thread.

@@ -38,6 +38,18 @@ void Inbox::stop() {
   ring();
 }
 
+void Inbox::abandon() {
+  std::lock_guard lock(mutex_);
+  closed_ = abandoned_ = true;
+  room_.notify_all();
+  ring();
+}
+
+bool Inbox::is_abandoned() {
+  std::lock_guard lock(mutex_);
+  return abandoned_;
+}
+
 bool Inbox::is_closed() {
   std::lock_guard lock(mutex_);
   return closed_;

@@ -29,8 +29,9 @@ class Inbox {
   Push push(const std::shared_ptr<Op>& op, Clock::duration patience);  // full: no room came up in that time
   bool wait_until_drained(Clock::duration patience);
   std::uint64_t in_flight() const { return in_flight_.load(std::memory_order_acquire); }
-  void close();  // later pushes are refused
-  void stop();   // the I/O thread may leave once all is finished
+  void close();    // later pushes are refused
+  void stop();     // the I/O thread may leave once all is finished
+  void abandon();  // what has not been handed to the backend shall fail instead
   bool is_closed();
 
   // Any thread that finishes a ticket for which an operation here waited.
@@ -44,6 +45,7 @@ class Inbox {
   void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket says so
   void note_finished();                                                          // after
   bool may_leave();
+  bool is_abandoned();
 
  private:
   void ring();  // with the mutex held
@@ -62,6 +64,7 @@ class Inbox {
   bool sleeping_ = false;
   bool closed_ = false;
   bool stopping_ = false;
+  bool abandoned_ = false;
 };
 
 }  // namespace swapper

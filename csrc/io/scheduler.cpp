@@ -11,6 +11,8 @@
 namespace swapper {
 namespace {
 
+constexpr char kAbandoned[] = "cancelled: the program ended";
+
 std::uint32_t combined_checksum(const Op& op, std::uint64_t piece_bytes) {
   std::uint32_t crc = 0;
   std::uint64_t begin = 0;
@@ -41,10 +43,22 @@ void Scheduler::accept_one(OpPtr op) {
     op->request.after.reset();
     if (failed) fail(*op, op->error_at(0, 0, "cancelled: the operation it waited for failed"));
   }
+  if (abandoned_) fail(*op, op->error_at(0, 0, kAbandoned));
   if (op->is_spent()) {
     finish_if_done(*op);
   } else {
     ready_[index_of(op->request.direction)].emplace(op->sequence, std::move(op));
+  }
+}
+
+void Scheduler::abandon() {
+  if (std::exchange(abandoned_, true)) return;
+  for (auto& ready : ready_) {
+    while (!ready.empty()) {
+      const OpPtr op = ready.begin()->second;
+      fail(*op, op->error_at(0, 0, kAbandoned));
+      finish_if_done(*op);
+    }
   }
 }
 

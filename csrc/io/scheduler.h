@@ -33,6 +33,8 @@ class Scheduler {
 
   // Takes over operations that are new, or released because what they waited for has finished.
   void accept(std::vector<std::shared_ptr<Op>>& ops);
+  // Fails all that is ready, now and later; pieces at the backend are still waited for.
+  void abandon();
   // Hands pieces to the backend until the depth is used up.
   void fill();
   // Takes the results of pieces.
@@ -79,6 +81,7 @@ class Scheduler {
   std::array<std::uint32_t, kDirections> in_flight_{};             // pieces
   Direction turn_ = Direction::read;                               // who is asked first
   std::deque<Checksum> checksums_;
+  bool abandoned_ = false;
 };
 
 }  // namespace swapper

@@ -1,0 +1,219 @@
+"""The arena and its windows: one memory, seen at several addresses."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BACKENDS, MIB, PAGE
+
+from swapper import _C
+from swapper.errors import ConfigError, IoError
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_sizes_are_rounded_up() -> None:
+    assert _C.Arena(1, lock=False).nbytes == 2 * MIB
+    assert _C.Arena(2 * MIB, lock=False).nbytes == 2 * MIB
+    assert _C.Arena(1, lock=False, huge_pages=False).nbytes == PAGE
+    assert _C.Arena(PAGE + 1, lock=False, huge_pages=False).nbytes == 2 * PAGE
+    for nbytes in (0, 2**63):
+        with pytest.raises(ConfigError):
+            _C.Arena(nbytes)
+
+
+def test_views_are_the_arenas_memory_and_writable(arena: _C.Arena) -> None:
+    one = torch.frombuffer(arena.view(0, 8 * PAGE), dtype=torch.float32)
+    other = torch.frombuffer(arena.view(4 * PAGE, PAGE), dtype=torch.float32)
+    assert one.data_ptr() == arena.address
+    one.fill_(3)
+    assert torch.all(other == 3)
+    view = arena.view(123, 45)
+    assert (view.address, view.nbytes) == (arena.address + 123, 45)
+    assert memoryview(view).nbytes == 45
+
+
+def test_what_does_not_fit_is_refused(arena: _C.Arena) -> None:
+    for offset, nbytes in ((0, arena.nbytes + 1), (arena.nbytes + 1, 0), (2**63, 2**63)):
+        with pytest.raises(ConfigError, match="do not fit"):
+            arena.view(offset, nbytes)
+    window = arena.window(8 * PAGE)
+    for numbers in (
+        (1, 0, PAGE),
+        (0, 1, PAGE),
+        (0, 0, 1),
+        (8 * PAGE, 0, PAGE),
+        (0, arena.nbytes, PAGE),
+        (0, 0, 9 * PAGE),
+    ):
+        with pytest.raises(ConfigError):
+            window.map(*numbers)
+    for numbers in ((1, PAGE), (0, 9 * PAGE), (2**63, 2**63)):
+        with pytest.raises(ConfigError):
+            window.unmap(*numbers)
+    with pytest.raises(ConfigError):
+        arena.window(0)
+
+
+def test_memory_outlives_the_closed_arena() -> None:
+    arena = _C.Arena(MIB, lock=False, huge_pages=False)
+    window = arena.window(MIB)
+    tensor = torch.frombuffer(arena.view(0, MIB), dtype=torch.uint8)
+    arena.close()
+    arena.close()
+    gc.collect()
+    window.map(0, 0, MIB)
+    tensor.fill_(7)
+    assert torch.all(torch.frombuffer(window, dtype=torch.uint8) == 7)
+    for use in (
+        lambda: arena.view(0, 1),
+        lambda: arena.window(PAGE),
+        lambda: arena.nbytes,
+        lambda: _C.Engine(arena=arena),
+    ):
+        with pytest.raises(IoError, match="the arena is closed"):
+            use()
+
+
+def test_memory_is_given_back() -> None:
+    """Open and close far more than the machine has."""
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("swapper-arena")
+
+    before = mapped()
+    for _ in range(50):
+        arena = _C.Arena(256 * MIB, lock=False)
+        window = arena.window(64 * MIB)
+        window.map(0, 0, 64 * MIB)
+        tensor = torch.frombuffer(window, dtype=torch.uint8)
+        arena.close()
+        del arena, window, tensor
+        gc.collect()
+    assert mapped() == before
+
+
+def test_a_tensor_over_an_empty_window_touches_nothing(arena: _C.Arena) -> None:
+    window = arena.window(64 * MIB)
+    tensor = torch.frombuffer(window, dtype=torch.float32)
+    assert tensor.data_ptr() == window.address
+    assert tensor.numel() * 4 == window.nbytes
+    assert window.address % (2 * MIB) == 0
+
+
+def test_windows_show_the_frames_mapped_in_any_order(arena: _C.Arena) -> None:
+    frames = torch.frombuffer(arena.view(0, 8 * MIB), dtype=torch.uint8).view(8, MIB)
+    for n in range(8):
+        frames[n] = n
+    window = arena.window(4 * MIB)
+    shown = torch.frombuffer(window, dtype=torch.uint8).view(4, MIB)
+    for order in ((3, 1, 4, 1), (5, 2, 6, 0), (0, 1, 2, 3)):
+        for place, frame in enumerate(order):
+            window.map(place * MIB, frame * MIB, MIB)
+        for place, frame in enumerate(order):
+            assert torch.all(shown[place] == frame)
+    shown[2] = 99
+    assert torch.all(frames[2] == 99)
+    window.unmap(0, 4 * MIB)
+    window.map(MIB, 7 * MIB, MIB)
+    assert torch.all(shown[1] == 7)
+    assert torch.all(frames[2] == 99)
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+@pytest.mark.parametrize("through_window", [False, True])
+def test_bytes_read_into_a_frame_appear_in_its_window(
+    arena: _C.Arena, tmp_path: Path, backend_name: str, through_window: bool
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(4 * MIB))
+    file = _C.File(path)
+    engine = _C.Engine(backend=backend_name, arena=arena)
+    window = arena.window(4 * MIB)
+    window.map(0, 8 * MIB, 4 * MIB)
+    address = window.address if through_window else arena.address + 8 * MIB
+    assert engine.read(file, 0, address, 4 * MIB, checksum=True).wait()
+    assert memoryview(window) == path.read_bytes()
+    assert memoryview(arena.view(8 * MIB, 4 * MIB)) == path.read_bytes()
+    engine.close()
+
+
+def test_many_windows_at_once(arena: _C.Arena) -> None:
+    windows = [arena.window(4 * PAGE) for _ in range(1000)]
+    assert len({window.address for window in windows}) == 1000
+    memory = torch.frombuffer(arena.view(0, 4000 * PAGE), dtype=torch.int64).view(4000, PAGE // 8)
+    memory[:, 0] = torch.arange(4000)
+    for n, window in enumerate(windows):
+        window.map(0, n * 4 * PAGE, 4 * PAGE)
+    for n, window in enumerate(windows):
+        assert torch.frombuffer(window, dtype=torch.int64).view(4, PAGE // 8)[:, 0].tolist() == [
+            *range(4 * n, 4 * n + 4)
+        ]
+
+
+@pytest.mark.parametrize("touch", ["before", "after"])
+def test_touching_what_is_not_mapped_is_a_segmentation_fault(run_python: RunPython, touch: str) -> None:
+    done = run_python(
+        """
+        import sys
+        from swapper import _C
+        arena = _C.Arena(1 << 20, lock=False, huge_pages=False)
+        window = arena.window(8192)
+        if sys.argv[1] == "after":
+            window.map(0, 0, 8192)
+            memoryview(window)[0] = 1
+            window.unmap(0, 4096)
+            memoryview(window)[4096] = 1
+        print("alive", flush=True)
+        memoryview(window)[0] = 1
+        print("not here")
+        """,
+        touch,
+    )
+    assert done.stdout == "alive\n"
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_an_arena_that_may_not_be_locked_says_why_and_works(run_python: RunPython) -> None:
+    done = run_python(
+        """
+        import os, resource
+        import swapper.errors
+        from swapper import _C
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+        if os.geteuid() == 0:
+            os.setresuid(65534, 65534, 65534)
+        arena = _C.Arena(8 << 20)
+        assert not arena.locked
+        assert "65536" in arena.lock_reason and "mlock" in arena.lock_reason, arena.lock_reason
+        memoryview(arena.view(0, 1))[0] = 1
+        engine = _C.Engine(arena=arena)
+        print(engine.reason)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_locked_memory_is_locked() -> None:
+    arena = _C.Arena(4 * MIB)
+    if not arena.locked:
+        pytest.skip(f"locking is not permitted here: {arena.lock_reason}")
+    assert arena.lock_reason == ""
+    begin = f"{arena.address:x}-"
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = smaps[smaps.index(begin) :].split("VmFlags:")
+    flags = entry[1].splitlines()[0].split()
+    assert {"sh", "lo", "dc"} <= set(flags)  # shared, locked, not copied on fork
+
+
+def test_an_arena_that_is_not_to_be_locked_is_not() -> None:
+    arena = _C.Arena(MIB, lock=False)
+    assert not arena.locked
+    assert arena.lock_reason == "locking was not asked for"

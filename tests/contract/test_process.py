@@ -1,0 +1,273 @@
+"""Signals, forks, exits and leaks: what the engine owes to the process that it lives in."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import BACKENDS, MIB, PAGE
+
+from swapper import _C
+
+RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
+
+# Begins an operation that goes on for hours: small pieces, one at a time, each behind the last.
+ENDLESS = """
+import os, signal, sys
+from swapper import _C
+import swapper.errors
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+backend, directory = sys.argv[1:3]
+arena = _C.Arena(64 << 20, lock=False, huge_pages=False)
+path = os.path.join(directory, "file")
+with open(path, "wb") as stream:
+    stream.truncate(64 << 20)
+file = _C.File(path, direct=False)
+engine = _C.Engine(backend=backend, depth=1, piece_bytes=4096)
+ticket = None
+for _ in range(4000):
+    ticket = engine.read(file, 0, arena.address, 64 << 20, after=ticket)
+"""
+
+
+def interrupt(script: str, backend: str, directory: Path) -> tuple[int, str]:
+    """Runs ENDLESS and `script`, sends SIGINT when it says "ready"; gives the exit status and the rest it says."""
+    command = [sys.executable, "-c", ENDLESS + textwrap.dedent(script), backend, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        rest = process.stdout.read()
+    return process.returncode, rest
+
+
+@pytest.mark.parametrize("blocked_in", ["ticket.wait()", "ticket.wait(3600)", "engine.drain()", "engine.close()"])
+def test_ctrl_c_ends_a_wait(backend: str, tmp_path: Path, blocked_in: str) -> None:
+    script = f"""
+        try:
+            print("ready", flush=True)
+            {blocked_in}
+        except KeyboardInterrupt:
+            print("interrupted", "done" if ticket.done else "pending", flush=True)
+            os._exit(0)
+        """
+    assert interrupt(script, backend, tmp_path) == (0, "interrupted pending\n")
+
+
+def test_ctrl_c_ends_a_submission_that_waits_for_room(backend: str, tmp_path: Path) -> None:
+    script = """
+        try:
+            print("ready", flush=True)
+            while True:
+                engine.read(file, 0, arena.address, 4096, after=ticket)
+        except KeyboardInterrupt:
+            print("interrupted at", engine.in_flight >= 4096, flush=True)
+            os._exit(0)
+        """
+    assert interrupt(script, backend, tmp_path) == (0, "interrupted at True\n")
+
+
+def test_ctrl_c_ends_an_exit_that_waits_for_an_engine_left_open(backend: str, tmp_path: Path) -> None:
+    script = """
+        import atexit
+        atexit.register(print, "ready", flush=True)  # runs just before the engine is drained
+        """
+    returncode, rest = interrupt(script, backend, tmp_path)
+    assert rest == ""
+    assert returncode in (0, -signal.SIGINT, 130)
+
+
+def test_other_threads_run_while_one_waits(backend: str, tmp_path: Path, run_python: RunPython) -> None:
+    done = run_python(
+        ENDLESS
+        + textwrap.dedent(
+            """
+            import threading
+            threading.Thread(target=ticket.wait, daemon=True).start()
+            threading.Thread(target=engine.drain, daemon=True).start()
+            print(sum(range(1000)), flush=True)
+            os._exit(0)
+            """
+        ),
+        backend,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "499500\n")
+
+
+def test_a_forked_child_gets_errors_and_exits_cleanly(backend: str, tmp_path: Path, run_python: RunPython) -> None:
+    done = run_python(
+        ENDLESS
+        + textwrap.dedent(
+            """
+            import gc, threading
+            window = arena.window(1 << 20)
+            view = arena.view(0, 4096)
+            finished = engine.read(file, 0, 0, 0)
+            for thread in (threading.Thread(target=ticket.wait, daemon=True) for _ in range(3)):
+                thread.start()
+            child = os.fork()
+            if child == 0:
+                uses = [
+                    lambda: engine.read(file, 0, arena.address, 4096),
+                    lambda: engine.write(file, 0, 0, 4096),
+                    lambda: engine.in_flight,
+                    lambda: engine.drain(),
+                    lambda: engine.close(),
+                    lambda: ticket.wait(),
+                    lambda: arena.view(0, 1),
+                    lambda: arena.window(4096),
+                    lambda: window.map(0, 0, 4096),
+                    lambda: window.unmap(0, 4096),
+                ]
+                for n, use in enumerate(uses):
+                    try:
+                        use()
+                    except swapper.errors.IoError as error:
+                        assert "forked child" in error.detail, error
+                    else:
+                        raise SystemExit(f"use {n} did not raise")
+                for memory in (view, window):
+                    try:
+                        memoryview(memory)
+                    except BufferError:
+                        continue
+                    raise SystemExit("a buffer of memory that is not there")
+                assert finished.done and not ticket.done
+                fresh = _C.Engine(backend=backend)
+                memory = _C.Arena(1 << 20, lock=False)
+                assert fresh.read(file, 0, memory.address, 1 << 20).wait()
+                del engine, arena, window, view, ticket, finished, uses, use, file
+                gc.collect()
+                raise SystemExit(0)  # the whole way through the interpreter's end
+            _, status = os.waitpid(child, 0)
+            print("child", os.waitstatus_to_exitcode(status), "parent", not ticket.done, flush=True)
+            os._exit(0)
+            """
+        ),
+        backend,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "child 0 parent True\n"), done.stderr
+
+
+def test_data_loader_workers_may_be_forked_during_reads(backend: str, tmp_path: Path, run_python: RunPython) -> None:
+    """Memory under direct I/O is shared and not inherited, so a fork in the middle loses no bytes."""
+    done = run_python(
+        """
+        import os, sys
+        import torch
+        from torch.utils.data import DataLoader
+        from swapper import _C
+        backend, directory = sys.argv[1:]
+        arena = _C.Arena(64 << 20, lock=False)
+        engine = _C.Engine(backend=backend, arena=arena)
+        file = _C.File(os.path.join(directory, "file"), create=True)
+        memory = torch.frombuffer(arena.view(0, 64 << 20), dtype=torch.uint8)
+        memory[: 32 << 20].random_()
+        engine.write(file, 0, arena.address, 32 << 20).wait()
+        for _ in range(5):
+            memory[32 << 20 :].zero_()
+            tickets = [engine.read(file, n << 20, arena.address + (32 + n << 20), 1 << 20) for n in range(32)]
+            loader = DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
+            assert sum(int(batch.sum()) for batch in loader) == 2016
+            for ticket in tickets:
+                ticket.wait()
+            assert torch.equal(memory[: 32 << 20], memory[32 << 20 :])
+        print("ok")
+        """,
+        backend,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del arena", "keep = [arena, keep_cycle]"])
+def test_an_engine_left_open_finishes_its_writes_at_exit(
+    backend: str, tmp_path: Path, run_python: RunPython, ending: str
+) -> None:
+    done = run_python(
+        f"""
+        import os, sys
+        from swapper import _C
+        backend, directory = sys.argv[1:]
+        arena = _C.Arena(32 << 20, lock=False)
+        memoryview(arena.view(0, arena.nbytes))[:] = b"x" * arena.nbytes
+        keep_cycle = []
+        keep_cycle.append(keep_cycle)
+        address = arena.address
+        view = arena.view(0, 1)
+        engine = _C.Engine(backend=backend, piece_bytes=4096)
+        file = _C.File(os.path.join(directory, "file"), create=True)
+        tickets = [engine.write(file, n << 20, address + (n << 20), 1 << 20, checksum=True) for n in range(32)]
+        {ending}
+        """,
+        backend,
+        tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_bytes() == b"x" * (32 * MIB)
+
+
+def test_a_dropped_engine_finishes_its_operations(
+    backend: str, arena: _C.Arena, make_file: Callable[..., _C.File]
+) -> None:
+    engine = _C.Engine(backend=backend, piece_bytes=PAGE)
+    file = make_file(4 * MIB)
+    tickets = [engine.read(file, 0, arena.address, 4 * MIB) for _ in range(8)]
+    del engine
+    gc.collect()
+    assert all(ticket.done and ticket.error is None for ticket in tickets)
+
+
+@pytest.mark.parametrize("first", ["engine", "file", "arena"])
+def test_things_may_be_closed_in_any_order(backend: str, tmp_path: Path, first: str) -> None:
+    arena = _C.Arena(4 * MIB)
+    engine = _C.Engine(backend=backend, arena=arena)
+    file = _C.File(tmp_path / "file", create=True)
+    ticket = engine.write(file, 0, arena.address, 4 * MIB, checksum=True)
+    things = {"engine": engine, "file": file, "arena": arena}
+    things.pop(first).close()
+    for thing in things.values():
+        thing.close()
+    assert ticket.done
+    assert ticket.error is None
+    assert (tmp_path / "file").stat().st_size == 4 * MIB
+
+
+def test_nothing_is_leaked(tmp_path: Path) -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+    def threads() -> int:
+        return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+    def once(backend: str) -> None:
+        arena = _C.Arena(4 * MIB)
+        engine = _C.Engine(backend=backend, arena=arena)
+        file = _C.File(tmp_path / f"{backend}-{os.urandom(4).hex()}", create=True)
+        window = arena.window(MIB)
+        window.map(0, 0, MIB)
+        engine.write(file, 0, window.address, MIB, checksum=True).wait()
+        failed = engine.read(file, 8 * MIB, window.address, MIB)
+        engine.read(file, 0, window.address, MIB, after=failed)
+        engine.drain()
+        assert failed.error is not None
+        engine.close()
+
+    for backend in BACKENDS:
+        once(backend)
+    gc.collect()
+    before = descriptors(), threads()
+    for _ in range(20):
+        for backend in BACKENDS:
+            once(backend)
+    gc.collect()
+    assert (descriptors(), threads()) == before
