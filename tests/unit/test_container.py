@@ -96,9 +96,9 @@ def assert_equal(loaded: object, state: object) -> None:
 
 sizes = st.lists(st.integers(1, 64).map(lambda pages: pages * ALIGNMENT), max_size=10)
 long_sizes = st.lists(
-    st.one_of(
-        st.integers(1, 4), st.integers(1 << 20, (1 << 20) + 3), st.integers((1 << 20) - 3, 1 << 24)
-    ).map(lambda pages: pages * ALIGNMENT),
+    st.one_of(st.integers(1, 4), st.integers(1 << 20, (1 << 20) + 3), st.integers((1 << 20) - 3, 1 << 24)).map(
+        lambda pages: pages * ALIGNMENT
+    ),
     max_size=8,
 )
 roots = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,60}[a-z])?", fullmatch=True)
@@ -107,6 +107,7 @@ roots = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,60}[a-z])?", fullmatch=Tru
 # Layout ----------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(sizes=st.one_of(sizes, long_sizes), root=roots)
 def test_headers_and_payloads_fill_the_file_up_to_the_tail_without_gap_or_overlap(sizes, root) -> None:
     layout = ContainerLayout.plan(sizes, root)
@@ -187,9 +188,7 @@ def test_roots_that_readers_could_misread_are_refused(root) -> None:
 
 def example(root: str = "archive") -> tuple[Content, OrderedDict]:
     """Many dtypes; views at 64-byte steps, strided and 0-dim; resident tensors between, shared and empty."""
-    content = Content(
-        [random_payload(ALIGNMENT * (1 + i % 3), dtype, i) for i, dtype in enumerate(DTYPES)], root
-    )
+    content = Content([random_payload(ALIGNMENT * (1 + i % 3), dtype, i) for i, dtype in enumerate(DTYPES)], root)
     state: OrderedDict = OrderedDict()
     resident = random_payload(800, torch.float32, 99)
     for index, payload in enumerate(content.payloads):
@@ -246,9 +245,7 @@ def test_torch_load_onto_the_meta_device_gives_shapes(tmp_path) -> None:
 def test_any_use_of_the_records_in_any_order_loads_bit_for_bit(tmp_path_factory, data) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES), max_size=6))
     pages = data.draw(st.lists(st.integers(1, 3), min_size=len(dtypes), max_size=len(dtypes)))
-    content = Content(
-        [random_payload(n * ALIGNMENT, d, i) for i, (n, d) in enumerate(zip(pages, dtypes, strict=True))]
-    )
+    content = Content([random_payload(n * ALIGNMENT, d, i) for i, (n, d) in enumerate(zip(pages, dtypes, strict=True))])
     wholes = [*content.payloads, random_payload(4 * 37, torch.float32, 7), random_payload(3, torch.uint8, 8)]
     uses = data.draw(st.lists(st.integers(0, len(wholes) - 1), max_size=14))
     state = [wholes[use][data.draw(st.integers(0, wholes[use].numel())) :] for use in uses]

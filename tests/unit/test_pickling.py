@@ -59,7 +59,7 @@ class Store:
 
     def locate(self, tensor: torch.Tensor) -> StorageRef | None:
         key = self._keys.get(tensor.untyped_storage().data_ptr())
-        return None if key is None else StorageRef("" + key, tensor.storage_offset())
+        return None if key is None else StorageRef(str(int(key)), tensor.storage_offset())
 
 
 @st.composite
@@ -149,6 +149,35 @@ def test_a_model_and_its_optimizer_equal_torch_save() -> None:
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
     assert pickle_state(state, {}, lambda tensor: None).data == torch_data_pkl(state)
+
+
+def test_a_key_is_one_string_however_locate_spells_it() -> None:
+    """A pickle writes an object once and refers to it after that; keys of two digits are new objects."""
+    store = Store([torch.float32] * 12)
+    state = [whole[:2] for whole in store.wholes] + [whole[2:] for whole in store.wholes]
+    assert pickle_state(state, store.nbytes, store.locate).data == torch_data_pkl(state)
+
+
+def test_resident_tensors_keep_the_tag_of_their_device_and_payload_is_tagged_cpu() -> None:
+    tensor = torch.zeros(1024)
+    address = tensor.data_ptr()
+    torch.serialization.register_package(
+        1,
+        lambda storage: "elsewhere" if storage.data_ptr() == address else None,
+        lambda storage, location: storage if location == "elsewhere" else None,
+    )
+    resident = pickle_state(tensor, {}, lambda _: None).data
+    assert resident == torch_data_pkl(tensor)
+    assert b"elsewhere" in resident
+    payload = pickle_state(tensor, {"0": RECORD_BYTES}, lambda _: StorageRef("0", 0)).data
+    assert b"cpu" in payload
+    assert b"elsewhere" not in payload
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_resident_tensors_on_a_gpu_equal_torch_save() -> None:
+    tensor = torch.arange(7, device="cuda")
+    assert pickle_state(tensor, {}, lambda _: None).data == torch_data_pkl(tensor)
 
 
 def test_requires_grad_is_kept() -> None:
