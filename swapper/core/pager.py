@@ -27,6 +27,10 @@ from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.stats import Stats
 
 
+SOON_ACCESSES = 8
+"""A changed page that will be changed again within so many accesses is not written in between."""
+
+
 class Pager:
     """Owns the residency of every page and the use of every frame.
 
@@ -49,6 +53,7 @@ class Pager:
         self._ahead = 0  # all accesses before this position have been asked for
         # Pages that may leave, farthest next use first: (-next use, index). Entries may be stale; see _is_evictable.
         self._leavers: list[tuple[int, int]] = []
+        self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, about to be changed again
         self._failure: IoError | None = None  # of a write, not yet told to anyone
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
@@ -132,6 +137,7 @@ class Pager:
     def end_step(self) -> None:
         """The step is over: what it did is what the next one is expected to do."""
         with self._lock:
+            self._write_what_was_put_off()
             if self._schedule.end_step():
                 self._lost_the_place()
                 self._read_ahead()
@@ -143,6 +149,7 @@ class Pager:
                 if page.leases:
                     page.leases = 1
                     self._end_lease(page)
+            self._write_what_was_put_off()
 
     def discard(self) -> None:
         """Wait for all transfers and forget the content of every frame; for closing, when nothing must be kept."""
@@ -151,6 +158,7 @@ class Pager:
                 _wait_quietly(page.ticket)
         with self._lock:
             self._settle()
+            self._put_off.clear()
             for page in self._pages:
                 if page.residency in (Residency.CLEAN, Residency.DIRTY):
                     page.leases = 0
@@ -199,6 +207,9 @@ class Pager:
                         blocker = page  # its frame is promised: it must leave before it can come again
                     elif page.residency is not Residency.COLD or self._claim(page, index in access.fresh, -1):
                         break
+                    elif self._put_off:
+                        self._write_what_was_put_off()
+                        continue
                     else:
                         blocker = self._oldest_in_flight()
                 started = time.monotonic()
@@ -302,10 +313,28 @@ class Pager:
             return
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.DIRTY:
-            self._submit_write(page)
+            if self._is_changed_again_soon(page):
+                self._put_off[page.index] = page
+            else:
+                self._submit_write(page)
         self._offer(page)
 
+    def _is_changed_again_soon(self, page: Page) -> bool:
+        """Two tensors of one parameter that meet on a page bring the sweep back to it a few slices later: one write will do."""
+        return (
+            page.next_use < self._schedule.position + SOON_ACCESSES
+            and page.index in self._schedule.at(page.next_use).writes
+        )
+
+    def _write_what_was_put_off(self) -> None:
+        for page in list(self._put_off.values()):
+            if page.leases == 0 and page.residency is Residency.DIRTY:
+                self._submit_write(page)
+                self._offer(page)
+        self._put_off.clear()
+
     def _submit_write(self, page: Page) -> None:
+        self._put_off.pop(page.index, None)
         page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
         page.move(Residency.WRITING)
         self._in_flight[page.index] = page
@@ -427,6 +456,7 @@ class Pager:
 
     def _lost_the_place(self) -> None:
         """The run departed from the schedule, or the schedule is new: next uses must be found anew."""
+        self._write_what_was_put_off()
         self._ahead = self._schedule.position
         self._leavers.clear()
         for page in self._pages:
