@@ -1,4 +1,7 @@
-"""What a user may say, parsed once. Sizes are bytes or strings such as "8GiB"; every mistake names the option and what is allowed."""
+"""What a user may say, parsed once.
+
+Sizes are bytes or strings such as "8GiB"; every mistake names the option and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def parse_bytes(value: int | str, option: str) -> int:
 def parse_host_memory(value: int | str) -> int:
     """Return the host budget in bytes; "auto" is half of what the machine and this process's cgroup leave free."""
     if value == "auto":
-        return min(psutil.virtual_memory().available, _cgroup_headroom_bytes()) // 2
+        return min(int(psutil.virtual_memory().available), _cgroup_headroom_bytes()) // 2
     return parse_bytes(value, "host_memory")
 
 

@@ -263,7 +263,10 @@ class SwapManager:
     def _choose_placement(
         self, inventory: Inventory, params: str, optimizer_state: str
     ) -> tuple[dict[str, str], Budget]:
-        """Return where each family lives, and the division of the budget: "auto" keeps in memory what leaves room to page the rest."""
+        """Return where each family lives, and the division of the budget.
+
+        "auto" keeps in memory what leaves room to page the rest.
+        """
         wishes = {"param": params, "state": optimizer_state}
         choices = [("host", "host"), ("host", "nvme"), ("nvme", "nvme")]
         error: BudgetError | None = None

@@ -72,19 +72,13 @@ class ContainerLayout:
             CheckpointError: a size or the root's name is not allowed.
         """
         if not _ROOT.fullmatch(root):
-            raise CheckpointError(
-                f"container root {root!r}: use up to 200 of A-Z a-z 0-9 _ . -, not . or - first"
-            )
+            raise CheckpointError(f"container root {root!r}: use up to 200 of A-Z a-z 0-9 _ . -, not . or - first")
         records: list[Record] = []
         cursor = 0
         for index, nbytes in enumerate(sizes):
             if nbytes <= 0 or nbytes % ALIGNMENT:
-                raise CheckpointError(
-                    f"record {index} of {nbytes} bytes: sizes are positive multiples of {ALIGNMENT}"
-                )
-            record = Record(
-                str(index), nbytes, cursor, payload_offset(cursor, _name(root, index), nbytes, ALIGNMENT)
-            )
+                raise CheckpointError(f"record {index} of {nbytes} bytes: sizes are positive multiples of {ALIGNMENT}")
+            record = Record(str(index), nbytes, cursor, payload_offset(cursor, _name(root, index), nbytes, ALIGNMENT))
             records.append(record)
             cursor = record.end + descriptor_nbytes(cursor, nbytes)
         return cls(root, tuple(records), records[-1].end if records else 0)
@@ -138,9 +132,7 @@ def build_tail(
             lie where `locate` says, or `crc32s` does not fit the layout.
     """
     if crc32s.keys() != {record.key for record in layout.records}:
-        raise CheckpointError(
-            f"need one CRC-32 for each of {len(layout.records)} records, got {sorted(crc32s)}"
-        )
+        raise CheckpointError(f"need one CRC-32 for each of {len(layout.records)} records, got {sorted(crc32s)}")
     pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
     tail = _Tail(layout, crc32s)
     for key, storage in pickled.resident.items():

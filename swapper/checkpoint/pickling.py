@@ -122,8 +122,7 @@ class _StatePickler(pickle.Pickler):
         self._locate = locate
         self._resident_keys: dict[int, str] = {}  # by id of the storage, which `resident` keeps alive
         self._user_globals = frozenset(
-            entry[0] if isinstance(entry, tuple) else entry
-            for entry in torch.serialization.get_safe_globals()
+            entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()
         )
         self.resident: dict[str, torch.UntypedStorage] = {}
         self.storage_classes: dict[str, type] = {}  # by key, in the order of first use
@@ -181,9 +180,7 @@ class _StatePickler(pickle.Pickler):
 
     def _resident_storage(self, tensor: torch.Tensor) -> _Storage:
         if tensor.device.type == "meta":
-            raise CheckpointError(
-                f"{_describe(tensor)} is on the meta device and in no payload record: it has no data"
-            )
+            raise CheckpointError(f"{_describe(tensor)} is on the meta device and in no payload record: it has no data")
         if vars(tensor):
             raise CheckpointError(
                 f"{_describe(tensor)} has Python attributes {sorted(vars(tensor))}; pass a detached tensor"

@@ -92,7 +92,7 @@ class _Copier:
         return self._copy_resident(section) if section.resident else self._copy_paged(section)
 
     def _copy_resident(self, section: Section) -> int:
-        tickets = deque()
+        tickets: deque[Any] = deque()
         base = section.memory.data_ptr()
         for begin in range(0, section.plan.nbytes, RESIDENT_PIECE_BYTES):
             nbytes = min(RESIDENT_PIECE_BYTES, section.plan.nbytes - begin)
@@ -172,7 +172,7 @@ def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[
 
     def locate(tensor: torch.Tensor) -> StorageRef | None:
         key = keys.get(tensor.untyped_storage().data_ptr())
-        return None if key is None else StorageRef(key, tensor.storage_offset())
+        return None if key is None else StorageRef(key, int(tensor.storage_offset()))
 
     return locate
 

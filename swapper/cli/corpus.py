@@ -24,7 +24,7 @@ class Corpus:
         vocabulary. limit_bytes: how much text to take, in bytes.
     """
 
-    def __init__(self, vocabulary: int = 256, limit_bytes: int = 8_000_000) -> None:
+    def __init__(self, vocabulary: int = 256, limit_bytes: int = 4_000_000) -> None:
         if vocabulary < 256:
             raise ValueError(f"a vocabulary of {vocabulary} cannot hold bytes; it must be at least 256")
         parts: dict[bool, list[bytes]] = {False: [], True: []}

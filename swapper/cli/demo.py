@@ -181,7 +181,10 @@ def _show(console: Console, record: DemoRecord) -> None:
         ("Parameters", f"{task.config.parameters / 1e6:,.1f} million, {kind}"),
         ("State on the drive", f"{_mb(record.state_bytes)}: parameters and optimizer state"),
         ("Budget", f"{_mb(task.budget_bytes)}, {task.budget_bytes / task.state_bytes:.0%} of the state"),
-        ("Peak memory", f"{_mb(record.growth_bytes)} over an imported torch, activations included"),
+        (
+            "Peak memory",
+            f"{_mb(record.growth_bytes)} over an imported torch; {_mb(record.torch_bytes)} of it is torch's own",
+        ),
         ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
         ("Limit", f"read {limit.read_s:.2f} s, write {limit.write_s:.2f} s, compute {limit.compute_s:.2f} s"),
         ("Moved in a step", f"read {_mb(read)}, written {_mb(written)}"),

@@ -23,8 +23,8 @@ from swapper.cli.corpus import Corpus
 from swapper.cli.drive import DriveSpeed, measure_drive
 from swapper.cli.gpt import GptConfig, make_gpt
 from swapper.cli.limit import StepLimit
-from swapper.cli.memory import PeakMemory
-from swapper.cli.plain import make_optimizer
+from swapper.cli.memory import PeakMemory, pss_bytes
+from swapper.cli.plain import PlainTraining, make_optimizer
 from swapper.errors import CheckpointError, StateError
 
 LEARNING_RATE = 3e-4
@@ -77,6 +77,7 @@ class DemoRecord:
     validation_loss: float = 0.0
     state_bytes: int = 0
     growth_bytes: int = 0
+    torch_bytes: int = 0  # of it, what torch itself takes at its first training step, whatever the model
     snapshot_bytes: int = 0
     snapshot_s: float = 0.0
     next_losses: list[float] = field(default_factory=list)
@@ -113,12 +114,21 @@ def run_demo(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> D
     watch("drive", record)
     before = measure_drive(directory)
     with PeakMemory() as memory:
+        _start_torch()
+        record.torch_bytes = pss_bytes() - memory.baseline_bytes
         _train(task, directory, snapshot, watch, record)
     record.growth_bytes = memory.growth_bytes
     watch("compare", record)
     _compare(task, snapshot, record)
     record.drive = before.better(measure_drive(directory))
     return record
+
+
+def _start_torch() -> None:
+    """One step of a tiny model: torch imports, allocates and starts for it what it needs for any model."""
+    config = GptConfig(vocabulary=256, context=8, layers=1, width=64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    PlainTraining(make_gpt(config, torch.bfloat16), LEARNING_RATE, masters=True).step(tokens, tokens)
 
 
 def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record: DemoRecord) -> None:

@@ -13,6 +13,7 @@ changes hands. If the write fails the engine cancels the read: the page is DIRTY
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import threading
 import time
@@ -25,7 +26,6 @@ from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.stats import Stats
-
 
 SOON_ACCESSES = 8
 """A changed page that will be changed again within so many accesses is not written in between."""
@@ -486,7 +486,5 @@ class Pager:
 
 def _wait_quietly(ticket: Any) -> None:
     """Wait for a ticket whose outcome `_settle` will look at."""
-    try:
+    with contextlib.suppress(IoError):
         ticket.wait()
-    except IoError:
-        pass

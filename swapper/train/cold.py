@@ -50,7 +50,7 @@ def set_cold(parameter: nn.Parameter) -> None:
 
 def set_warm(parameter: nn.Parameter) -> None:
     if type(parameter) is ColdParameter:
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def is_cold(parameter: torch.Tensor) -> bool:
@@ -75,6 +75,10 @@ def _getters(*names: str) -> set[Callable[..., Any]]:
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
 
 
+def _setters(*names: str) -> set[Callable[..., Any]]:
+    return {getattr(torch.Tensor, name).__set__ for name in names}
+
+
 # What can be answered without the data.
 _METADATA: set[Callable[..., Any]] = {
     *_getters(
@@ -84,11 +88,8 @@ _METADATA: set[Callable[..., Any]] = {
         *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad"),
         *("is_xla", "is_maia", "name"),
     ),
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
-    torch.Tensor._backward_hooks.__set__,  # type: ignore[attr-defined]
-    torch.Tensor._post_accumulate_grad_hooks.__set__,  # type: ignore[attr-defined]
+    *_setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    getattr(torch.Tensor, "grad").__delete__,  # noqa: B009  # mypy takes it for an instance's
     torch.Tensor.size,
     torch.Tensor.dim,
     torch.Tensor.numel,
@@ -134,7 +135,7 @@ class ColdParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 

@@ -28,7 +28,8 @@ class HostGradients:
             if parameter.grad is not None:
                 place.copy_(parameter.grad)
                 parameter.grad = place
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_mover(name, place)))
+            handle = parameter.register_post_accumulate_grad_hook(_mover(name, place))  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
 
     def remove(self) -> None:
         for handle in self._handles:

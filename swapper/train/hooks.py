@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from swapper.errors import StateError
 from swapper.train.groups import Unit
 from swapper.train.storage import GroupParameters
 
@@ -66,7 +67,15 @@ class Hooks:
         self._handles: list[Any] = []
         self._group_of = {id(p): group for group in groups for p in group.parameters}
         self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
+        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         for unit in units:
+            needed = {id(p) for index in unit.groups for p in groups[index].parameters}
+            self._members[unit.name] = [
+                (owner, name, parameter)
+                for owner in unit.module.modules()
+                for name, parameter in owner._parameters.items()
+                if parameter is not None and id(parameter) in needed
+            ]
             self._handles.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
             self._handles.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=True))
 
@@ -80,9 +89,12 @@ class Hooks:
         """True while a forward or a backward holds leases."""
         return bool(self._forward or self._backward or self._held)
 
-    def abandon_pass(self) -> None:
-        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases."""
-        if self.pass_is_open:
+    def abandon_pass(self, even_so: bool = False) -> None:
+        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases.
+
+        `even_so`: forget all leases even if there is no such pass.
+        """
+        if self.pass_is_open or even_so:
             self._forward.clear()
             self._backward.clear()
             self._held.clear()
@@ -107,6 +119,7 @@ class Hooks:
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
             self._check_usable()
+            self._check_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
             if any(call.unit is unit for call in self._held) and not _in_backward():
@@ -135,6 +148,15 @@ class Hooks:
 
         return hook
 
+    def _check_members(self, unit: Unit, module: nn.Module) -> None:
+        for owner, name, parameter in self._members[unit.name]:
+            if owner._parameters.get(name) is not parameter:
+                raise StateError(
+                    f"parameter {name!r} of {unit.name or type(module).__name__} was replaced by another object after "
+                    "manager.offload, which would not be trained. Change values inside "
+                    "`with manager.gather(..., write=True)` or by load_state_dict without assign=True"
+                )
+
     def _is_stale(self, unit: Unit) -> bool:
         """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
         if _in_backward():
@@ -150,7 +172,7 @@ class Hooks:
         if paged and torch.is_grad_enabled():
             watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
             for tensor in watched:
-                tensor.register_hook(self._before_backward(call))
+                tensor.register_hook(self._before_backward(call))  # type: ignore[no-untyped-call]
             if not watched and any(p.requires_grad for group in call.groups for p in group.parameters):
                 held = Call(call.unit, list(call.groups), call.start)
                 for group in held.groups:

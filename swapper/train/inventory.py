@@ -161,7 +161,7 @@ def _check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_cold(parameter):
             raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
         if parameter.device.type == "meta":
             raise UnsupportedError(

@@ -18,10 +18,11 @@ from swapper.train.cold import aliases
 from swapper.train.grads import HostGradients
 from swapper.train.hooks import Hooks
 from swapper.train.inventory import Inventory, find_places, find_trainables
+from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import Sweep, Trainable
+from swapper.train.sweep import Sweep
 
 
 class OffloadedModel:
@@ -64,6 +65,7 @@ class OffloadedModel:
         self._gathered = 0
         self.groups: list[GroupParameters] = []
         self._hooks: Hooks | None = None
+        self._load_hooks: LoadHooks | None = None
         self._gradients: HostGradients | None = None
 
     def adopt(self, run_step: Callable[[], None]) -> PagedOptimizer:
@@ -95,7 +97,9 @@ class OffloadedModel:
                 if name in gradient_places
             ]
         )
-        self._hooks = Hooks(self._inventory.units, self.groups, self._check_usable, self._pager.drop_leases)
+        units = self._inventory.units
+        self._hooks = Hooks(units, self.groups, self._check_usable, self._pager.drop_leases)
+        self._load_hooks = LoadHooks(units, self.groups, self._check_usable, self._refresh_masters)
         return paged
 
     # --- what a step does -----------------------------------------------------------------------------------------
@@ -109,9 +113,10 @@ class OffloadedModel:
         return self._gathered > 0
 
     def abandon_pass(self) -> None:
-        """Forget a forward or backward that never ended."""
-        if self._hooks is not None:
-            self._hooks.abandon_pass()
+        """Forget a forward, a backward or a load_state_dict that never ended."""
+        if self._hooks is not None and self._load_hooks is not None:
+            self._hooks.abandon_pass(even_so=self._load_hooks.is_open)
+            self._load_hooks.forget()
 
     # --- looking at it --------------------------------------------------------------------------------------------
 
@@ -181,8 +186,9 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Take the hooks out. Paged parameters stay cold for good if `keep_cold`."""
-        if self._hooks is not None:
+        if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
+            self._load_hooks.remove()
         if self._gradients is not None:
             self._gradients.remove()
         for group in self.groups:

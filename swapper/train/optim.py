@@ -45,7 +45,7 @@ class PagedOptimizer(Optimizer):
         return f"Paged{self._original!r}"
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
         Ctrl-C takes effect when the update is whole; a second Ctrl-C at once, and the manager can then only be closed.
@@ -63,14 +63,14 @@ class PagedOptimizer(Optimizer):
         self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
         return loss
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, its tensors copied to memory of their own: as large as the state.
 
         `manager.snapshot` writes the same to a file without needing the memory.
         """
         return {"state": self._save_state(), "param_groups": packed_groups(self.param_groups)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state_dict of plain torch's optimizer, or of this one.
 
         Raises:

@@ -67,7 +67,7 @@ class Shadow:
                 groups[work.settings] = {**self._optimizer.param_groups[work.settings], "params": []}
             groups[work.settings]["params"].append(work.tensor)
         self._shadow.param_groups = list(groups.values())
-        self._shadow.state = state
+        self._shadow.state = state  # type: ignore[assignment]  # a plain dict: nothing may appear in it by itself
         self._shadow.step()
         for work in works:
             work.tensor.grad = None
