@@ -134,10 +134,8 @@ def test_the_dtypes_tested_are_those_that_people_train_with() -> None:
 def test_every_dtype_equals_torch_save(dtype, is_resident) -> None:
     store = Store([dtype])
     state = {"whole": store.wholes[0], "part": store.wholes[0][3:7], "scalar": store.wholes[0][9]}
-    if is_resident:
-        pickled = pickle_state(state, {}, lambda tensor: None)
-    else:
-        pickled = pickle_state(state, store.nbytes, store.locate)
+    nbytes, locate = ({}, lambda tensor: None) if is_resident else (store.nbytes, store.locate)
+    pickled = pickle_state(state, nbytes, locate)
     assert pickled.data == torch_data_pkl(state)
     assert len(pickled.resident) == is_resident
 
@@ -160,11 +158,9 @@ def test_a_key_is_one_string_however_locate_spells_it() -> None:
 
 def test_resident_tensors_keep_the_tag_of_their_device_and_payload_is_tagged_cpu() -> None:
     tensor = torch.zeros(1024)
-    address = tensor.data_ptr()
+    addresses = {tensor.data_ptr()}  # emptied in the end: a registration lasts, and addresses are used again
     torch.serialization.register_package(
-        1,
-        lambda storage: "elsewhere" if storage.data_ptr() == address else None,
-        lambda storage, location: storage if location == "elsewhere" else None,
+        1, lambda storage: "elsewhere" if storage.data_ptr() in addresses else None, lambda storage, tag: None
     )
     resident = pickle_state(tensor, {}, lambda _: None).data
     assert resident == torch_data_pkl(tensor)
@@ -172,6 +168,7 @@ def test_resident_tensors_keep_the_tag_of_their_device_and_payload_is_tagged_cpu
     payload = pickle_state(tensor, {"0": RECORD_BYTES}, lambda _: StorageRef("0", 0)).data
     assert b"cpu" in payload
     assert b"elsewhere" not in payload
+    addresses.clear()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
