@@ -44,6 +44,12 @@ def unguard(parameter: nn.Parameter) -> None:
     _keepers.pop(id(parameter), None)
 
 
+def forsake(parameter: nn.Parameter) -> None:
+    """Leave `parameter` cold for good. Nothing here may keep its manager's memory alive, nor mix it up with a later object."""
+    set_cold(parameter)
+    _keepers.pop(id(parameter), None)
+
+
 def set_cold(parameter: nn.Parameter) -> None:
     parameter.__class__ = ColdParameter
 
@@ -161,9 +167,15 @@ def _cold_among(tree: Any) -> list[ColdParameter]:
 
 
 def _refusal(parameter: nn.Parameter, keeper: Keeper | None, operation: Any) -> ColdParameterError:
-    name = keeper.describe(parameter) if keeper else "of a closed manager"
     if not isinstance(operation, str):
         operation = getattr(operation, "__qualname__", None) or getattr(operation, "__name__", str(operation))
+    if keeper is None:
+        return ColdParameterError(
+            f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed, and {operation} needs "
+            "its data. Before closing, copy it inside `with manager.gather(module_or_parameters):` or write everything with "
+            "manager.snapshot(path), which plain torch.load reads"
+        )
+    name = keeper.describe(parameter)
     return ColdParameterError(
         f"parameter {name} is away on NVMe and {operation} needs its data. Look at it inside "
         "`with manager.gather(module_or_parameters):` (write=True to change it); state_dict(), load_state_dict() and "

@@ -11,7 +11,7 @@ from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import StateError
-from swapper.train.cold import Keeper, guard, set_cold, set_warm, unguard
+from swapper.train.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 from swapper.train.groups import Group
 
 
@@ -96,10 +96,11 @@ class GroupParameters:
 
     def abandon(self, keep_cold: bool) -> None:
         """The manager closes. Resident parameters stay usable; paged ones stay cold for good if `keep_cold`."""
-        if self.paged and keep_cold:
-            return
         for parameter in self.parameters:
-            unguard(parameter)
+            if self.paged and keep_cold:
+                forsake(parameter)
+            else:
+                unguard(parameter)
 
     def _warm(self) -> None:
         if self.paged:
