@@ -148,7 +148,8 @@ class Sweep:
         run: list[tuple[Work, torch.Tensor | None]] = []
         run_elements = 0
         for piece in part.pieces:
-            for begin in range(piece.begin, piece.end, UPDATE_ELEMENTS):
+            # An empty parameter has nothing to update but its step counter.
+            for begin in range(piece.begin, max(piece.end, piece.begin + 1), UPDATE_ELEMENTS):
                 end = min(begin + UPDATE_ELEMENTS, piece.end)
                 if run and run_elements + end - begin > UPDATE_ELEMENTS:
                     self._apply(run)
