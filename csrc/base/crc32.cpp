@@ -137,31 +137,79 @@ SWAPPER_CLMUL std::uint32_t update_by_clmul(std::uint32_t crc, const unsigned ch
   return update_by_table(update_by_table(0, rest, sizeof rest), data, nbytes);
 }
 
-#endif
+// The same with four of those multiplications in one instruction (AVX-512, since Ice Lake and Zen 4): on
+// memory that is not in the cache 30 GB/s a core, where the narrow one makes 16.
+#define SWAPPER_WIDE_CLMUL __attribute__((target("vpclmulqdq,avx512f,avx512vl,pclmul,sse4.1")))
 
-using Update = std::uint32_t (*)(std::uint32_t, const unsigned char*, std::size_t);
+constexpr std::size_t kWideLanes = 4;
+constexpr std::size_t kWideStrideBytes = kWideLanes * sizeof(__m512i);
 
-Update choose_update() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1")) return update_by_clmul;
-#endif
-  return update_by_table;
+SWAPPER_WIDE_CLMUL inline __m512i fold_wide(__m512i accumulator, __m512i constants, __m512i next) {
+  constexpr int kXorOfThree = 0x96;
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(accumulator, constants, 0x00),
+                                   _mm512_clmulepi64_epi128(accumulator, constants, 0x11), next, kXorOfThree);
 }
 
-const Update kUpdate = choose_update();
+SWAPPER_WIDE_CLMUL inline __m512i wide_constants_for(FoldConstants constants) {
+  return _mm512_maskz_broadcast_i32x4(0xFFFF,
+                                      constants_for(constants));  // unmasked, g++ 12 warns of its header
+}
+
+SWAPPER_WIDE_CLMUL std::uint32_t update_by_wide_clmul(std::uint32_t crc, const unsigned char* data,
+                                                      std::size_t nbytes) {
+  if (nbytes < 2 * kWideStrideBytes) return update_by_clmul(crc, data, nbytes);
+  __m512i lanes[kWideLanes];
+  for (std::size_t lane = 0; lane < kWideLanes; ++lane) lanes[lane] = _mm512_loadu_si512(data + 64 * lane);
+  const __m512i begin = _mm512_zextsi128_si512(_mm_cvtsi32_si128(static_cast<int>(crc)));
+  lanes[0] = _mm512_xor_si512(lanes[0], begin);
+  const __m512i stride = wide_constants_for(fold_over(8 * kWideStrideBytes));
+  for (data += kWideStrideBytes, nbytes -= kWideStrideBytes; nbytes >= kWideStrideBytes;
+       data += kWideStrideBytes, nbytes -= kWideStrideBytes) {
+    for (std::size_t lane = 0; lane < kWideLanes; ++lane) {
+      lanes[lane] = fold_wide(lanes[lane], stride, _mm512_loadu_si512(data + 64 * lane));
+    }
+  }
+  const __m512i step = wide_constants_for(fold_over(8 * sizeof(__m512i)));
+  __m512i all = lanes[0];
+  for (std::size_t lane = 1; lane < kWideLanes; ++lane) all = fold_wide(all, step, lanes[lane]);
+  unsigned char rest[sizeof all];
+  _mm512_storeu_si512(rest, all);
+  _mm256_zeroupper();  // or the narrow instructions that follow, here and elsewhere, would run at half speed
+  return update_by_clmul(update_by_table(0, rest, sizeof rest), data, nbytes);
+}
+
+#endif
+
+struct Methods {
+  std::array<Crc32Method, 3> method{};
+  std::size_t count = 0;
+
+  Methods() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    const bool narrow = __builtin_cpu_supports("pclmul") && __builtin_cpu_supports("sse4.1");
+    const bool wide = __builtin_cpu_supports("vpclmulqdq") && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512vl");
+    if (narrow && wide) method[count++] = {"vpclmulqdq", update_by_wide_clmul};
+    if (narrow) method[count++] = {"pclmulqdq", update_by_clmul};
+#endif
+    method[count++] = {"table", update_by_table};
+  }
+};
+
+const Methods& methods() {
+  static const Methods found;
+  return found;
+}
 
 }  // namespace
 
+std::span<const Crc32Method> crc32_methods() {
+  return {methods().method.data(), methods().count};
+}
+
 std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value) {
-  return ~kUpdate(~value, static_cast<const unsigned char*>(data), nbytes);
-}
-
-std::uint32_t crc32_table(const void* data, std::size_t nbytes, std::uint32_t value) {
-  return ~update_by_table(~value, static_cast<const unsigned char*>(data), nbytes);
-}
-
-bool crc32_is_accelerated() {
-  return kUpdate != update_by_table;
+  return ~methods().method[0].update(~value, static_cast<const unsigned char*>(data), nbytes);
 }
 
 std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b) {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace swapper {
 
@@ -14,8 +15,13 @@ std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value = 
 // Checksum of A followed by B from those of A and B, where B is `nbytes_b` long.
 std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b);
 
-// The two implementations, by name so that tests can hold one against the other.
-std::uint32_t crc32_table(const void* data, std::size_t nbytes, std::uint32_t value);
-bool crc32_is_accelerated();
+// One way to compute it, on the bare register (no complement before or after).
+struct Crc32Method {
+  const char* name;
+  std::uint32_t (*update)(std::uint32_t crc, const unsigned char* data, std::size_t nbytes);
+};
+
+// Those that this processor can run, fastest first; crc32() uses the first. All give the same numbers.
+std::span<const Crc32Method> crc32_methods();
 
 }  // namespace swapper

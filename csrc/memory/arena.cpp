@@ -6,11 +6,61 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <system_error>
+#include <thread>
+#include <vector>
+
 #include "base/align.h"
 #include "base/check.h"
 #include "base/error.h"
 
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14
+#endif
+
 namespace swapper {
+namespace {
+
+constexpr std::uint64_t kSlabBytes = std::uint64_t{64} << 20;
+constexpr unsigned kMostThreads = 8;
+
+// Takes all of the memory now, on several threads: one clears about 1.5 GB/s. Gives 0 or an errno.
+int populate(std::byte* address, std::uint64_t nbytes) {
+  std::atomic<std::uint64_t> next{0};
+  std::atomic<int> code{0};
+  const auto work = [&] {
+    for (std::uint64_t begin; code == 0 && (begin = next.fetch_add(kSlabBytes)) < nbytes;) {
+      const std::uint64_t slab_bytes = std::min(kSlabBytes, nbytes - begin);
+      if (::madvise(address + begin, slab_bytes, MADV_POPULATE_READ) != 0) code = errno;
+    }
+  };
+  const std::uint64_t slabs = align_up(nbytes, kSlabBytes) / kSlabBytes;
+  const auto most =
+      std::min<std::uint64_t>(slabs, std::min(kMostThreads, std::thread::hardware_concurrency()));
+  std::vector<std::thread> others;
+  try {
+    const SignalsBlocked blocked;
+    while (others.size() + 1 < most) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads to be had: fewer will do
+  }
+  work();
+  for (std::thread& other : others) other.join();
+  return code;
+}
+
+// Gives 0 or an errno. Locking on fault first asks whether it is permitted at all, before any memory is
+// taken.
+int lock_and_populate(std::byte* address, std::uint64_t nbytes) {
+  if (::mlock2(address, nbytes, MLOCK_ONFAULT) != 0 && errno != ENOSYS) return errno;
+  const int code = populate(address, nbytes);
+  if (code != EINVAL) return code;
+  return ::mlock(address, nbytes) == 0 ? 0 : errno;  // an older kernel
+}
+
+}  // namespace
 
 std::byte* reserve_addresses(std::uint64_t nbytes) {
   const std::uint64_t padded = nbytes + kHugePageBytes;
@@ -63,8 +113,8 @@ void Arena::map() {
 }
 
 void Arena::lock() {
-  if (::mlock(address_, nbytes_) == 0) return;
-  const int code = errno;
+  const int code = lock_and_populate(address_, nbytes_);
+  if (code == 0) return;
   static_cast<void>(::munlock(address_, nbytes_));
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);

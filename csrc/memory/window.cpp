@@ -11,8 +11,8 @@
 #include "base/align.h"
 #include "base/error.h"
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23  // Linux 5.14
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
 
 namespace swapper {
@@ -60,8 +60,10 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
     throw map_failure("map", window_offset, nbytes, errno);
   }
   advise_transfer_memory(place, nbytes, arena_->huge_pages());
-  // Page faults one by one would cost several times as much; old kernels (EINVAL) take them.
-  if (::madvise(place, nbytes, MADV_POPULATE_WRITE) != 0 && errno != EINVAL) {
+  // Fills the page table now: 0.09 CPU seconds a GB, against 0.30 for faults one by one. Populating for reads
+  // is meant: it maps sixteen pages a fault, writable all the same because nothing tracks writes to a memfd,
+  // where populating for writes takes them singly (0.23). Old kernels (EINVAL) leave it to the faults.
+  if (::madvise(place, nbytes, MADV_POPULATE_READ) != 0 && errno != EINVAL) {
     const int code = errno;
     unmap(window_offset, nbytes);
     throw map_failure("map", window_offset, nbytes, code);
