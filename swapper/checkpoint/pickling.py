@@ -212,7 +212,7 @@ def _check_plain(tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _QUANTIZED_DTYPES:
         raise CheckpointError(
-            f"{_describe(tensor)} is sparse, nested or quantized: only dense tensors can be in a container"
+            f"a tensor of {tensor.dtype} is sparse, nested or quantized: only dense ones can be in a container"
         )
     if tensor.is_conj() or tensor.is_neg():
         raise CheckpointError(f"{_describe(tensor)} is a lazy conjugate or negation: pass tensor.clone()")

@@ -23,6 +23,7 @@ from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
+from swapper.train.visit import visit
 
 
 class OffloadedModel:
@@ -58,6 +59,7 @@ class OffloadedModel:
         self._page_bytes = page_bytes
         self._check_usable = check_usable
         self._optimizer = optimizer
+        self._state_sections = [section for section in sections if section.plan.family == "state"]
         self._places = find_places(inventory, sections)
         self._trainables = find_trainables(inventory, self._places)
         self._sweep = Sweep(self._trainables, Shadow(optimizer), pager, page_bytes, stats)
@@ -73,11 +75,13 @@ class OffloadedModel:
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
         paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state)
-        trainables = {trainable.group: trainable for trainable in self._trainables}
+        state_sections: dict[int, list[Section]] = {}
+        for section in self._state_sections:
+            state_sections.setdefault(section.plan.group, []).append(section)
         for group in self._inventory.groups:
-            trainable = trainables.get(group.index)
-            if trainable is not None:
-                self._sweep.fill(trainable, [self._initial_state(p) for p in trainable.parameters])
+            initial = {name: self._initial_state(name, parameter) for name, parameter in group.parameters}
+            for section in state_sections.get(group.index, ()):
+                self._fill(section, initial)
             for _, parameter in group.parameters:
                 self._optimizer.state.pop(parameter, None)
             places = [
@@ -164,20 +168,11 @@ class OffloadedModel:
         """Return the state in the form of a checkpoint. Its tensors alias the sections: look at their place, not at their data."""
         with aliases():
             content: dict[str, Any] = {"model": self.model.state_dict()}
-        state: dict[int, dict[str, torch.Tensor]] = {}
-        masters: dict[str, torch.Tensor] = {}
-        for parameter, places in self._trained():
-            number = self._numbers[id(parameter)]
-            keys = self._inventory.state_keys[
-                self._settings(parameter), (places.state.get("master") or places.param).slot.spec.dtype
-            ]
-            tensors = {**places.scalars, **places.state}
-            state[number] = {key.name: tensors[key.name].section.tensor(tensors[key.name].slot) for key in keys}
-            if places.has_master:
-                master = places.state["master"]
-                masters[places.name] = master.section.tensor(master.slot)
+        masters = {
+            places.name: self._alias(places.name, "master") for _, places in self._trained() if places.has_master
+        }
         content["optimizer"] = {
-            "state": dict(sorted(state.items())),
+            "state": self._in_torch_order(self._alias),
             "param_groups": packed_groups(self._optimizer.param_groups),
         }
         if masters:
@@ -196,25 +191,30 @@ class OffloadedModel:
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _settings(self, parameter: nn.Parameter) -> int:
-        return self._inventory.settings[id(parameter)]
+    def _alias(self, name: str, kind: str) -> torch.Tensor:
+        """Return the tensor at its place, which may be away."""
+        place = self._places[name, kind]
+        return place.section.tensor(place.slot)
 
     def _trained(self) -> Iterator[tuple[nn.Parameter, Any]]:
         for trainable in self._trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
 
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _initial_state(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """What the user's optimizer has for `parameter` already, and its master."""
         state = dict(self._optimizer.state.get(parameter, {}))
-        places = self._places
-        name = self._names[id(parameter)]
-        if (name, "master") in places:
-            state["master"] = parameter.data
-        known = {kind for owner, kind in places if owner == name}
+        known = {kind for owner, kind in self._places if owner == name}
         strange = state.keys() - known
         if strange:
             raise UnsupportedError(f"the optimizer's state of {name} has entries that swapper does not know: {strange}")
-        return state
+        return {**state, "master": parameter.data}
+
+    def _fill(self, section: Section, state: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Give a state section its first content: by parameter's name and key, zeros where there is none."""
+        for slot, begin, end, view in visit(section, self._pager, fresh=True):
+            value = state[slot.spec.owner].get(slot.spec.kind)
+            if value is not None:
+                view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
 
     def _refresh_masters(self, groups: Iterable[GroupParameters]) -> None:
         indices = {group.group.index for group in groups}
@@ -224,18 +224,33 @@ class OffloadedModel:
 
     def _save_state(self) -> dict[int, dict[str, Any]]:
         self._check_usable()
-        state: dict[int, dict[str, Any]] = {}
-        for trainable in self._trainables:
-            for number, tensors in self._sweep.read(trainable):
-                tensors.pop("master", None)
-                state[self._numbers[id(trainable.parameters[number])]] = tensors
-        return dict(sorted(state.items()))
+        copies: dict[tuple[str, str], torch.Tensor] = {}
+        for section in self._state_sections:
+            for slot, begin, end, view in visit(section, self._pager):
+                key = (slot.spec.owner, slot.spec.kind)
+                if key not in copies:
+                    copies[key] = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
+                copies[key].view(-1)[begin:end] = view
+        return self._in_torch_order(lambda name, key: copies[name, key])
 
     def _load_state(self, state: dict[int, dict[str, Any]]) -> None:
         self._check_usable()
-        for trainable in self._trainables:
-            initial = []
-            for parameter in trainable.parameters:
-                tensors = dict(state.get(self._numbers[id(parameter)], {}))
-                initial.append({key: torch.as_tensor(value) for key, value in tensors.items()})
-            self._sweep.load(trainable, initial)
+        numbers = {places.name: self._numbers[id(parameter)] for parameter, places in self._trained()}
+        for section in self._state_sections:
+            for slot, begin, end, view in visit(section, self._pager, write=True):
+                if slot.spec.kind == "master":
+                    continue  # masters belong to the parameters
+                value = state.get(numbers[slot.spec.owner], {}).get(slot.spec.kind)
+                if value is None:
+                    view.zero_()
+                else:
+                    view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
+
+    def _in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them."""
+        state: dict[int, dict[str, Any]] = {}
+        for parameter, places in self._trained():
+            updated = places.state["master"] if places.has_master else places.param
+            keys = self._inventory.state_keys[self._inventory.settings[id(parameter)], updated.slot.spec.dtype]
+            state[self._numbers[id(parameter)]] = {key.name: find(places.name, key.name) for key in keys}
+        return dict(sorted(state.items()))

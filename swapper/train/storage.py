@@ -13,6 +13,7 @@ from swapper.core.section import Section
 from swapper.errors import StateError
 from swapper.train.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 from swapper.train.groups import Group
+from swapper.train.visit import visit
 
 
 class GroupParameters:
@@ -30,11 +31,10 @@ class GroupParameters:
         self.places = places
         self._pager = pager
         self._keeper = keeper
-        sections = list(dict.fromkeys(section for section, _ in places))
-        pages = [page.index for section in sections for page in section.pages]
+        self._sections = list(dict.fromkeys(section for section, _ in places))
+        pages = [page.index for section in self._sections for page in section.pages]
         self.access = Access(("param", group.index), tuple(pages))
         self._read_access = Access(None, tuple(pages))
-        self._fill_access = Access(None, tuple(pages), fresh=frozenset(pages), writes=frozenset(pages))
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self._leases = 0  # of passes; they share one lease of the pager's
@@ -47,18 +47,17 @@ class GroupParameters:
 
     def adopt(self) -> None:
         """Copy the parameters' data to their slots, and let it go where it was. They are cold afterwards, if paged."""
-        if self.paged:
-            self._pager.acquire(self._fill_access)
+        sources = {name: parameter.data.reshape(-1) for name, parameter in self.group.parameters}
+        for section in self._sections:
+            for slot, begin, end, view in visit(section, self._pager, fresh=True):
+                view.copy_(sources[slot.spec.owner][begin:end])
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
-            home = section.tensor(slot)
-            home.copy_(parameter.data)
-            parameter.data = home
-            self._addresses.append(home.data_ptr())
+            parameter.data = section.tensor(slot)
+            self._addresses.append(parameter.data_ptr())
             if self.paged:
                 guard(parameter, self._keeper)
         if self.paged:
             self._chill()
-            self._pager.release(self._fill_access, self._fill_access.writes)
 
     def lease(self) -> None:
         """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""

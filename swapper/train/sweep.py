@@ -10,7 +10,7 @@ between the optimizer's passes over it, which is several times faster than one p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,7 @@ from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.stats import Stats
 from swapper.train.shadow import Shadow, Work
-from swapper.train.slices import ParameterPlaces, Piece, Place, Slice, plan_slices
+from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
 
 UPDATE_ELEMENTS = 1 << 19
 """[Note: small updates]"""
@@ -77,51 +77,6 @@ class Sweep:
             torch.autograd.graph.increment_version(updated)
         if last is not None:
             self._pager.release(last.access, last.access.writes)
-
-    def fill(self, trainable: Trainable, initial: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Give the state of one group its first content: `initial` by key for each parameter, zeros where there is none."""
-        seen: set[int] = set()
-        for part in trainable.all_slices(self._page_bytes):
-            pages = _state_pages(trainable.places, part.pieces)
-            access = Access(None, tuple(pages), fresh=frozenset(pages - seen), writes=frozenset(pages))
-            seen |= pages
-            self._pager.acquire(access)
-            for piece in part.pieces:
-                places = trainable.places[piece.parameter]
-                for key, value in initial[piece.parameter].items():
-                    self._fill_piece(places, piece, key, value)
-            self._pager.release(access, access.writes)
-
-    def read(self, trainable: Trainable) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield (number of parameter, copies of its state tensors by key, "master" among them) for one group."""
-        copies: dict[int, dict[str, torch.Tensor]] = {}
-        for part in trainable.all_slices(self._page_bytes):
-            access = Access(None, tuple(_state_pages(trainable.places, part.pieces)))
-            self._pager.acquire(access)
-            for piece in part.pieces:
-                places = trainable.places[piece.parameter]
-                copy = copies.setdefault(piece.parameter, _empty_state(places))
-                for key, place in places.state.items():
-                    copy[key].view(-1)[piece.begin : piece.end] = self._view(place)[piece.begin : piece.end]
-                if piece.begin == 0:
-                    for key, place in places.scalars.items():
-                        copy[key].copy_(self._view(place)[0])
-            self._pager.release(access)
-        yield from copies.items()
-
-    def load(self, trainable: Trainable, state: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Replace the state of one group by `state`, by key for each parameter; zeros where there is none. Masters stay."""
-        for part in trainable.all_slices(self._page_bytes):
-            pages = tuple(_state_pages(trainable.places, part.pieces))
-            access = Access(None, pages, writes=frozenset(pages))
-            self._pager.acquire(access)
-            for piece in part.pieces:
-                places = trainable.places[piece.parameter]
-                for key in (*places.scalars, *places.state):
-                    if key != "master":
-                        value = state[piece.parameter].get(key)
-                        self._fill_piece(places, piece, key, _zeros(places) if value is None else value)
-            self._pager.release(access, access.writes)
 
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
@@ -191,38 +146,9 @@ class Sweep:
             self._old_scalars[places.name] = {key: value.clone() for key, value in stored.items()}
         return stored
 
-    def _fill_piece(self, places: ParameterPlaces, piece: Piece, key: str, value: torch.Tensor) -> None:
-        if key in places.state:
-            home = self._view(places.state[key])[piece.begin : piece.end]
-            home.copy_(value.detach().reshape(-1)[piece.begin : piece.end])
-        elif piece.begin == 0:
-            self._view(places.scalars[key])[0].copy_(value.reshape(-1)[0])
-
     def _view(self, place: Place) -> torch.Tensor:
         """Return the tensor at `place`, flat."""
         flat = self._flat.get(place)
         if flat is None:
             flat = self._flat[place] = place.section.tensor(place.slot).view(-1)
         return flat
-
-
-def _zeros(places: ParameterPlaces) -> torch.Tensor:
-    return torch.zeros(1).expand(places.numel)
-
-
-def _empty_state(places: ParameterPlaces) -> dict[str, torch.Tensor]:
-    """Tensors for the state of one parameter, in torch's order: scalars first."""
-    all_places = {**places.scalars, **places.state}
-    return {key: torch.empty(p.slot.spec.shape, dtype=p.slot.spec.dtype) for key, p in all_places.items()}
-
-
-def _state_pages(parameters: Sequence[ParameterPlaces], pieces: Sequence[Piece]) -> set[int]:
-    pages: set[int] = set()
-    for piece in pieces:
-        places = parameters[piece.parameter]
-        for place in places.state.values():
-            pages.update(place.pages(piece.begin, piece.end))
-        if piece.begin == 0:
-            for scalar in places.scalars.values():
-                pages.update(scalar.pages(0, 1))
-    return pages

@@ -1,0 +1,55 @@
+"""Going through a section's tensors page by page, outside of the order of a step: to fill, copy out or replace them.
+
+Each page is in memory once and, if it is changed, written once, however many tensors meet on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from swapper.core.layout import Slot
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+
+
+def visit(
+    section: Section, pager: Pager, *, write: bool = False, fresh: bool = False
+) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+    """Yield (slot, begin, end, flat view of its elements [begin, end)) for all that the section holds.
+
+    Args:
+        section: resident or paged.
+        pager: brings pages in and writes them back.
+        write: the views may be changed.
+        fresh: all of the content is made anew, so nothing is read; gaps become zeros. Implies `write`.
+    """
+    if section.resident:
+        if fresh:
+            section.memory.zero_()
+        for slot in section.plan.slots:
+            yield slot, 0, slot.spec.numel, section.tensor(slot).view(-1)
+        return
+    first = 0  # the first slot that may reach into the page
+    for page in section.pages:
+        only = frozenset({page.index})
+        access = Access(
+            None, (page.index,), fresh=only if fresh else frozenset(), writes=only if write or fresh else frozenset()
+        )
+        page_end = page.offset + page.nbytes
+        slots = section.plan.slots
+        pager.acquire(access)
+        try:
+            while first < len(slots) and slots[first].end <= page.offset:
+                first += 1
+            for slot in slots[first:]:
+                if slot.offset >= page_end:
+                    break
+                itemsize = slot.spec.dtype.itemsize
+                begin = max(page.offset - slot.offset, 0) // itemsize
+                end = (min(slot.end, page_end) - slot.offset) // itemsize
+                yield slot, begin, end, section.tensor(slot).view(-1)[begin:end]
+        finally:
+            pager.release(access, access.writes)
