@@ -277,6 +277,7 @@ REFUSED_TENSORS = {
     "subclass": (torch.zeros(2).as_subclass(Marked), "Marked.*plain tensor"),
     "sparse": (torch.eye(3).to_sparse(), "sparse"),
     "csr": (torch.eye(3).to_sparse_csr(), "sparse"),
+    "nested": (torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "nested"),
     "quantized": (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized"),
     "bytes seen as quantized": (torch.zeros(3, dtype=torch.uint8).view(torch.quint8), "quantized"),
     "conjugate": (torch.zeros(3, dtype=torch.complex64).conj(), "conjugate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -101,6 +102,9 @@ def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> Non
     path = tmp_path / "many.zip"
     path.write_bytes(content + zipformat.directory(entries, len(content), 4096))
     assert path.stat().st_size % 4096 == 0
+    raw = path.read_bytes()
+    end_record = raw[raw.rindex(b"PK\x05\x06") :]
+    assert struct.unpack_from("<2H", end_record, 8) == (min(count, 0xFFFF),) * 2  # APPNOTE 4.4.1.4
     assert entries_of(path) == entries
 
 
