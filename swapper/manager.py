@@ -1,15 +1,15 @@
 """SwapManager: opens and closes everything, in one written order, and hands out the user's verbs.
 
-[Note: order of opening and closing] Opened: directory and lock; then, by `offload`, arena, engine, store, pager, the model's
-own part. Closed in reverse: hooks first, so that nobody asks for pages; then the pager waits for all transfers; engine;
-files; arena; lock. Tensors that still alias the arena keep its memory alive; nothing else does.
+[Note: order of opening and closing] Opened: directory and lock; then, by `offload`, arena, engine, store, pager, the
+model's own part, the gradients' arena. Closed in reverse: hooks first, so that nobody asks for pages; then the pager
+waits for all transfers; engine; files; arenas; lock. Tensors that still alias an arena keep its memory alive.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from swapper import _C
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.snapshot import publish
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide
+from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.core.layout import SECTOR_BYTES, SectionPlan, round_up
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
@@ -78,7 +78,7 @@ class SwapManager:
         self._stats = Stats()
         self._registered: dict[str, Any] = {}
         self._model: OffloadedModel | None = None
-        self._arena: Any = None
+        self._arenas: list[Any] = []
         self._engine: Any = None
         self._store: Store | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -238,26 +238,28 @@ class SwapManager:
         places, budget = self._choose_placement(inventory, params, optimizer_state)
         self._layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
         self._directory.require_space(FILE_COUNT * self._layout.tail_offset)
-        self._arena = _C.Arena(budget.arena_bytes)
-        self._engine = _C.Engine(backend=self._backend, arena=self._arena)
-        self._store = Store(self._engine, self._directory.path, self._layout.headers(), self._layout.tail_offset)
         offsets = [record.offset for record in self._layout.records]
         self._sections = make_sections(inventory.plans, offsets, lambda p: is_resident(p, places), budget.page_bytes)
-        grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
-        self._attach_memory([*self._sections, *grad_sections])
+        arena, frames_offset = self._attach_memory(self._sections, budget.pool_bytes)
+        self._engine = _C.Engine(backend=self._backend, arena=arena)
+        self._store = Store(self._engine, self._directory.path, self._layout.headers(), self._layout.tail_offset)
         pages = [page for section in self._sections for page in section.pages]
-        self._pool = Pool(self._arena.address, budget.resident_bytes, budget.page_bytes, budget.frame_count)
+        self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
         trainables = find_trainables(inventory, find_places(inventory, self._sections))
         schedule = Schedule(expected_cycle(inventory, self._sections, trainables, budget.page_bytes))
         self._pager = Pager(pages, self._pool, self._store, schedule, self._stats)
         self._note_sizes(inventory, budget, places)
         self._model = OffloadedModel(
-            model, optimizer, inventory, self._sections, grad_sections, self._pager, budget.page_bytes,
-            self._stats, self._check_usable,
+            model, optimizer, inventory, self._sections, self._pager, budget.page_bytes, self._stats,
+            self._check_usable,
         )  # fmt: skip
         paged = self._model.adopt(self._run_step)
         self._pager.flush()
         self._store.commit()
+        # Only now, when the parameters' first memory is free again.
+        grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
+        self._attach_memory(grad_sections, 0)
+        self._model.start(grad_sections)
         return paged
 
     def _choose_placement(
@@ -288,31 +290,40 @@ class SwapManager:
         def resident(plan: SectionPlan) -> bool:
             return is_resident(plan, places)
 
-        kept = [p for p in (*inventory.plans, *inventory.grad_plans) if resident(p)]
+        kept = [p for p in inventory.plans if resident(p)]
+        kept_bytes = resident_bytes([p.nbytes for p in kept])
+        kept_bytes += resident_bytes([p.nbytes for p in inventory.grad_plans])
         explain = ", ".join(
-            f"{name} {format_bytes(sum(p.nbytes for p in kept if p.family == family))}"
+            f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *inventory.grad_plans) if p.family == family))}"
             for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
         )
         return divide(
             self._host_bytes,
-            [p.nbytes for p in kept],
+            kept_bytes,
             [p.nbytes for p in inventory.plans if not resident(p)],
             lambda page_bytes: frames_needed(inventory, resident, page_bytes),
             explain,
         )
 
-    def _attach_memory(self, sections: Iterable[Section]) -> None:
-        """Resident sections lie one after the other at the start of the arena; the others get a window each."""
+    def _attach_memory(self, sections: Sequence[Section], pool_bytes: int) -> tuple[Any, int]:
+        """Make an arena: resident sections one after the other, then the pool. The other sections get a window each.
+
+        Returns the arena and where in it the pool begins.
+        """
+        kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
+        arena = _C.Arena(max(kept_bytes + pool_bytes, SECTOR_BYTES))
+        self._arenas.append(arena)
         cursor = 0
         for section in sections:
             nbytes = section.plan.nbytes
             if section.resident:
-                memory = torch.frombuffer(self._arena.view(cursor, nbytes), dtype=torch.uint8)
+                memory = torch.frombuffer(arena.view(cursor, nbytes), dtype=torch.uint8)
                 section.attach(memory, None)
                 cursor += round_up(nbytes, SECTOR_BYTES)
             else:
-                window = self._arena.window(nbytes)
+                window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
+        return arena, kept_bytes
 
     def _note_sizes(self, inventory: Inventory, budget: Budget, places: dict[str, str]) -> None:
         self._stats.pool_bytes = budget.page_bytes * budget.frame_count
@@ -323,7 +334,7 @@ class SwapManager:
             "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
             places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
             self._engine.backend, self._engine.reason, self._store.io_mode if self._store else "",
-            "page-locked" if self._arena.locked else f"not page-locked ({self._arena.lock_reason})",
+            "page-locked" if self._arenas[0].locked else f"not page-locked ({self._arenas[0].lock_reason})",
         )  # fmt: skip
 
     def _release_resources(self) -> None:
@@ -336,9 +347,10 @@ class SwapManager:
             self._engine.close()
         if self._store is not None:
             self._store.close()
-        if self._arena is not None:
-            self._arena.close()
-        self._engine = self._store = self._arena = None
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+        self._engine = self._store = None
 
     # --- a step ---------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
-"""What a drive can do, measured: reads and writes at once, direct, by plain threads.
+"""What a drive can do, measured: reads alone, writes alone, and both at once; direct, by plain threads.
 
-It is the yardstick that the engine is held against, so it does not use the engine. Both directions run at the
-same time because a training step uses them so (docs/architecture.md). Each direction keeps `THREADS`
-transfers of `PIECE_BYTES` in flight.
+It is the yardstick that the engine is held against, so it does not use the engine. A training step reads and writes at
+the same time; some drives do both at full speed and some share one speed between them, so all three are needed for a
+step's limit (limit.py). Each direction keeps `THREADS` transfers of `PIECE_BYTES` in flight.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,25 +25,31 @@ START_S = 0.2  # not counted: threads start, and a cap lets its first slice thro
 
 @dataclass(frozen=True)
 class DriveSpeed:
-    """Bytes a second each way, both at once. `direct` is False where the filesystem refuses O_DIRECT."""
+    """Bytes a second: of reads alone, of writes alone, and of both together while both run.
+
+    `direct` is False where the filesystem refuses O_DIRECT.
+    """
 
     read_bytes_per_s: float
     write_bytes_per_s: float
-    direct: bool
+    both_bytes_per_s: float
+    direct: bool = True
 
     def better(self, other: DriveSpeed) -> DriveSpeed:
         """The faster of each: a limit is what the drive can do, and a shared drive is at times slower."""
         return DriveSpeed(
             max(self.read_bytes_per_s, other.read_bytes_per_s),
             max(self.write_bytes_per_s, other.write_bytes_per_s),
+            max(self.both_bytes_per_s, other.both_bytes_per_s),
             self.direct and other.direct,
         )
 
 
-def measure_drive(directory: Path, *, file_bytes: int = 256 << 20, duration_s: float = 1.5) -> DriveSpeed:
-    """Reads one file and writes another in `directory` for `duration_s`, each of `file_bytes`; removes both.
+def measure_drive(directory: Path, *, file_bytes: int = 256 << 20, duration_s: float = 1.0) -> DriveSpeed:
+    """Reads one file and writes another in `directory`, each of `file_bytes`, then removes both.
 
-    Raises OSError, as the system gives it, where the directory cannot be written or is full.
+    Takes three times `duration_s`, and the time to fill the files. Raises OSError, as the system gives it, where the
+    directory cannot be written or is full.
     """
     with tempfile.TemporaryDirectory(prefix="swapper-drive-", dir=directory) as scratch:
         direct = True
@@ -54,14 +60,20 @@ def measure_drive(directory: Path, *, file_bytes: int = 256 << 20, duration_s: f
                 raise
             direct = False
             files = [_open(Path(scratch) / name, 0) for name in ("read", "write")]
+        reads = [(_read, files[0])] * THREADS
+        writes = [(_write, files[1])] * THREADS
         try:
             for file in files:  # blocks that were never written read back without a transfer
                 _fill(file, file_bytes)
-            read, write = _transfer_both(files, file_bytes, duration_s)
+            return DriveSpeed(
+                _transfer(reads, file_bytes, duration_s),
+                _transfer(writes, file_bytes, duration_s),
+                _transfer(reads + writes, file_bytes, duration_s),
+                direct,
+            )
         finally:
             for file in files:
                 os.close(file)
-    return DriveSpeed(read, write, direct)
 
 
 def _open(path: Path, flags: int) -> int:
@@ -83,41 +95,46 @@ def _fill(file: int, file_bytes: int) -> None:
     os.fsync(file)
 
 
-def _transfer_both(files: list[int], file_bytes: int, duration_s: float) -> tuple[float, float]:
-    """Bytes a second of all reads and of all writes, while both run."""
-    moved_bytes = [0] * (2 * THREADS)
+def _read(file: int, piece: mmap.mmap, offset: int) -> int:
+    return os.preadv(file, [piece], offset)
+
+
+def _write(file: int, piece: mmap.mmap, offset: int) -> int:
+    return os.pwrite(file, piece, offset)
+
+
+def _transfer(
+    lanes: Sequence[tuple[Callable[[int, mmap.mmap, int], int], int]], file_bytes: int, duration_s: float
+) -> float:
+    """Bytes a second of all lanes together; each lane is a thread that keeps one transfer in flight."""
+    moved_bytes = [0] * len(lanes)
     failures: list[BaseException] = []
     stopped = threading.Event()
 
-    def work(index: int, transfer: Callable[[int, mmap.mmap, int], int], file: int) -> None:
+    def work(lane: int, transfer: Callable[[int, mmap.mmap, int], int], file: int) -> None:
         pieces = file_bytes // PIECE_BYTES
-        number = index % THREADS
+        number = lane % THREADS
         try:
             with contextlib.closing(_piece()) as piece:
                 while not stopped.is_set():
-                    moved_bytes[index] += transfer(file, piece, number % pieces * PIECE_BYTES)
+                    moved_bytes[lane] += transfer(file, piece, number % pieces * PIECE_BYTES)
                     number += THREADS
         except BaseException as error:  # handed to the caller, below
             failures.append(error)
             stopped.set()
 
-    def read(file: int, piece: mmap.mmap, offset: int) -> int:
-        return os.preadv(file, [piece], offset)
-
-    work_of = [(read, files[0])] * THREADS + [(os.pwrite, files[1])] * THREADS
-    threads = [threading.Thread(target=work, args=(index, *what)) for index, what in enumerate(work_of)]
+    threads = [threading.Thread(target=work, args=(lane, *what)) for lane, what in enumerate(lanes)]
     for thread in threads:
         thread.start()
     try:
         stopped.wait(START_S)
-        began_s, at_start = time.monotonic(), list(moved_bytes)
+        began_s, at_start_bytes = time.monotonic(), sum(moved_bytes)
         stopped.wait(duration_s)
-        elapsed_s, at_end = time.monotonic() - began_s, list(moved_bytes)
+        elapsed_s, at_end_bytes = time.monotonic() - began_s, sum(moved_bytes)
     finally:
         stopped.set()
         for thread in threads:
             thread.join()
     if failures:
         raise failures[0]
-    rates = [(after - before) / elapsed_s for before, after in zip(at_start, at_end, strict=True)]
-    return sum(rates[:THREADS]), sum(rates[THREADS:])
+    return (at_end_bytes - at_start_bytes) / elapsed_s

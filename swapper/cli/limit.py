@@ -1,7 +1,7 @@
 """The physical limit of a training step: what the drive and the kernels need where everything overlaps.
 
-One formula, in docs/architecture.md: a drive reads and writes at the same time as the processor computes, so
-a step cannot be shorter than the longest of the three.
+A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of
+the three (docs/architecture.md); and where reads and writes share the drive's speed, not than both at that speed.
 """
 
 from __future__ import annotations
@@ -17,21 +17,36 @@ class StepLimit:
 
     read_s: float
     write_s: float
+    both_s: float
     compute_s: float
 
     @classmethod
     def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
         """The limit of a step that reads and writes so many bytes on a drive of this speed."""
-        return cls(read_bytes / speed.read_bytes_per_s, written_bytes / speed.write_bytes_per_s, compute_s)
+        return cls(
+            read_bytes / speed.read_bytes_per_s,
+            written_bytes / speed.write_bytes_per_s,
+            (read_bytes + written_bytes) / speed.both_bytes_per_s,
+            compute_s,
+        )
 
     @property
     def seconds(self) -> float:
-        return max(self.read_s, self.write_s, self.compute_s)
+        return max(self.by_cause.values())
 
     @property
     def cause(self) -> str:
-        """What the limit is due to: "reads", "writes" or "compute"."""
-        return max(("reads", self.read_s), ("writes", self.write_s), ("compute", self.compute_s), key=lambda c: c[1])[0]
+        """What the limit is due to."""
+        return max(self.by_cause, key=lambda cause: self.by_cause[cause])
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        return {
+            "reads": self.read_s,
+            "writes": self.write_s,
+            "reads and writes": self.both_s,
+            "compute": self.compute_s,
+        }
 
 
 def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:

@@ -18,20 +18,20 @@ SMALL_SECTION_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How a host budget is used. `resident_bytes + page_bytes * frame_count` is the arena, at most the budget."""
+    """How a host budget is used: what stays in memory, and the pool. Together at most the budget."""
 
     resident_bytes: int
     page_bytes: int
     frame_count: int
 
     @property
-    def arena_bytes(self) -> int:
-        return self.resident_bytes + self.page_bytes * self.frame_count
+    def pool_bytes(self) -> int:
+        return self.page_bytes * self.frame_count
 
 
 def divide(
     host_bytes: int,
-    resident: Sequence[int],
+    kept_bytes: int,
     paged: Sequence[int],
     frames_needed: Callable[[int], int],
     explain: str,
@@ -40,28 +40,28 @@ def divide(
 
     Args:
         host_bytes: the budget.
-        resident: sizes of the sections that stay in memory, in bytes.
-        paged: sizes of the others.
+        kept_bytes: what stays in memory, gradients included.
+        paged: sizes of the sections that do not.
         frames_needed: for a page size, how many frames one step needs at one time so that it can never deadlock.
         explain: what takes the room, for the error message.
 
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    kept = resident_bytes(resident)
     if not paged:
-        if kept > host_bytes:
-            raise _too_small(host_bytes, kept, kept, explain)
-        return Budget(kept, SECTOR_BYTES, 0)
-    fitted = _fit(host_bytes - kept, paged, frames_needed)
+        if kept_bytes > host_bytes:
+            raise _too_small(host_bytes, kept_bytes, kept_bytes, explain)
+        return Budget(kept_bytes, SECTOR_BYTES, 0)
+    fitted = _fit(host_bytes - kept_bytes, paged, frames_needed)
     if fitted is None:
-        raise _too_small(host_bytes, kept + _smallest_pool(paged, frames_needed), kept, explain)
+        smallest = kept_bytes + _smallest_pool(paged, frames_needed)
+        raise _too_small(host_bytes, smallest, kept_bytes, explain)
     page_bytes, frame_count = fitted
-    return Budget(kept, page_bytes, frame_count)
+    return Budget(kept_bytes, page_bytes, frame_count)
 
 
 def resident_bytes(sections: Sequence[int]) -> int:
-    """Return what resident sections take in the arena, up to where the frames begin."""
+    """Return what resident sections of these sizes take in an arena, up to where frames begin."""
     return round_up(sum(round_up(nbytes, SECTOR_BYTES) for nbytes in sections), ARENA_ALIGNMENT_BYTES)
 
 

@@ -132,6 +132,8 @@ class ColdParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            return func(args[0], _without_data(args[1]), *args[2:], **kwargs)
         aliasing = func is torch.Tensor.detach and getattr(_thread, "aliases", False)
         if func not in _METADATA and not aliasing:
             for parameter in _cold_among((args, kwargs)):
@@ -150,6 +152,12 @@ class ColdParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refusal(self, _keepers.get(id(self)), "pickling")
+
+
+def _without_data(inputs: Any) -> Any:
+    """What torch.autograd.grad is asked for, cold parameters by their place in the graph: a backward must run with the guard on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [torch.autograd.graph.get_gradient_edge(i) if type(i) is ColdParameter else i for i in inputs]
 
 
 def _cold_among(tree: Any) -> list[ColdParameter]:

@@ -90,7 +90,7 @@ def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int,
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
     """Yield (name, module, parameters that its forward needs, whether it is a list's child) in module order."""
-    yield "", model, list(model.parameters(recurse=False)), False
+    yield "", model, _looked_at(model), False
     yield from _below("", model)
 
 
@@ -105,7 +105,23 @@ def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, lis
             if subtree:
                 yield name, child, subtree, True
         else:
-            own = list(child.parameters(recurse=False))
+            own = _looked_at(child)
             if own:
                 yield name, child, own, False
             yield from _below(name, child)
+
+
+def _looked_at(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that `module`'s own forward looks at: its direct ones, and some of its children's.
+
+    Those could be brought in when they are touched, but torch's attention asks of what class they are before it touches
+    them: where one is not a plain parameter it takes another way, with other bits and other values at padded positions.
+    """
+    own = list(module.parameters(recurse=False))
+    if isinstance(module, nn.MultiheadAttention):
+        own += module.out_proj.parameters()
+    elif isinstance(module, nn.TransformerEncoderLayer):
+        own = list(module.parameters())
+    elif isinstance(module, nn.TransformerEncoder):
+        own += module.layers[0].parameters()
+    return own

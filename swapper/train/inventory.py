@@ -178,6 +178,12 @@ def _check_model(model: nn.Module) -> None:
                 f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
                 "only plain dense nn.Parameter can be paged"
             )
+        if not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"parameter {name} is not contiguous (shape {list(parameter.shape)}, strides {list(parameter.stride())}), and "
+                "with other strides torch would give other bits: set `parameter.data = parameter.data.contiguous()` before "
+                "manager.offload"
+            )
 
 
 def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:

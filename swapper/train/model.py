@@ -33,7 +33,6 @@ class OffloadedModel:
         model, optimizer: the user's.
         inventory: what they consist of.
         sections: param and state sections, with memory.
-        grad_sections: gradient sections, with memory.
         pager: what leases go to.
         page_bytes: size of a page.
         stats: counters to keep.
@@ -46,7 +45,6 @@ class OffloadedModel:
         optimizer: Optimizer,
         inventory: Inventory,
         sections: list[Section],
-        grad_sections: list[Section],
         pager: Pager,
         page_bytes: int,
         stats: Stats,
@@ -54,7 +52,6 @@ class OffloadedModel:
     ) -> None:
         self.model = model
         self._inventory = inventory
-        self._grad_sections = grad_sections
         self._pager = pager
         self._page_bytes = page_bytes
         self._check_usable = check_usable
@@ -90,8 +87,12 @@ class OffloadedModel:
             parameters = GroupParameters(group, places, self._pager, self)
             self.groups.append(parameters)
             parameters.adopt()
+        return paged
+
+    def start(self, grad_sections: Iterable[Section]) -> None:
+        """Gradients get their places, and the hooks are put in."""
         gradient_places = {
-            slot.spec.owner: section.tensor(slot) for section in self._grad_sections for slot in section.plan.slots
+            slot.spec.owner: section.tensor(slot) for section in grad_sections for slot in section.plan.slots
         }
         self._gradients = HostGradients(
             [
@@ -104,7 +105,6 @@ class OffloadedModel:
         units = self._inventory.units
         self._hooks = Hooks(units, self.groups, self._check_usable, self._pager.drop_leases)
         self._load_hooks = LoadHooks(units, self.groups, self._check_usable, self._refresh_masters)
-        return paged
 
     # --- what a step does -----------------------------------------------------------------------------------------
 
