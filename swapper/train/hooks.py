@@ -107,12 +107,12 @@ class Hooks:
         group = self._group_of[id(parameter)]
         if not self._forward or _in_backward():
             return False
-        call = self._forward[-1]
-        if all(parameter is not inside for inside in call.unit.module.parameters()):
-            return False
-        group.lease()
-        call.groups.append(group)
-        return True
+        for call in reversed(self._forward):
+            if any(parameter is inside for inside in call.unit.module.parameters()):
+                group.lease()
+                call.groups.append(group)
+                return True
+        return False
 
     # --- forward --------------------------------------------------------------------------------------------------
 
