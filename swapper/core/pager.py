@@ -104,8 +104,10 @@ class Pager:
             self._settle()
             for index in access.pages:
                 page = self._pages[index]
-                if index in changed and page.residency is Residency.CLEAN:
-                    page.move(Residency.DIRTY)
+                if index in changed:
+                    page.fresh = False  # it was filled
+                    if page.residency is Residency.CLEAN:
+                        page.move(Residency.DIRTY)
                 self._end_lease(page)
             self._read_ahead()
 
@@ -159,12 +161,12 @@ class Pager:
         with self._lock:
             self._settle()
             self._put_off.clear()
+            self._ahead = self._schedule.position
             for page in self._pages:
+                page.leases = 0
                 if page.residency in (Residency.CLEAN, Residency.DIRTY):
-                    page.leases = 0
                     self._evict(page)
                 elif page.residency is Residency.READING:
-                    page.leases = 0
                     self._give_up_claim(page)
 
     def describe(self) -> str:
@@ -210,8 +212,11 @@ class Pager:
                     elif self._put_off:
                         self._write_what_was_put_off()
                         continue
+                    elif self._in_flight:
+                        blocker = next(iter(self._in_flight.values()))  # the oldest
                     else:
-                        blocker = self._oldest_in_flight()
+                        self._make_room()
+                        continue
                 started = time.monotonic()
                 _wait_quietly(blocker.ticket)
                 self._stats.frame_wait_s += time.monotonic() - started
@@ -242,18 +247,27 @@ class Pager:
             loser = self._pop_leaver(position)
             if loser is None:
                 return False
+            self._ahead = min(self._ahead, loser.next_use)  # if that was asked for already, it must be again
             if loser.residency is Residency.CLEAN:
                 self._evict(loser)
                 frame, loser = self._pool.take(), None
-        page.fresh = fresh
-        page.next_use = position if position >= 0 else page.next_use
+        after = None if loser is None else loser.ticket
+        address = self._pool.address(frame if loser is None else loser.frame)  # type: ignore[arg-type]
+        try:
+            page.ticket = after if fresh else self._store.read(page, address, after=after)
+        except BaseException:
+            if loser is None:
+                self._pool.give(frame)  # type: ignore[arg-type]
+            else:
+                self._offer(loser)
+            raise
         if loser is None:
             page.frame = frame
-            page.ticket = None if fresh else self._store.read(page, self._pool.address(frame))  # type: ignore[arg-type]
         else:  # [Note: promised frames]
             loser.heir, page.predecessor = page, loser
-            address = self._pool.address(loser.frame)  # type: ignore[arg-type]
-            page.ticket = loser.ticket if fresh else self._store.read(page, address, after=loser.ticket)
+        page.fresh = fresh
+        page.error = None
+        page.next_use = position if position >= 0 else page.next_use
         page.move(Residency.READING)
         if page.ticket is not None:
             self._in_flight[page.index] = page
@@ -265,6 +279,7 @@ class Pager:
             with self._lock:
                 self._settle()
                 if page.residency is Residency.COLD:  # its read failed, or its write took the frame along
+                    _raise_error_of(page)
                     ticket = None
                 elif page.residency is not Residency.READING:
                     break
@@ -291,7 +306,7 @@ class Pager:
 
     def _fill_fresh(self, page: Page, wanted_fresh: bool) -> bool:
         """A claimed frame is free of its past. Returns True if the page may be used now, False if it must be read after all."""
-        page.fresh = False
+        page.fresh = wanted_fresh
         page.ticket = None
         self._in_flight.pop(page.index, None)
         if not wanted_fresh:  # the schedule was wrong: the old content is wanted
@@ -313,7 +328,9 @@ class Pager:
             return
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.DIRTY:
-            if self._is_changed_again_soon(page):
+            if page.fresh:
+                self._evict(page)  # it was not filled: the store still has its content
+            elif self._is_changed_again_soon(page):
                 self._put_off[page.index] = page
             else:
                 self._submit_write(page)
@@ -396,15 +413,10 @@ class Pager:
             page.frame = None
 
     def _drop(self, access: Access) -> None:
-        """Undo a lease that could not be fulfilled. Fresh pages were not filled: the store still has their content."""
+        """Undo a lease that could not be fulfilled."""
         with self._lock:
             for index in access.pages:
-                page = self._pages[index]
-                if index in access.fresh and page.leases == 1 and page.residency is Residency.DIRTY:
-                    page.leases = 0
-                    self._evict(page)
-                else:
-                    self._end_lease(page)
+                self._end_lease(self._pages[index])
 
     # --- taking note of what the engine finished ------------------------------------------------------------------
 
@@ -445,7 +457,8 @@ class Pager:
 
     def _settle_read(self, page: Page) -> None:
         if page.ticket.error is not None:
-            # Whoever needs the page reads it again, and is told; for read-ahead that is soon enough.
+            # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
+            page.error = page.ticket.error if page.leases else None
             self._give_up_claim(page)
             return
         del self._in_flight[page.index]
@@ -460,17 +473,34 @@ class Pager:
         self._ahead = self._schedule.position
         self._leavers.clear()
         for page in self._pages:
-            if page.residency is not Residency.COLD:
+            if page.residency is Residency.READING and page.ticket is None and page.leases == 0:
+                self._give_up_claim(page)  # to be made anew, but perhaps not soon
+            elif page.residency is not Residency.COLD:
                 page.next_use = self._schedule.next_use(page.index)
                 self._offer(page)
 
-    def _oldest_in_flight(self) -> Page:
-        for page in self._in_flight.values():
-            return page
-        raise BudgetError(
-            "everything in the pool is in use at one time: raise host_memory, or gather fewer modules at once "
-            f"({self.describe()})"
-        )
+    def _make_room(self) -> None:
+        """No page can leave and none is on its way: free the frames that failed writes hold, and claims for fresh data of later.
+
+        Raises:
+            IoError: a write failed; that is why its page cannot leave.
+            BudgetError: all frames are leased.
+        """
+        self._raise_failure()
+        idle = [page for page in self._pages if page.leases == 0]
+        dirty = [page for page in idle if page.residency is Residency.DIRTY]
+        claimed = [page for page in idle if page.residency is Residency.READING]
+        for page in dirty:
+            self._submit_write(page)
+            self._offer(page)
+        for page in claimed:
+            self._give_up_claim(page)
+            self._ahead = self._schedule.position
+        if not dirty and not claimed:
+            raise BudgetError(
+                "everything in the pool is in use at one time: raise host_memory, or gather fewer modules at once "
+                f"({self.describe()})"
+            )
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
@@ -482,6 +512,12 @@ class Pager:
 
     def _unmap(self, page: Page) -> None:
         page.section.window.unmap(page.offset, page.nbytes)
+
+
+def _raise_error_of(page: Page) -> None:
+    if page.error is not None:
+        error, page.error = page.error, None
+        raise error
 
 
 def _wait_quietly(ticket: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from swapper.core.layout import SectionPlan, Slot
 from swapper.core.residency import Residency, check_move
-from swapper.errors import InvariantError
+from swapper.errors import InvariantError, IoError
 
 
 class Window(Protocol):
@@ -29,6 +29,7 @@ class Page:
     __slots__ = (
         "committed",
         "crc32",
+        "error",
         "file_offset",
         "frame",
         "fresh",
@@ -56,7 +57,8 @@ class Page:
         self.leases = 0
         self.next_use = 0  # position in the schedule
         self.ticket: Any = None  # of the read or write in flight
-        self.fresh = False  # READING, but nothing is read: the content is about to be made
+        self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
+        self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
         self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for
         self.location: int | None = None  # which of the store's files has the newest content
