@@ -1,0 +1,388 @@
+"""The real pager, pool, schedule, sections and store on the simulated engine, and what must hold after every request.
+
+A `Run` keeps a model: for each page the bytes that were last written to it, and the bytes that the last commit names. All
+that the pager promises is compared with it, byte for byte, whatever order and whatever faults the seed brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from simulated_engine import Arena, Engine, Faults, File, SimulationError, Window
+
+from swapper.core.layout import SectionPlan
+from swapper.core.pager import Pager
+from swapper.core.pool import Pool
+from swapper.core.residency import Residency
+from swapper.core.schedule import Access, Schedule
+from swapper.core.section import Page, Section
+from swapper.core.store import Store
+from swapper.errors import BudgetError, IoError
+from swapper.stats import Stats
+
+PAGE_BYTES = 16
+REQUESTS_INSIDE = 3
+"""Other threads ask for something so often, at most, while one waits."""
+IN_MEMORY = (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
+
+
+class SimulatedStore(Store):
+    """The real store, its files in memory."""
+
+    def create_file(self, path: Path) -> File:
+        return self._engine.create_file(path.name, self.nbytes)
+
+
+@dataclass(eq=False)
+class Lease:
+    """A lease as its holder sees it.
+
+    `granted`: its pages are in memory. `changed`: it changed them and has not said so yet. `other`: another thread has it.
+    """
+
+    access: Access
+    other: bool = False
+    granted: bool = False
+    changed: bool = False
+
+
+class Run:
+    """One pager and all around it.
+
+    Args:
+        seed: decides everything that happens.
+        section_pages: for each section, how many pages it has.
+        frame_count: how many frames there are.
+        cycle: what the schedule expects at first.
+        pager_class: the pager.
+        fault_rate: chance that an operation fails.
+        threads: other threads may ask the pager for something while one waits.
+        hurry: chance that the engine makes a move whenever somebody looks; None lets the seed say.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        section_pages: list[int],
+        frame_count: int,
+        cycle: list[Access],
+        pager_class: type[Pager] = Pager,
+        fault_rate: float = 0.0,
+        threads: bool = False,
+        hurry: float | None = None,
+    ) -> None:
+        self.random = Random(seed)
+        self.frame_count = frame_count
+        self.threads = threads
+        self.others_run = threads
+        arena_offset = self.random.randrange(5) * PAGE_BYTES
+        self.arena = Arena(1 << 40, arena_offset + frame_count * PAGE_BYTES)
+        self.faults = Faults(self.random, fault_rate)
+        eagerness = self.random.choice([0.0, 0.05, 0.3, 0.7, 0.97]) if hurry is None else hurry
+        slowness = self.random.choice([0.0, 0.1, 0.4])
+        self.engine = Engine(self.arena, self.random, self.faults, eagerness, slowness)
+        self.sections, nbytes = _sections(section_pages, self.random)
+        for section in self.sections:
+            window = Window(self.arena, section.plan.nbytes)
+            section.attach(window, window)  # type: ignore[arg-type]
+        self.pages: list[Page] = [page for section in self.sections for page in section.pages]
+        self.store = SimulatedStore(self.engine, Path("simulated"), [], nbytes)
+        self.schedule = Schedule(cycle)
+        pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count)
+        self.pool = pool
+        self.pager = pager_class(self.pages, pool, self.store, self.schedule, Stats())
+        self.leases: list[Lease] = []
+        self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
+        self.committed: list[tuple[int, bytes] | None] = [None] * len(self.pages)  # file, bytes
+        self.unfilled: set[int] = set()  # leased as fresh, and not written yet
+        self._files = {file.path: turn for turn, file in enumerate(self.store._files)}
+        self._at_offset = {page.file_offset: page for page in self.pages}
+        self._requests_inside = 0  # by other threads, during the present one
+        self.last_error: IoError | None = None
+        self._was_alone = True  # during the last request
+        self.engine.before_write = self._check_target
+        self.engine.during_wait = self._let_others_run
+
+    # --- requests to the pager ------------------------------------------------------------------------------------
+
+    def attempt(self, request: Callable[..., None], *arguments: Any) -> bool:
+        """Make a request. False if it raised IoError, which is checked to be one that the drive really made."""
+        self.engine.begin_request()
+        inside = self._requests_inside
+        try:
+            request(*arguments)
+        except IoError as error:
+            self.engine.seen["told"] += 1
+            self.last_error = error
+            if all(error is not real for real in self.engine.errors):
+                raise SimulationError(f"an error that the drive never made: {error}") from error
+            if error.errno == 0 and not self.threads:
+                raise SimulationError(f"the consequence of an error is told instead of the error: {error}") from error
+            if error.op == "write":
+                self.engine.write_failed = False
+            return False
+        except BudgetError as error:
+            raise SimulationError(f"there are frames enough for what is leased, but: {error}") from error
+        finally:
+            if not inside:
+                self._was_alone = self._requests_inside == 0
+                self._requests_inside = 0
+        return True
+
+    def lease(self, access: Access, other: bool = False) -> Lease | None:
+        lease = Lease(access, other)
+        self.leases.append(lease)
+        if not self.attempt(self.pager.lease, access):
+            self.leases.remove(lease)
+            return None
+        return lease
+
+    def wait(self, lease: Lease) -> bool:
+        before = {index: self.pages[index].residency for index in lease.access.fresh}
+        if not self.attempt(self.pager.wait, lease.access):
+            self.leases.remove(lease)
+            return False
+        lease.granted = True
+        self.unfilled.update(index for index in before if self.seems_unfilled(index))
+        for index in lease.access.pages:
+            if index not in self.unfilled and self.look(index) != self.content[index]:
+                raise SimulationError(f"{self.pages[index]} is leased and has other bytes than were written to it")
+            if index in lease.access.writes and self.pages[index].residency is Residency.WRITING:
+                raise SimulationError(f"{self.pages[index]} is leased for writing and on its way out")
+        return True
+
+    def acquire(self, access: Access, other: bool = False) -> Lease | None:
+        lease = self.lease(access, other)
+        return lease if lease is not None and self.wait(lease) else None
+
+    def change(self, lease: Lease) -> None:
+        """Do what a holder does who leased pages in order to write them: parts of them, or everything."""
+        for index in lease.access.writes:
+            memory = self._memory(index)
+            begin, end = 0, len(memory)
+            if self.random.random() < 0.5:
+                begin, end = sorted([self.random.randrange(end), end])
+            memory[begin:end] = self.random.randbytes(end - begin)
+            self.content[index] = bytes(memory)
+            self.unfilled.discard(index)
+        lease.changed = True
+
+    def release(self, lease: Lease) -> None:
+        if lease.access.fresh & self.unfilled:
+            self.change(lease)
+        changed = lease.access.writes
+        if not lease.changed and self.random.random() < 0.5:
+            changed = frozenset(i for i in changed if self.random.random() < 0.5)
+        self.leases.remove(lease)
+        if not self.attempt(self.pager.release, lease.access, changed):
+            raise SimulationError("release raised: nobody could release then")
+
+    def flush(self) -> bool:
+        if not self.attempt(self.pager.flush):
+            return False
+        if self._was_alone:
+            left = [p for p in self.pages if p.residency is Residency.DIRTY and p.leases == 0]
+            if left or self.engine.write_failed:
+                raise SimulationError(f"flush returned and has not written {left}")
+        return True
+
+    def commit(self) -> bool:
+        """End a step's writing. False if a write failed."""
+        if not self.flush():
+            return False
+        writing = [p for p in self.pages if p.residency is Residency.WRITING]
+        if writing:
+            if not self.threads:
+                raise SimulationError(f"flush returned with writes in flight: {writing}")
+            return False
+        self.store.commit()
+        for page in self.pages:
+            if page.committed != page.location:
+                raise SimulationError(f"{page} is not committed")
+            if page.location is not None:
+                self.committed[page.index] = (page.location, self._on_drive(page, page.location))
+        return True
+
+    def drop_leases(self) -> None:
+        self.pager.drop_leases()
+        self.leases.clear()
+        self.unfilled.clear()
+
+    def discard(self) -> None:
+        self.engine.begin_request()
+        self._requests_inside = REQUESTS_INSIDE  # no more from other threads
+        self.pager.discard()
+        self._requests_inside = 0
+        self.leases.clear()
+        self.unfilled.clear()
+        for page in self.pages:
+            self.content[page.index] = None if page.location is None else self._on_drive(page, page.location)
+        self.check()
+        if any(not t.is_doomed for t in self.engine.open) or any(p.residency is not Residency.COLD for p in self.pages):
+            raise SimulationError("discard left something behind")
+        if self.pool.free_count != self.frame_count:
+            raise SimulationError("discard did not give all frames back")
+
+    # --- what may be asked for ------------------------------------------------------------------------------------
+
+    def is_allowed(self, access: Access) -> bool:
+        """Whether a program that keeps the pager's rules may lease `access` now: it fits, and nobody is half-way through it."""
+        leased = {index for lease in self.leases for index in lease.access.pages}
+        waiting = [lease.access for lease in self.leases if not lease.granted]
+        return (
+            len(leased.union(access.pages)) <= self.frame_count
+            and all(self.content[i] is not None or i in access.fresh for i in access.pages)
+            and self.unfilled.isdisjoint(access.pages)
+            and all(access.fresh.isdisjoint(other.pages) for other in waiting)
+            and all(other.fresh.isdisjoint(access.pages) for other in waiting)
+        )
+
+    def seems_unfilled(self, index: int) -> bool:
+        """A fresh page was given as zeros, or was in memory already with all that was in it."""
+        memory = self.look(index)
+        if memory == self.content[index]:
+            return False
+        if any(memory):
+            raise SimulationError(f"{self.pages[index]} was leased as fresh and has neither zeros nor its old content")
+        return True
+
+    def look(self, index: int) -> bytes:
+        return bytes(self._memory(index))
+
+    # --- what must hold -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless everything is as the model says. Between requests only."""
+        self.check_frames()
+        changed = {i for lease in self.leases if lease.changed for i in lease.access.writes}
+        counts = [0] * len(self.pages)
+        for lease in self.leases:
+            for index in lease.access.pages:
+                counts[index] += 1
+                if lease.granted and self.pages[index].residency not in IN_MEMORY:
+                    raise SimulationError(f"{self.pages[index]} is leased and not in memory")
+        for page, count in zip(self.pages, counts, strict=True):
+            if page.leases != count:
+                raise SimulationError(f"{page} should have {count} leases")
+            self._check_content(page, page.index in changed)
+
+    def check_frames(self) -> None:
+        """Raise unless frames and mappings are whole. At any time when the pager's mutex is free."""
+        self.pager.check()
+        for page in self.pages:
+            window = page.section.window
+            in_memory = page.residency in IN_MEMORY
+            expected = (self.pool.offset(page.frame), page.nbytes) if in_memory and page.frame is not None else None
+            if window.mapped.get(page.offset) != expected:  # type: ignore[attr-defined]
+                raise SimulationError(f"{page} should be mapped to {expected}")
+
+    def _check_content(self, page: Page, is_being_changed: bool) -> None:
+        content = self.content[page.index]
+        stored = None if page.location is None else self._on_drive(page, page.location)
+        if page.residency is Residency.WRITING and page.heir is not None:
+            # The frame is promised: once the write has ended, and before the pager knows, the heir's bytes come in.
+            if content not in (self.look(page.index), self._on_drive(page, self._files[page.ticket.file.path])):
+                raise SimulationError(f"{page} is neither in memory nor on the drive")
+        elif page.residency in IN_MEMORY:
+            if page.index not in self.unfilled and self.look(page.index) != content:
+                raise SimulationError(f"{page} in memory is not what was written to it")
+        elif content != stored:
+            raise SimulationError(f"{page} is not in memory, and the drive does not have what was written to it")
+        if page.residency is Residency.CLEAN and not is_being_changed and self.look(page.index) != stored:
+            raise SimulationError(f"{page} is not what the drive has")
+        committed = self.committed[page.index]
+        if committed is not None and self._on_drive(page, committed[0]) != committed[1]:
+            raise SimulationError(f"what the last commit names of {page} was changed")
+
+    def _check_target(self, file: File, offset: int) -> None:
+        committed = self.committed[self._at_offset[offset].index]
+        if committed is not None and committed[0] == self._files[file.path]:
+            raise SimulationError(f"{self._at_offset[offset]} is written to the file that the last commit names")
+
+    def finish(self) -> None:
+        """The drive works again: all that was ever written is there, on the drive and for everybody who asks."""
+        self.faults.repair()
+        self.faults.rate = 0.0
+        self.others_run = False
+        while self.leases:
+            lease = self.leases[-1]
+            if lease.granted or self.wait(lease):
+                self.release(lease)
+            self.check()
+        for _ in range(self.frame_count + len(self.engine.errors)):  # each failed write may still have to be told
+            if self.flush():
+                break
+        else:
+            raise SimulationError("flush goes on failing after the drive was repaired")
+        self.check()
+        for page in self.pages:
+            if self.content[page.index] is not None:
+                if page.location is None or self._on_drive(page, page.location) != self.content[page.index]:
+                    raise SimulationError(f"flush returned, and the drive does not have {page}")
+                lease = self.acquire(Access(None, (page.index,)))
+                if lease is None:
+                    raise SimulationError(f"{page} cannot be had after the drive was repaired")
+                self.release(lease)
+        self.check()
+        self.pager.describe()
+        self.discard()
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _memory(self, index: int) -> memoryview:
+        page = self.pages[index]
+        return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
+
+    def _on_drive(self, page: Page, turn: int) -> bytes:
+        return bytes(self.store._files[turn].bytes[page.file_offset : page.file_offset + page.nbytes])
+
+    def _let_others_run(self) -> None:
+        """Somebody waits: with luck another thread asks for something meanwhile, and perhaps keeps its lease."""
+        if self.pager._lock.locked():
+            raise SimulationError("the pager waits and keeps its mutex")
+        self.check_frames()
+        if not self.others_run or self._requests_inside >= REQUESTS_INSIDE or self.random.random() > 0.2:
+            return
+        self._requests_inside += 1
+        self.engine.seen["request during another's wait"] += 1
+        ready = [lease for lease in self.leases if lease.granted and lease.other]
+        if ready and self.random.random() < 0.4:
+            self.release(self.random.choice(ready))
+            return
+        access = self.random_access()
+        if self.is_allowed(access):
+            lease = self.acquire(access, other=True)
+            if lease is not None and self.random.random() < 0.5:
+                self.release(lease)
+
+    def make_way_for(self, access: Access) -> None:
+        """Other threads give back what does not go together with `access`."""
+        while not self.is_allowed(access):
+            self.release(next(lease for lease in self.leases if lease.other))
+
+    def random_access(self) -> Access:
+        """An access outside of the order of a step."""
+        most = self.random.choice([1, 2, 3, self.frame_count])
+        pages = self.random.sample(range(len(self.pages)), min(most, len(self.pages)))
+        writes = frozenset(i for i in pages if self.random.random() < 0.4)
+        fresh = frozenset(i for i in writes if self.random.random() < 0.4)
+        return Access(None, tuple(pages), fresh, writes)
+
+
+def _sections(section_pages: list[int], random: Random) -> tuple[list[Section], int]:
+    """Return sections of so many pages each, the last page of each perhaps short, and the size of a file that holds them."""
+    sections = []
+    offset = 0
+    first_page = 0
+    for number, pages in enumerate(section_pages):
+        nbytes = pages * PAGE_BYTES - random.choice([0, 0, 4, PAGE_BYTES - 1])
+        plan = SectionPlan(number, "state", torch.uint8, (), nbytes)
+        sections.append(Section(plan, offset, PAGE_BYTES, first_page))
+        offset += nbytes + random.randrange(8)
+        first_page += pages
+    return sections, offset

@@ -1,0 +1,172 @@
+"""The simulation can fail: it meets the cases that it is there for, and it notices a pager that breaks a rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from programs import train, wander
+from simulated_engine import SimulationError
+from simulated_run import Run
+
+from swapper.core.pager import Pager
+from swapper.core.residency import Residency
+from swapper.core.schedule import Access
+from swapper.core.section import Page
+from swapper.errors import BudgetError, InvariantError
+
+SEEDS = range(25)
+
+
+def test_the_seeds_meet_every_case():
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        for program in (train, wander):
+            for threads in (False, True):
+                seen += program(seed, 0.05, threads).engine.seen
+    cases = (
+        "read", "write", "failed read", "failed write", "read after another", "cancelled read", "told",
+        "request during another's wait",
+    )  # fmt: skip
+    assert all(seen[case] > 20 for case in cases), seen
+
+
+def test_a_wait_for_what_can_never_finish_is_noticed():
+    run = Run(1, [1], 1, [], hurry=0.0)
+    orphan = run.engine.write(run.store._files[0], 0, run.arena.address, 1)
+    orphan.after = orphan
+    with pytest.raises(SimulationError, match="hang"):
+        orphan.wait()
+
+
+# Each of these breaks one rule.
+
+
+class WritesFresh(Pager):
+    """Takes a page for filled that is not."""
+
+    def _fill_fresh(self, page: Page, wanted_fresh: bool) -> bool:
+        done = super()._fill_fresh(page, wanted_fresh)
+        page.fresh = False
+        return done
+
+
+class ChangesDuringWrites(Pager):
+    def _wait_for_write(self, page: Page) -> None:
+        pass
+
+
+class DoesNotWaitForContent(Pager):
+    def _wait_for_content(self, page: Page, access: Access) -> None:
+        pass
+
+
+class KeepsMappings(Pager):
+    def _unmap(self, page: Page) -> None:
+        pass
+
+
+class EvictsLeased(Pager):
+    def _is_evictable(self, page: Page) -> bool:
+        return page.residency is Residency.CLEAN
+
+
+class EvictsDirty(Pager):
+    def _end_lease(self, page: Page) -> None:
+        super()._end_lease(page)
+        if page.residency is Residency.DIRTY and page.leases == 0:
+            self._put_off.pop(page.index, None)
+            self._evict(page)
+
+
+class KeepsErrors(Pager):
+    def _raise_failure(self) -> None:
+        self._failure = None
+
+
+class ForgetsErrorsOfReads(Pager):
+    def _settle_read(self, page: Page) -> None:
+        page.ticket.failure = None
+        super()._settle_read(page)
+
+
+class LosesFrames(Pager):
+    def _give_up_claim(self, page: Page) -> None:
+        page.frame = None
+        super()._give_up_claim(page)
+
+
+class NeverGivesUpClaims(Pager):
+    def _make_room(self) -> None:
+        raise BudgetError("everything is in use")
+
+
+class ForgetsChanges(Pager):
+    def release(self, access: Access, changed: Any = ()) -> None:
+        super().release(access, frozenset(access.fresh))
+
+
+class WaitsWithMutex(Pager):
+    def _settle(self) -> None:
+        for page in list(self._in_flight.values())[:1]:
+            page.ticket.wait()
+        super()._settle()
+
+
+class _Store:
+    """A store with one rule broken; otherwise the real one."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+class _ForgetsAfter(_Store):
+    def read(self, page: Page, address: int, after: Any = None) -> Any:
+        return self._store.read(page, address)
+
+
+class _WritesInPlace(_Store):
+    def write(self, page: Page, address: int) -> Any:
+        committed, page.committed = page.committed, None
+        try:
+            return self._store.write(page, address)
+        finally:
+            page.committed = committed
+
+
+class _ForgetsWhere(_Store):
+    def written(self, page: Page, ticket: Any) -> None:
+        location = page.location
+        self._store.written(page, ticket)
+        page.location = page.location if location is None else location
+
+
+def over(store_class: type[_Store]) -> type[Pager]:
+    class OverAnotherStore(Pager):
+        def __init__(self, pages: Any, pool: Any, store: Any, schedule: Any, stats: Any) -> None:
+            super().__init__(pages, pool, store_class(store), schedule, stats)
+
+    OverAnotherStore.__name__ = store_class.__name__.strip("_")
+    return OverAnotherStore
+
+
+BROKEN = [
+    WritesFresh, ChangesDuringWrites, DoesNotWaitForContent, KeepsMappings, EvictsLeased, EvictsDirty, KeepsErrors,
+    ForgetsErrorsOfReads, LosesFrames, NeverGivesUpClaims, ForgetsChanges, WaitsWithMutex,
+    over(_ForgetsAfter), over(_WritesInPlace), over(_ForgetsWhere),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pager_class", BROKEN, ids=lambda pager_class: pager_class.__name__)
+def test_a_pager_that_breaks_a_rule_is_noticed(pager_class):
+    for seed in SEEDS:
+        for program in (train, wander):
+            try:
+                program(seed, 0.05, pager_class=pager_class)
+            except (SimulationError, InvariantError):
+                return
+    pytest.fail("no seed noticed it")
