@@ -1,0 +1,1 @@
+"""Real models, trained for real: the swapped run beside plain torch, bit for bit."""

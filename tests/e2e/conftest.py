@@ -1,0 +1,37 @@
+"""What the end-to-end tests share: twins that are closed at the end, and the check that nothing leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from e2e.leaks import watch_for_leaks
+from e2e.twins import Twins
+
+__all__ = ["watch_for_leaks"]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def twins(tmp_path: Path) -> Iterator[Callable[..., Twins]]:
+    """Makes twins in directories of their own."""
+    made: list[Twins] = []
+
+    def make(model: nn.Module, *arguments: Any, **options: Any) -> Twins:
+        directory = tmp_path / f"run-{len(made)}"
+        directory.mkdir()
+        made.append(Twins(directory, model, *arguments, **options))
+        return made[-1]
+
+    yield make
+    while made:  # pytest keeps `make`, and so this list, until the test's very end
+        made.pop().close()

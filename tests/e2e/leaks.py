@@ -1,0 +1,43 @@
+"""What a process holds of swapper's: open files, threads, and memory. After each test there is nothing of it left."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def held_by_swapper() -> list[str]:
+    """Return the swap files, rings, threads and mappings that this process has."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+        endings = (".swap", ".swap (deleted)", "/lock", ".partial")
+        if target.endswith(endings) or "io_uring" in target or "swapper-arena" in target:
+            found.append(f"file {target}")
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name.startswith("swapper-"):
+            found.append(f"thread {name}")
+    found += [f"mapping {line}" for line in Path("/proc/self/maps").read_text().splitlines() if "swapper-arena" in line]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def watch_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test if anything of swapper's is left when everything of the test's own is gone."""
+    failed_before, held_before = request.session.testsfailed, held_by_swapper()
+    yield
+    if request.session.testsfailed > failed_before:
+        return  # its traceback keeps what it had
+    gc.collect()
+    left = [thing for thing in held_by_swapper() if thing not in held_before]
+    assert left == [], left

@@ -1,0 +1,130 @@
+"""Small models that have what real ones have. Each is a few pages larger than the smallest pool that it can train with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 512
+WIDTH = 128
+LENGTH = 16
+
+
+@dataclasses.dataclass
+class Output:
+    """An output that pytree does not know."""
+
+    hidden: torch.Tensor
+    extra: dict[str, Any]
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """Return the tensor inside what a block may return."""
+    if isinstance(output, Output):
+        return output.hidden
+    if isinstance(output, dict):
+        return output["hidden"][0]
+    return output
+
+
+class Block(nn.Module):
+    """A residual feed-forward block. Its activation works in place, on what a module has just returned.
+
+    Args:
+        wrap: makes of the block's result what it returns.
+    """
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any] = lambda hidden: hidden) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.act = nn.ReLU(inplace=True)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.wrap = wrap
+
+    def forward(self, value: Any) -> Any:
+        hidden = hidden_of(value)
+        return self.wrap(hidden + self.down(self.act(self.up(self.norm(hidden)))))
+
+
+class Position(nn.Module):
+    """Returns a view of its own parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(256, WIDTH) * 0.1)  # 128 KiB: too large to stay in memory
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.table[:length]
+
+
+class Net(nn.Module):
+    """A language model of blocks.
+
+    Args:
+        depth: number of blocks.
+        make_block: makes one.
+        tied: the head uses the embedding's weight.
+        passes: how many times the blocks are run through.
+        checkpointing: None, or use_reentrant of torch's activation checkpointing.
+        dropout: after each block.
+    """
+
+    def __init__(
+        self,
+        depth: int = 4,
+        make_block: Callable[[], nn.Module] = Block,
+        tied: bool = False,
+        passes: int = 1,
+        checkpointing: bool | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = Position()
+        self.blocks = nn.ModuleList(make_block() for _ in range(depth))
+        self.dropout = nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.passes = passes
+        self.checkpointing = checkpointing
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
+        for _ in range(self.passes):
+            for block in self.blocks:
+                if self.checkpointing is None:
+                    hidden = block(hidden)
+                else:
+                    hidden = checkpoint(block, hidden, use_reentrant=self.checkpointing)
+                if isinstance(hidden, torch.Tensor):
+                    hidden = self.dropout(hidden)
+        return self.head(self.norm(hidden_of(hidden)))
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:
+    """Return a batch, different at each call; the same for the plain and the swapped run, which start from the same seed."""
+    return torch.randint(0, VOCABULARY, (batch, length))
+
+
+def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Return the loss of predicting the batch's own tokens."""
+    logits = model(batch)
+    return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), batch.view(-1))
+
+
+def train_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    """One ordinary step; returns the loss."""
+    loss = loss_of(model, tokens())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

@@ -1,0 +1,515 @@
+"""What modules do in real models: ties, outputs of all kinds, frozen and unused parameters, other modules' weights, views of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+from e2e.models import LENGTH, VOCABULARY, WIDTH, Block, Net, Output, Position, hidden_of, loss_of, tokens, train_step
+from e2e.twins import Twins
+
+MakeTwins = Callable[..., Twins]
+
+WRAPPERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "dict": lambda hidden: {"hidden": [hidden]},
+    "dataclass": lambda hidden: Output(hidden, {"none": None}),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_outputs_of_any_structure_are_found(twins: MakeTwins, kind: str) -> None:
+    pair = twins(Net(make_block=partial(Block, WRAPPERS[kind])))
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+def test_tied_weights_are_one(twins: MakeTwins) -> None:
+    pair = twins(Net(tied=True))
+    assert pair.swapped.head.weight is pair.swapped.embedding.weight
+    pair.train(train_step, steps=4)
+    assert pair.swapped.head.weight is pair.swapped.embedding.weight
+    pair.finish()
+
+
+def test_modules_used_twice_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Net(passes=2))
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class LowRank(nn.Module):
+    """A frozen linear layer with a small trainable one beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.base(value) + self.up(self.down(value))
+
+
+def low_rank_block() -> Block:
+    block = Block()
+    block.up, block.down = LowRank(block.up), LowRank(block.down)
+    return block
+
+
+@pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "checkpointed"])
+def test_a_frozen_base_with_small_trainable_parts_is_bit_equal(
+    twins: MakeTwins, checkpointing: bool | None
+) -> None:
+    model = Net(depth=6, make_block=low_rank_block, checkpointing=checkpointing)
+    for module in (model.embedding, model.position, model.head):
+        module.requires_grad_(False)
+    pair = twins(model)
+    before = pair.manager.stats.bytes_written
+    pair.train(train_step, steps=4)
+    assert pair.manager.stats.bytes_written - before < pair.manager.stats.bytes_read  # what is frozen is not rewritten
+    pair.finish()
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 3), (0, 1, 2, 3)], ids=str)
+def test_frozen_blocks_are_bit_equal(twins: MakeTwins, frozen: tuple[int, ...]) -> None:
+    model = Net(depth=4)
+    for index in frozen:
+        model.blocks[index].requires_grad_(False)
+    model.blocks[2].up.weight.requires_grad_(False)
+    pair = twins(model)
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+class Unused(Block):
+    """Has a layer that its forward never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, 3 * WIDTH)
+
+
+def test_unused_parameters_stay_as_they_are(twins: MakeTwins) -> None:
+    pair = twins(Net(make_block=Unused))
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class Sometimes(Net):
+    """Skips a block now and then: its gradients are missing in some steps."""
+
+    skip: int | None = None
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(batch) + self.position(batch.shape[1])
+        for index, block in enumerate(self.blocks):
+            if index != self.skip:
+                hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_blocks_that_are_skipped_now_and_then_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Sometimes())
+    for skip in (None, 1, 1, 3, None, 0, None):
+
+        def run(model: Any, optimizer: Any, skip: int | None = skip) -> torch.Tensor:
+            model.skip = skip
+            return train_step(model, optimizer)
+
+        pair.train(run, steps=1)
+    pair.finish()
+
+
+def test_parameters_frozen_after_offload_stay_as_they_are(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, _: model.blocks[1].requires_grad_(False) and None)
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, _: model.blocks[1].requires_grad_(True) and None)
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+class InPlace(Net):
+    """Changes each block's output in place, right after the block."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(batch) + self.position(batch.shape[1])
+        for block in self.blocks:
+            hidden = block(hidden)
+            hidden.mul_(0.9)
+            F.relu_(hidden)
+        return self.head(self.norm(hidden)).mul_(1.1)
+
+
+def test_outputs_changed_in_place_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(InPlace())
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class Pieces(nn.Module):
+    """Outputs with several tensors, some of which nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.side = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, value: Any) -> tuple[Any, ...]:
+        hidden = self.block(hidden_of(value[0]))
+        return hidden, self.side(hidden), None, 7, [hidden.detach()]
+
+
+class Several(Net):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        value: Any = (self.embedding(batch) + self.position(batch.shape[1]),)
+        for block in self.blocks:
+            value = block(value)
+        return self.head(self.norm(value[0] + value[1]))
+
+
+def test_outputs_with_unused_parts_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Several(make_block=Pieces))
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class Sampler(nn.Module):
+    """A module that returns its parameter itself, and one that hands a view out in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(256, WIDTH))
+
+    def forward(self) -> dict[str, Any]:
+        return {"whole": self.weight, "views": [self.weight[:LENGTH], self.weight.t()[:, LENGTH:]]}
+
+
+class Handed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.position = Position()
+        self.sampler = Sampler()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        table = self.sampler()
+        bias = self.position(batch.shape[1]) + table["views"][0]
+        scale = table["views"][1].mean() + table["whole"].std()
+        self.net(batch)  # everything else is brought in, and goes: what was handed out must not go with its frame
+        return self.net(batch) * scale + (bias @ table["whole"].t()).sum()
+
+
+def test_views_of_its_own_parameters_that_a_module_returns_stay_valid(twins: MakeTwins) -> None:
+    pair = twins(Handed())
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class Borrower(nn.Module):
+    """Uses a weight that is handed to it, and a child's without calling the child."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(F.linear(hidden, self.child.weight))) + F.linear(F.linear(hidden, weight), weight.t()) * self.scale
+
+
+class Lender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.weight = nn.Linear(WIDTH, 4096)  # large enough for a group of its own
+        self.borrower = Borrower()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = F.embedding(batch, self.net.embedding.weight)
+        return self.net(batch) + self.head(self.borrower(hidden, self.weight.weight))
+
+
+def test_a_weight_handed_to_another_module_is_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Lender())
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True), 3, norm=nn.LayerNorm(WIDTH)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, batch: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.embedding(batch)
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        return self.head(self.encoder(hidden, src_key_padding_mask=padding))
+
+
+def test_torchs_transformer_layers_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Attention())
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+PADDING = {
+    "none": None,
+    "at the end": torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[10], [LENGTH]]),
+    "anywhere": torch.arange(2 * LENGTH).view(2, -1) % 5 == 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("padding", PADDING)
+def test_torchs_transformer_layers_are_bit_equal_in_evaluation(
+    twins: MakeTwins, mode: Callable[[], Any], padding: str
+) -> None:
+    """torch's layers use another kernel where no hook is attached to them: the plain ones get hooks too."""
+    model = Attention()
+    pair = twins(model)
+    for layer in model.encoder.layers:
+        layer.register_forward_hook(lambda *_: None)
+
+    def evaluate(model: Any, _: Any) -> torch.Tensor:
+        model.eval()
+        with mode():
+            logits = model(tokens(), PADDING[padding])
+        model.train()
+        return logits.clone()
+
+    pair.train(evaluate, steps=2)
+    pair.train(train_step, steps=2)
+    pair.train(evaluate, steps=2)
+    pair.finish()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.recurrent = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 4 * VOCABULARY)
+        self.last = nn.Linear(4 * VOCABULARY, VOCABULARY)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.last(self.head(self.recurrent(self.embedding(batch))[0]))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_bit_equal(twins: MakeTwins, kind: type[nn.RNNBase]) -> None:
+    pair = twins(Recurrent(kind))
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+class Convolutions(nn.Module):
+    """Convolutions and batch norms, whose buffers change in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, padding=1)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(True)) for _ in range(6))
+        )
+        self.last = nn.Linear(64 * 16, 2048)
+        self.out = nn.Linear(2048, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.out(self.last(F.max_pool2d(self.layers(self.first(images)), 2).flatten(1)))
+
+
+def image_step(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def test_convolutions_and_batch_norm_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Convolutions())
+    pair.train(image_step, steps=3)
+    pair.finish()
+
+
+class Modeled(Block):
+    def __init__(self) -> None:
+        super().__init__(lambda hidden: BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden * 2,)))
+
+    def forward(self, value: Any) -> Any:
+        return super().forward(value if isinstance(value, torch.Tensor) else value.last_hidden_state)
+
+
+class ModeledNet(Net):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden: Any = self.embedding(batch) + self.position(batch.shape[1])
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.norm(hidden.last_hidden_state + hidden["hidden_states"][0]))
+
+
+def test_model_outputs_of_transformers_keep_their_class(twins: MakeTwins) -> None:
+    pair = twins(ModeledNet(make_block=Modeled))
+    pair.train(train_step, steps=3)
+    output = pair.swapped.blocks[0](torch.zeros(1, WIDTH))
+    assert type(output) is BaseModelOutput
+    assert list(output.keys()) == ["last_hidden_state", "hidden_states"]
+    pair.finish()
+
+
+def test_parametrized_and_weight_normed_layers_are_bit_equal(twins: MakeTwins) -> None:
+    model = Net()
+    for block in model.blocks:
+        nn.utils.parametrizations.weight_norm(block.up)
+        nn.utils.parametrizations.spectral_norm(block.down)
+    pair = twins(model)
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+def test_a_branch_by_data_is_bit_equal(twins: MakeTwins) -> None:
+    """A mixture of experts: which of them run, and in which order, is another one at each step."""
+
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+            self.router = nn.Linear(WIDTH, 6)
+            self.experts = nn.ModuleList(Block() for _ in range(6))
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, batch: torch.Tensor) -> BaseModelOutput:
+            hidden = self.embedding(batch)
+            weights = self.router(hidden.mean((0, 1))).softmax(-1)
+            best = torch.topk(weights, 2).indices.tolist()
+            hidden = sum(weights[index] * self.experts[index](hidden) for index in best)
+            return BaseModelOutput(last_hidden_state=self.head(hidden))
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        batch = tokens()
+        logits = model(batch).last_hidden_state
+        loss = F.cross_entropy(logits.view(-1, VOCABULARY), batch.view(-1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair = twins(Mixture(), partial(torch.optim.AdamW, lr=0.03))
+    pair.train(run, steps=10)
+    pair.manager._pager.check()
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+    assert pair.manager.stats.bytes_read > 0
+
+
+def test_users_hooks_on_modules_and_parameters_are_called_as_in_plain_torch(twins: MakeTwins) -> None:
+    seen: dict[int, list[Any]] = {}
+
+    def put_hooks(model: Net) -> None:
+        notes = seen[id(model)] = []
+        block = model.blocks[1]
+        block.register_forward_pre_hook(lambda module, args: notes.append(("before", args[0].detach().sum())))
+        block.register_forward_hook(lambda module, args, output: output + 0.5)
+        block.up.register_forward_hook(lambda module, args, output: notes.append(("up", module.weight.detach().sum())))
+        block.register_full_backward_hook(lambda module, inward, outward: notes.append(("back", outward[0].sum())))
+        block.down.weight.register_hook(lambda gradient: gradient * 2)
+        block.down.bias.register_post_accumulate_grad_hook(lambda p: notes.append(("bias", p.grad.sum())))
+
+    pair = twins(Net(), wait=True)
+    put_hooks(pair.plain)
+    put_hooks(pair.swapped)
+    pair.offload()
+    pair.train(train_step, steps=3)
+    expected, actual = seen[id(pair.plain)], seen[id(pair.swapped)]
+    assert [name for name, _ in actual] == [name for name, _ in expected]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(actual, expected, strict=True))
+    pair.finish()
+
+
+def test_hooks_put_in_after_offload_see_the_parameters_too(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    sums: dict[int, list[torch.Tensor]] = {id(pair.plain): [], id(pair.swapped): []}
+    for model in (pair.plain, pair.swapped):
+        for module in (model.blocks[2].up, model.blocks[0], model.head):
+            parameters = list(module.parameters())
+            module.register_forward_pre_hook(
+                lambda _, args, p=parameters, m=model: sums[id(m)].append(sum(x.detach().sum() for x in p))
+            )
+            module.register_forward_hook(
+                lambda _, args, output, p=parameters, m=model: sums[id(m)].append(sum(x.detach().sum() for x in p))
+            )
+    pair.train(train_step, steps=2)
+    assert len(sums[id(pair.plain)]) == 12
+    assert torch.equal(torch.stack(sums[id(pair.swapped)]), torch.stack(sums[id(pair.plain)]))
+    pair.finish()
+
+
+def test_loss_is_what_a_module_returns_as_a_number(twins: MakeTwins) -> None:
+    """A module whose outputs show no gradient: its parameters are needed in backward all the same."""
+
+    class Stored(Net):
+        def forward(self, batch: torch.Tensor) -> float:
+            self.loss = F.cross_entropy(super().forward(batch).view(-1, VOCABULARY), batch.view(-1))
+            return self.loss.item()
+
+    def run(model: Any, optimizer: Any) -> float:
+        value = model(tokens())
+        model.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del model.loss
+        return value
+
+    pair = twins(Stored())
+    pair.train(run, steps=3)
+    pair.finish()
+
+
+def test_two_models_under_two_managers_train_side_by_side(twins: MakeTwins) -> None:
+    first, second = twins(Net()), twins(Net(depth=5))
+    for _ in range(3):
+        first.train(train_step, steps=1)
+        second.train(train_step, steps=1)
+
+    def distil(student: Twins, teacher: Twins) -> None:
+        def run(models: tuple[Any, Any], optimizer: Any) -> torch.Tensor:
+            batch = tokens()
+            loss = F.mse_loss(models[0](batch), models[1](batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        state = torch.get_rng_state()
+        expected = run((student.plain, teacher.plain), student.plain_optimizer)
+        torch.set_rng_state(state)
+        assert torch.equal(run((student.swapped, teacher.swapped), student.optimizer), expected)
+
+    distil(first, second)
+    distil(second, first)
+    first.finish()
+    second.finish()
+
+
+def test_loss_of_is_not_a_trick() -> None:
+    """The losses that these tests compare depend on every parameter."""
+    model = Net()
+    loss_of(model, tokens()).backward()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())

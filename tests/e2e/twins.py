@@ -1,0 +1,222 @@
+"""Twins: the same model twice, one trained by plain torch and one swapped. Whatever is done is done to both and compared.
+
+The swapped one gets the smallest budget that swapper names, so that its pages really come and go; `close` asserts that they
+did, that both have the same parameters, gradients and optimizer state, bit for bit, and that no lease is left.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+import swapper
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+class PlainMasters:
+    """The arithmetic of `master_weights=torch.float32`, in memory: fp32 copies are updated, then rounded to the model."""
+
+    def __init__(self, model: nn.Module, make_optimizer: MakeOptimizer) -> None:
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.masters = [nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+        self.inner = make_optimizer(self.masters)
+        self.param_groups = self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self.inner.step()
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            parameter.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.parameters:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+class Twins:
+    """A plain and a swapped run of one model.
+
+    Args:
+        directory: where the swapped one lives.
+        model: the plain one; the swapped one is its copy.
+        make_optimizer: makes an optimizer over the parameters that it is given.
+        master: `master_weights=torch.float32`.
+        budget: bytes, or None for the smallest that works.
+        select: what the optimizer is given of a model.
+        wait: True leaves the offload to the test, which calls `offload`.
+        options: of SwapManager.offload.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer = adamw,
+        *,
+        master: bool = False,
+        budget: int | None = None,
+        backend: str = "auto",
+        select: Callable[[nn.Module], Any] = lambda model: [p for p in model.parameters() if p.requires_grad],
+        wait: bool = False,
+        **options: Any,
+    ) -> None:
+        self.directory = directory
+        self.plain = model
+        self.swapped = copy.deepcopy(model)
+        self.plain_optimizer: Any = (
+            PlainMasters(self.plain, make_optimizer) if master else make_optimizer(select(self.plain))
+        )
+        self.original = make_optimizer(select(self.swapped))
+        self.optimizer: Any = self.original
+        self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
+        if master:
+            self.options["master_weights"] = torch.float32
+        self.budget = budget
+        self.backend = backend
+        self.manager: swapper.SwapManager | None = None
+        if not wait:
+            self.offload()
+
+    def offload(self) -> None:
+        """Offload the swapped one."""
+        budget = self.budget or smallest_budget(self.directory, self.swapped, self.original, **self.options)
+        self.manager = swapper.SwapManager(self.directory, host_memory=budget, backend=self.backend)
+        model, self.optimizer = self.manager.offload(self.swapped, self.original, **self.options)
+        assert model is self.swapped
+        self.written_at_start = self.manager.stats.bytes_written
+
+    def both(self, run: Callable[[Any, Any], Any]) -> Any:
+        """Call `run(model, optimizer)` for both, from the same random state; assert the same result and return it."""
+        random_state = torch.get_rng_state()
+        expected = run(self.plain, self.plain_optimizer)
+        torch.set_rng_state(random_state)
+        actual = run(self.swapped, self.optimizer)
+        assert_same(actual, expected)
+        return expected
+
+    def train(self, run: Callable[[Any, Any], Any], steps: int) -> list[Any]:
+        """Call `both(run)` so many times, checking the pager after each."""
+        results = []
+        for _ in range(steps):
+            results.append(self.both(run))
+            self.check_pager()
+        return results
+
+    def check_pager(self) -> None:
+        """Assert that no lease is left and that every frame is accounted for."""
+        assert self.manager is not None
+        self.manager._pager.check()
+        assert leased_pages(self.manager) == []
+
+    def assert_paged(self) -> None:
+        """Assert that the run was one: what lives on the drive is larger than the pool, and came from there."""
+        assert self.manager is not None
+        stats = self.manager.stats
+        on_drive = sum(page.nbytes for section in self.manager._sections for page in section.pages)
+        assert on_drive > 1.5 * stats.pool_bytes, f"{on_drive} bytes on the drive, {stats.pool_bytes} of pool"
+        # Each step uses all of it, and no more than the pool can stay from one to the next.
+        assert stats.bytes_read >= (stats.step - 1) * (on_drive - stats.pool_bytes) > 0, stats
+
+    def assert_same_parameters(self) -> None:
+        assert self.manager is not None
+        names = [name for name, _ in self.plain.named_parameters()]
+        assert names == [name for name, _ in self.swapped.named_parameters()]
+        for name in names:
+            expected, actual = self.plain.get_parameter(name), self.swapped.get_parameter(name)
+            with self.manager.gather(actual):
+                assert torch.equal(actual, expected), name
+            assert_same(actual.grad, expected.grad, f"gradient of {name}")
+
+    def assert_same_state(self) -> None:
+        assert_same_state(self.optimizer.state_dict(), self.plain_optimizer.state_dict())
+
+    def assert_same_buffers(self) -> None:
+        assert_same(dict(self.swapped.named_buffers()), dict(self.plain.named_buffers()))
+
+    def finish(self, paged: bool = True) -> None:
+        """Assert that both are the same, and close the manager."""
+        assert self.manager is not None
+        if paged:
+            self.assert_paged()
+        self.assert_same_parameters()
+        self.assert_same_state()
+        self.assert_same_buffers()
+        self.check_pager()
+        self.close()
+
+    def close(self) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
+
+def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **options: Any) -> int:
+    """Return the smallest budget that works, in bytes, as the error names it. Everything is left as it was."""
+    with swapper.SwapManager(directory, host_memory=1) as manager:
+        try:
+            manager.offload(model, optimizer, **options)
+        except swapper.BudgetError as error:
+            return named_budget(error)
+    raise AssertionError("a budget of one byte was enough")
+
+
+def named_budget(error: swapper.BudgetError) -> int:
+    match = re.search(r"at least .* \((\d+) bytes\)", str(error))
+    assert match is not None, error
+    return int(match[1])
+
+
+def leased_pages(manager: swapper.SwapManager) -> list[Any]:
+    return [page for page in manager._pager._pages if page.leases]
+
+
+def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
+    """Assert that two trees have the same structure and the same tensors, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(actual, torch.Tensor), where
+        assert actual.dtype == expected.dtype, where
+        assert torch.equal(actual, expected), f"{where} differs"
+        return
+    leaves, spec = pytree.tree_flatten(expected)
+    if len(leaves) == 1 and leaves[0] is expected:
+        assert actual == expected, f"{where}: {actual!r} instead of {expected!r}"
+        return
+    actual_leaves, actual_spec = pytree.tree_flatten(actual)
+    assert actual_spec == spec, where
+    for number, (one, other) in enumerate(zip(actual_leaves, leaves, strict=True)):
+        assert_same(one, other, f"{where}, leaf {number}")
+
+
+def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that an optimizer's state is what plain torch has.
+
+    A parameter that has never had a gradient has no state in plain torch, and zeros here: torch goes on from either alike.
+    """
+    assert_same(actual["param_groups"], expected["param_groups"], "param_groups")
+    for number, state in actual["state"].items():
+        if number in expected["state"]:
+            assert list(state) == list(expected["state"][number])
+            assert_same(state, expected["state"][number], f"state {number}")
+        else:
+            assert all(not value.any() for value in state.values())
+    assert expected["state"].keys() <= actual["state"].keys()
