@@ -53,7 +53,7 @@ def demo(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 4,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,
     context: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 128,
     precision: Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")] = "bf16",
     snapshot: Annotated[Path | None, typer.Option(help="Keep the snapshot under this name.")] = None,
@@ -174,6 +174,7 @@ def _show(console: Console, record: DemoRecord) -> None:
     task, limit = record.task, record.limit
     step_s = record.steady(record.times_s)
     read, written = record.steady([*record.read_bytes]), record.steady([*record.written_bytes])
+    rest_bytes = max(record.growth_bytes - record.torch_bytes - task.budget_bytes, 0)
     kind = "bf16, with fp32 master weights" if task.masters else "fp32"
     drive = record.drive
     table = Table(show_header=False, title="Trained from the drive", title_justify="left")
@@ -183,10 +184,11 @@ def _show(console: Console, record: DemoRecord) -> None:
         ("Budget", f"{_mb(task.budget_bytes)}, {task.budget_bytes / task.state_bytes:.0%} of the state"),
         (
             "Peak memory",
-            f"{_mb(record.growth_bytes)} over an imported torch; {_mb(record.torch_bytes)} of it is torch's own",
+            f"{_mb(record.growth_bytes)} over an imported torch: within the budget, {_mb(record.torch_bytes)} "
+            f"torch's own, {_mb(rest_bytes)} activations and data",
         ),
         ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
-        ("Limit", f"read {limit.read_s:.2f} s, write {limit.write_s:.2f} s, compute {limit.compute_s:.2f} s"),
+        ("Limit", ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in limit.by_cause.items())),
         ("Moved in a step", f"read {_mb(read)}, written {_mb(written)}"),
         ("Loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}, held out {record.validation_loss:.3f}"),
         ("Snapshot", f"{_mb(record.snapshot_bytes)} in {record.snapshot_s:.1f} s"),
@@ -194,8 +196,15 @@ def _show(console: Console, record: DemoRecord) -> None:
         ("Next losses, plain torch", "  ".join(f"{loss!r}" for loss in record.plain_losses)),
     ]
     if drive is not None:
-        rates = f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read and {drive.write_bytes_per_s / 1e9:.2f} written"
-        rows.insert(6, ("Drive", f"{rates}, at once" + ("" if drive.direct else ", through the page cache")))
+        rates = f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read or {drive.write_bytes_per_s / 1e9:.2f} written"
+        rows.insert(
+            6,
+            (
+                "Drive",
+                f"{rates}, {drive.both_bytes_per_s / 1e9:.2f} both at once"
+                + ("" if drive.direct else ", through the page cache"),
+            ),
+        )
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

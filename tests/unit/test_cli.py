@@ -165,8 +165,14 @@ def test_batches_are_the_same_each_time_and_within_the_vocabulary():
 
 
 def test_the_limit_is_the_longest_of_reads_writes_and_compute():
-    limit = StepLimit.of(DriveSpeed(500e6, 250e6, True), 1e9, 1e9, 3.0)
+    limit = StepLimit.of(DriveSpeed(500e6, 250e6, 750e6), 1e9, 1e9, 3.0)
     assert (limit.read_s, limit.write_s, limit.seconds, limit.cause) == (2.0, 4.0, 4.0, "writes")
+    assert StepLimit.of(DriveSpeed(1e9, 1e9, 2e9), 1e9, 1e9, 3.0).cause == "compute"
+
+
+def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes():
+    limit = StepLimit.of(DriveSpeed(1e9, 1e9, 1e9), 1e9, 1e9, 0.0)
+    assert (limit.seconds, limit.cause) == (2.0, "reads and writes")
 
 
 def test_a_step_moves_what_the_documented_formula_says():
