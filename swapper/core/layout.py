@@ -95,14 +95,14 @@ def choose_page_bytes(section_bytes: Sequence[int], pool_bytes: int) -> int:
     """Return the page size for a pool of `pool_bytes`: large for the drive, small enough for many in flight, little waste.
 
     A short last page occupies a whole frame, so sizes that divide the sections well are worth more than round ones.
-    Candidates lie between a quarter of a target and the target, which is a 20th of the pool, at least 256 KiB and at most 32 MiB.
+    Candidates lie between a 16th of a target and the target, which is a 20th of the pool, at least 256 KiB and at most 32 MiB.
     """
     target = min(max(pool_bytes // 20, 256 << 10), 32 << 20, max([*section_bytes, SECTOR_BYTES]))
     step = 64 << 10 if target < (8 << 20) else 2 << 20
     target = max(round_up(target, SECTOR_BYTES) if target < step else target // step * step, SECTOR_BYTES)
     best = target
     best_cost = math.inf
-    for candidate in range(target, max(target // 4, SECTOR_BYTES) - 1, -step):
+    for candidate in range(target, max(target // 16, SECTOR_BYTES) - 1, -step):
         framed = sum(-(-nbytes // candidate) * candidate for nbytes in section_bytes)
         # Smaller pages cost Python and give the drive shorter runs: halving the size must save 15 % of the frames.
         cost = framed * (1 + 0.15 * math.log2(target / candidate))
