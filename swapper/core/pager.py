@@ -109,7 +109,8 @@ class Pager:
                     if page.residency is Residency.CLEAN:
                         page.move(Residency.DIRTY)
                 self._end_lease(page)
-            self._read_ahead()
+            if access.key is not None:
+                self._read_ahead()
 
     def flush(self) -> None:
         """Write every changed page that nobody leases, and wait until no write is in flight.
@@ -220,8 +221,9 @@ class Pager:
                 started = time.monotonic()
                 _wait_quietly(blocker.ticket)
                 self._stats.frame_wait_s += time.monotonic() - started
-        with self._lock:
-            self._read_ahead()
+        if access.key is not None:  # outside of a step, what comes next may be far away
+            with self._lock:
+                self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Claim frames along the schedule for as long as there are pages that are needed later than those wanted."""
