@@ -57,6 +57,7 @@ def demo(
     context: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 128,
     precision: Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")] = "bf16",
     snapshot: Annotated[Path | None, typer.Option(help="Keep the snapshot under this name.")] = None,
+    drive_seconds: Annotated[float, typer.Option(min=0.05, help="Time for each measurement of the drive.")] = 1.0,
 ) -> None:
     """Train a GPT whose parameters and optimizer state live on NVMe, within a small memory budget.
 
@@ -66,9 +67,8 @@ def demo(
     console = Console()
     try:
         with _terminated_like_interrupted():
-            record = _prepare_and_run(
-                console, directory, budget, steps, _count(parameters), batch, context, precision, snapshot
-            )
+            task = _make_task(steps, _count(parameters), batch, context, precision, budget, drive_seconds)
+            record = _run(console, task, directory, snapshot)
     except KeyboardInterrupt:
         console.print("Interrupted. The swap files are removed.")
         raise typer.Exit(INTERRUPTED) from None
@@ -83,42 +83,36 @@ def demo(
         raise typer.Exit(1)
 
 
-def _prepare_and_run(
-    console: Console,
-    directory: Path | None,
-    budget: str | None,
-    steps: int,
-    parameters: int,
-    batch: int,
-    context: int,
-    precision: str,
-    snapshot: Path | None,
-) -> DemoRecord:
-    from swapper.cli.demo_run import DemoTask, run_demo
+def _make_task(
+    steps: int, parameters: int, batch: int, context: int, precision: str, budget: str | None, drive_seconds: float
+) -> DemoTask:
+    from swapper.cli.demo_run import DemoTask
     from swapper.cli.gpt import GptConfig
 
     if precision not in ("bf16", "fp32"):
         raise ConfigError(f"--precision {precision} is not known: use bf16 or fp32")
     masters = precision == "bf16"
     config = GptConfig.for_parameters(parameters, vocabulary=256, context=context)
-    state_bytes = DemoTask.state_bytes_of(config, masters)
     # In fp32 the gradients alone are a third of the state, and they stay in host memory.
-    budget_bytes = parse_bytes(budget, "--budget") if budget else state_bytes // (4 if masters else 2)
-    task = DemoTask(config, masters, steps, batch, budget_bytes)
+    default_bytes = DemoTask.state_bytes_of(config, masters) // (4 if masters else 2)
+    budget_bytes = parse_bytes(budget, "--budget") if budget else default_bytes
+    return DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
+
+
+def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
+    from swapper.cli.demo_run import run_demo
+
     place = choose_directory() if directory is None else directory
     check_directory(place, task.disk_bytes)
     if snapshot is not None and not snapshot.parent.is_dir():
         raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
     console.print(
-        f"A GPT of {config.parameters / 1e6:.0f} million parameters ({config.layers} layers, "
-        f"width {config.width}), {precision}, swapped under {place}",
+        f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
+        f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}, swapped under {escape(str(place))}",
         soft_wrap=True,
         highlight=False,
     )
-    with (
-        tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch,
-        _progress(console, task) as watch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch, _progress(console, task) as watch:
         return run_demo(task, Path(scratch), snapshot or Path(scratch) / "snapshot.pt", watch)
 
 

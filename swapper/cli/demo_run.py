@@ -44,6 +44,7 @@ class DemoTask:
     steps: int
     batch: int
     budget_bytes: int
+    drive_s: float = 1.0
     seed: int = 0
 
     @staticmethod
@@ -112,7 +113,7 @@ def run_demo(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> D
     """
     record = DemoRecord(task)
     watch("drive", record)
-    before = measure_drive(directory)
+    before = measure_drive(directory, duration_s=task.drive_s)
     with PeakMemory() as memory:
         _start_torch()
         record.torch_bytes = pss_bytes() - memory.baseline_bytes
@@ -120,7 +121,7 @@ def run_demo(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> D
     record.growth_bytes = memory.growth_bytes
     watch("compare", record)
     _compare(task, snapshot, record)
-    record.drive = before.better(measure_drive(directory))
+    record.drive = before.better(measure_drive(directory, duration_s=task.drive_s))
     return record
 
 
