@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import swapper
 from swapper.cli.corpus import Corpus
 from swapper.cli.drive import DriveSpeed, measure_drive
 from swapper.cli.gpt import Gpt, GptConfig, make_gpt
@@ -30,8 +29,6 @@ SMALL += ["--drive-seconds", "0.05"]
 
 # On a busy machine, threads that wait for each other in every kernel take minutes for a model this small.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-
-needs_manager = pytest.mark.skipif(not hasattr(swapper, "SwapManager"), reason="swapper.SwapManager is not there")
 
 
 def run(*arguments, **options):
@@ -76,7 +73,6 @@ def test_help_and_version():
     assert re.fullmatch(r"swapper \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
-@needs_manager
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision):
     done = run("demo", *SMALL, "--precision", precision, "--directory", tmp_path)
@@ -89,7 +85,6 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_manager
 def test_the_demo_keeps_the_snapshot_that_was_asked_for(tmp_path):
     kept = tmp_path / "kept.pt"
     done = run("demo", *SMALL, "--directory", tmp_path, "--snapshot", kept)
@@ -98,7 +93,6 @@ def test_the_demo_keeps_the_snapshot_that_was_asked_for(tmp_path):
     assert set(torch.load(kept, mmap=True, weights_only=True)) >= {"model", "optimizer", "master"}
 
 
-@needs_manager
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
     command = [sys.executable, "-m", "swapper.cli", "demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
@@ -118,7 +112,6 @@ def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_manager
 def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
     done = run("demo", *SMALL, "--budget", "64kB", "--directory", tmp_path)
     assert done.returncode == 1
@@ -127,7 +120,6 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@needs_manager
 def test_the_example_runs_as_it_is(tmp_path):
     command = [sys.executable, ROOT / "examples" / "train.py", "--directory", tmp_path / "run", "--steps", "3"]
     command += ["--parameters", "2000000", "--context", "32"]
