@@ -115,4 +115,4 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode != 0:
         pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
     yield mount_point
-    subprocess.run(["umount", str(mount_point)], check=True)
+    subprocess.run(["umount", "--lazy", str(mount_point)], check=True)  # lazily: a failed test keeps files open

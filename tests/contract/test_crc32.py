@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 import zlib
 
-from conftest import MIB
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper import _C
+
+MIB = 1 << 20
 
 
 @given(data=st.binary(max_size=3000), value=st.integers(0, 2**32 - 1))

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import MIB, PAGE
 
 from swapper import _C
 from swapper.errors import IoError
+
+MIB = 1 << 20
+PAGE = 4096
 
 MakeFile = Callable[..., _C.File]
 MakeEngine = Callable[..., _C.Engine]

@@ -12,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import BACKENDS, MIB, PAGE
 
 from swapper import _C
+
+BACKENDS = ["uring", "threads"]
+MIB = 1 << 20
+PAGE = 4096
 
 RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -38,14 +41,18 @@ for _ in range(4000):
 
 
 def interrupt(script: str, backend: str, directory: Path) -> tuple[int, str]:
-    """Runs ENDLESS and `script`, sends SIGINT when it says "ready"; gives the exit status and the rest it says."""
+    """Runs ENDLESS and `script`, sends SIGINT from when it says "ready"; gives the exit status and the rest it says."""
     command = [sys.executable, "-c", ENDLESS + textwrap.dedent(script), backend, str(directory)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        rest = process.stdout.read()
-    return process.returncode, rest
+        while True:  # until it has an effect: the first may come a moment before the wait, and end something else
+            process.send_signal(signal.SIGINT)
+            try:
+                rest, _ = process.communicate(timeout=1)
+            except subprocess.TimeoutExpired:
+                continue
+            return process.returncode, rest
 
 
 @pytest.mark.parametrize("blocked_in", ["ticket.wait()", "ticket.wait(3600)", "engine.drain()", "engine.close()"])

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import BACKENDS, MIB, PAGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
+
+BACKENDS = ["uring", "threads"]
+MIB = 1 << 20
+PAGE = 4096
 
 MakeFile = Callable[..., _C.File]
 MakeEngine = Callable[..., _C.Engine]

@@ -1,0 +1,197 @@
+// Engine and Ticket in Python. Waiting releases the GIL and looks at signals between slices; the I/O thread
+// never needs the GIL. Owns the list of live engines, which are drained before the interpreter takes apart
+// the memory they transfer.
+#include "io/engine.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <mutex>
+#include <vector>
+
+#include "bindings/handles.h"
+
+using namespace nanobind::literals;
+
+namespace swapper {
+namespace {
+
+struct TicketHandle {
+  explicit TicketHandle(std::shared_ptr<Ticket> ticket_) : ticket(std::move(ticket_)) {}
+  TicketHandle(TicketHandle&&) = default;
+  // In a forked child somebody may have been waiting on it when the fork came, and its condition variable
+  // would wait for them in turn: leak it there.
+  ~TicketHandle() {
+    if (ticket && !ticket->is_usable()) static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
+  }
+
+  std::shared_ptr<Ticket> ticket;
+};
+
+struct EngineHandle {
+  std::shared_ptr<Engine> engine;
+  ~EngineHandle() {
+    if (!engine || !engine->is_usable()) return;  // a forked child: Engine's destructor leaks what it must
+    const nb::gil_scoped_release released;        // draining takes time
+    engine.reset();
+  }
+};
+
+// Never destroyed: the interpreter may end while other threads still run.
+struct LiveEngines {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Engine>> engines;
+  Creator creator;
+};
+
+LiveEngines& live_engines() {
+  static LiveEngines* live = new LiveEngines;
+  return *live;
+}
+
+void remember(const std::shared_ptr<Engine>& engine) {
+  LiveEngines& live = live_engines();
+  if (!live.creator.is_this_process())
+    return;  // a forked child's own engines are closed by their destructors
+  const std::lock_guard lock(live.mutex);
+  std::erase_if(live.engines, [](const auto& each) { return each.expired(); });
+  live.engines.push_back(engine);
+}
+
+void close_engine(Engine& engine) {
+  engine.refuse_submissions();
+  wait_in_slices([&](Clock::duration patience) { return engine.wait_until_drained(patience); });
+  const nb::gil_scoped_release released;
+  engine.close();
+}
+
+// Run by atexit, before modules and their tensors go.
+void close_live_engines() {
+  LiveEngines& live = live_engines();
+  if (!live.creator.is_this_process()) return;
+  std::vector<std::weak_ptr<Engine>> engines;
+  {
+    const std::lock_guard lock(live.mutex);
+    engines = live.engines;
+  }
+  for (const auto& each : engines) {
+    const auto engine = each.lock();
+    if (!engine) continue;
+    try {
+      close_engine(*engine);
+    } catch (nb::python_error&) {  // a second Ctrl-C: whoever presses it wants to leave
+      engine->abandon();
+      throw;
+    }
+  }
+}
+
+TicketHandle submit(const EngineHandle& self, Request request) {
+  Engine& engine = *self.engine;
+  const std::shared_ptr<Op> op = engine.prepare(std::move(request));
+  TicketHandle ticket(op->ticket);  // before the I/O thread has the operation
+  if (!engine.enqueue(op, Clock::duration::zero())) {
+    wait_in_slices([&](Clock::duration patience) { return engine.enqueue(op, patience); });
+  }
+  return ticket;
+}
+
+template <Direction direction>
+TicketHandle submit_transfer(const EngineHandle& self, const FileHandle& file, std::uint64_t offset,
+                             std::uintptr_t address, std::uint64_t nbytes, const TicketHandle* after,
+                             bool checksum) {
+  Request request;
+  request.direction = direction;
+  request.file = file.get(name_of(direction));
+  request.offset = offset;
+  request.address = reinterpret_cast<std::byte*>(address);
+  request.nbytes = nbytes;
+  request.checksum = checksum;
+  if (after != nullptr) request.after = after->ticket;
+  return submit(self, std::move(request));
+}
+
+bool wait_ticket(const TicketHandle& self, std::optional<double> timeout_s) {
+  Ticket& ticket = *self.ticket;
+  if (!ticket.finished()) {
+    if (!ticket.is_usable()) throw IoError("wait", "", 0, ticket.nbytes(), 0, "used in a forked child");
+    const auto attempt = [&](Clock::duration patience) { return ticket.wait_for(patience); };
+    if (!wait_in_slices(attempt, timeout_s)) return false;
+  }
+  if (ticket.error()) throw IoError(*ticket.error());
+  return true;
+}
+
+std::uint32_t ticket_crc32(const TicketHandle& self) {
+  const Ticket& ticket = *self.ticket;
+  if (!ticket.has_checksum()) throw nb::value_error("no checksum was asked for (checksum=True)");
+  if (!ticket.finished()) throw nb::value_error("not finished yet: wait() first");
+  if (ticket.error()) throw IoError(*ticket.error());
+  return ticket.crc32();
+}
+
+nb::object ticket_error(const TicketHandle& self) {
+  if (!self.ticket->finished() || !self.ticket->error()) return nb::none();
+  return to_python_error(*self.ticket->error());
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& module) {
+  nb::class_<TicketHandle>(module, "Ticket")
+      .def_prop_ro("done", [](const TicketHandle& self) { return self.ticket->finished(); })
+      .def_prop_ro("nbytes", [](const TicketHandle& self) { return self.ticket->nbytes(); })
+      .def_prop_ro("crc32", &ticket_crc32)
+      .def_prop_ro("error", &ticket_error)
+      .def_prop_ro("submitted_s", [](const TicketHandle& self) { return seconds(self.ticket->submitted()); })
+      .def_prop_ro("completed_s",
+                   [](const TicketHandle& self) {
+                     if (!self.ticket->finished()) throw nb::value_error("not finished yet: wait() first");
+                     return seconds(self.ticket->completed());
+                   })
+      .def("wait", &wait_ticket, "timeout_s"_a = nb::none());
+
+  nb::class_<EngineHandle>(module, "Engine")
+      .def(
+          "__init__",
+          [](EngineHandle* self, const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
+             const ArenaHandle* arena) {
+            EngineOptions options{backend, depth, piece_bytes, nullptr};
+            if (arena != nullptr) options.arena = arena->get("engine");
+            const nb::gil_scoped_release released;  // registering the arena takes time
+            auto engine = std::make_shared<Engine>(options);
+            remember(engine);
+            new (self) EngineHandle{std::move(engine)};
+          },
+          nb::kw_only(), "backend"_a = "auto", "depth"_a = 32, "piece_bytes"_a = std::uint64_t{1} << 20,
+          "arena"_a = nb::none())
+      .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })
+      .def_prop_ro("reason", [](const EngineHandle& self) { return self.engine->reason(); })
+      .def("read", &submit_transfer<Direction::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
+           nb::kw_only(), "after"_a = nb::none(), "checksum"_a = false)
+      .def("write", &submit_transfer<Direction::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
+           nb::kw_only(), "after"_a = nb::none(), "checksum"_a = false)
+      .def_prop_ro("bytes_read", [](const EngineHandle& self) { return self.engine->bytes(Direction::read); })
+      .def_prop_ro("bytes_written",
+                   [](const EngineHandle& self) { return self.engine->bytes(Direction::write); })
+      .def_prop_ro("in_flight",
+                   [](const EngineHandle& self) {
+                     self.engine->check_process("in_flight");
+                     return self.engine->in_flight();
+                   })
+      .def("drain",
+           [](const EngineHandle& self) {
+             self.engine->check_process("drain");
+             wait_in_slices(
+                 [&](Clock::duration patience) { return self.engine->wait_until_drained(patience); });
+           })
+      .def("close", [](const EngineHandle& self) {
+        self.engine->check_process("close");
+        close_engine(*self.engine);
+      });
+
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_live_engines));
+}
+
+}  // namespace swapper

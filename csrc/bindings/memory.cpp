@@ -1,0 +1,120 @@
+// Arena, View and Window in Python. Views and windows are buffers: tensors made of them share their memory.
+// Owns nothing.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "base/align.h"
+#include "base/error.h"
+#include "bindings/handles.h"
+#include "memory/arena.h"
+#include "memory/window.h"
+
+using namespace nanobind::literals;
+
+namespace swapper {
+namespace {
+
+struct View {
+  std::shared_ptr<Arena> arena;
+  std::byte* address;
+  std::uint64_t nbytes;
+};
+
+struct WindowHandle {
+  std::shared_ptr<Window> window;
+};
+
+int fill_buffer(PyObject* self, Py_buffer* buffer, int flags, bool usable, std::byte* address,
+                std::uint64_t nbytes) {
+  if (!usable) {
+    PyErr_SetString(PyExc_BufferError, "used in a forked child, which has not this memory");
+    return -1;
+  }
+  return PyBuffer_FillInfo(buffer, self, address, static_cast<Py_ssize_t>(nbytes), /*readonly=*/0, flags);
+}
+
+int view_buffer(PyObject* self, Py_buffer* buffer, int flags) {
+  const View& view = *nb::inst_ptr<View>(nb::handle(self));
+  return fill_buffer(self, buffer, flags, view.arena->is_usable(), view.address, view.nbytes);
+}
+
+int window_buffer(PyObject* self, Py_buffer* buffer, int flags) {
+  const Window& window = *nb::inst_ptr<WindowHandle>(nb::handle(self))->window;
+  return fill_buffer(self, buffer, flags, window.is_usable(), window.address(), window.nbytes());
+}
+
+PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(view_buffer)}, {0, nullptr}};
+PyType_Slot window_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(window_buffer)}, {0, nullptr}};
+
+View make_view(const ArenaHandle& self, std::uint64_t offset, std::uint64_t nbytes) {
+  const auto& arena = self.get("view");
+  if (!in_range(offset, nbytes, arena->nbytes())) {
+    throw ConfigError(std::to_string(nbytes) + " bytes at " + std::to_string(offset) +
+                      " do not fit in an arena of " + std::to_string(arena->nbytes()));
+  }
+  return {arena, arena->address() + offset, nbytes};
+}
+
+Window& usable(const WindowHandle& self, const char* op) {
+  if (!self.window->is_usable())
+    throw IoError(op, "", 0, 0, 0, "used in a forked child, which has not this memory");
+  return *self.window;
+}
+
+}  // namespace
+
+void bind_memory(nb::module_& module) {
+  nb::class_<View>(module, "View", nb::type_slots(view_slots))
+      .def_prop_ro("address", [](const View& self) { return reinterpret_cast<std::uintptr_t>(self.address); })
+      .def_ro("nbytes", &View::nbytes);
+
+  nb::class_<WindowHandle>(module, "Window", nb::type_slots(window_slots))
+      .def_prop_ro(
+          "address",
+          [](const WindowHandle& self) { return reinterpret_cast<std::uintptr_t>(self.window->address()); })
+      .def_prop_ro("nbytes", [](const WindowHandle& self) { return self.window->nbytes(); })
+      .def(
+          "map",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t arena_offset,
+             std::uint64_t nbytes) {
+            Window& window = usable(self, "map");
+            const nb::gil_scoped_release released;
+            window.map(window_offset, arena_offset, nbytes);
+          },
+          "window_offset"_a, "arena_offset"_a, "nbytes"_a)
+      .def(
+          "unmap",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
+            Window& window = usable(self, "unmap");
+            const nb::gil_scoped_release released;
+            window.unmap(window_offset, nbytes);
+          },
+          "window_offset"_a, "nbytes"_a);
+
+  nb::class_<ArenaHandle>(module, "Arena")
+      .def(
+          "__init__",
+          [](ArenaHandle* self, std::uint64_t nbytes, bool lock, bool huge_pages) {
+            const nb::gil_scoped_release released;  // locking touches every page
+            new (self) ArenaHandle{std::make_shared<Arena>(ArenaOptions{nbytes, lock, huge_pages})};
+          },
+          "nbytes"_a, nb::kw_only(), "lock"_a = true, "huge_pages"_a = true)
+      .def_prop_ro("nbytes", [](const ArenaHandle& self) { return self.get("nbytes")->nbytes(); })
+      .def_prop_ro("address",
+                   [](const ArenaHandle& self) {
+                     return reinterpret_cast<std::uintptr_t>(self.get("address")->address());
+                   })
+      .def_prop_ro("locked", [](const ArenaHandle& self) { return self.get("locked")->locked(); })
+      .def_prop_ro("lock_reason",
+                   [](const ArenaHandle& self) { return self.get("lock_reason")->lock_reason(); })
+      .def("view", &make_view, "offset"_a, "nbytes"_a)
+      .def(
+          "window",
+          [](const ArenaHandle& self, std::uint64_t nbytes) {
+            return WindowHandle{std::make_shared<Window>(self.get("window"), nbytes)};
+          },
+          "nbytes"_a)
+      .def("close", [](ArenaHandle& self) { self.arena.reset(); });
+}
+
+}  // namespace swapper

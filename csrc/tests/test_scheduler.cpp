@@ -1,0 +1,206 @@
+// The real scheduler on a simulated drive: results come back in any order, short, interrupted or as errors,
+// from a seed. The drive checks what it is handed; the tests check what the tickets say and where the bytes
+// are. Owns a temporary file, whose only use is to have a path.
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <span>
+#include <vector>
+
+#include "base/crc32.h"
+#include "io/scheduler.h"
+#include "tests/testing.h"
+
+namespace swapper {
+namespace {
+
+class SimulatedDrive final : public Backend {
+ public:
+  SimulatedDrive(std::uint32_t seed, std::uint32_t depth) : random_(seed), depth_(depth) {}
+
+  std::string describe() const override { return "simulated"; }
+  void wake() noexcept override {}
+
+  void submit(const Transfer& transfer) override {
+    EXPECT(transfer.nbytes > 0);
+    EXPECT(transfer.offset + transfer.nbytes <= content.size());
+    queue_.push_back(transfer);
+    ++in_flight[static_cast<std::size_t>(index_of(transfer.direction))];
+    EXPECT(queue_.size() <= depth_);
+    most_shared = std::max(most_shared, std::min(in_flight[0], in_flight[1]));
+    started.push_back(transfer);
+  }
+
+  std::size_t reap(std::span<Completion> results, bool) override {
+    if (queue_.empty() || results.empty()) return 0;
+    const auto chosen =
+        queue_.begin() + static_cast<std::ptrdiff_t>(in_order ? 0 : random_() % queue_.size());
+    const Transfer transfer = *chosen;
+    queue_.erase(chosen);
+    --in_flight[static_cast<std::size_t>(index_of(transfer.direction))];
+    results[0] = {transfer.slot, perform(transfer)};
+    return 1;
+  }
+
+  std::vector<std::byte> content = std::vector<std::byte>(1 << 20);
+  std::array<std::size_t, kDirections> in_flight{};
+  std::size_t most_shared = 0;
+  std::vector<Transfer> started;
+  bool in_order = false;
+  std::uint32_t troubles_percent = 0;
+  std::uint64_t broken_offset = ~std::uint64_t{0};  // transfers that touch it fail
+
+ private:
+  std::int64_t perform(const Transfer& transfer) {
+    if (transfer.offset <= broken_offset && broken_offset < transfer.offset + transfer.nbytes) return -EIO;
+    std::uint32_t nbytes = transfer.nbytes;
+    if (random_() % 100 < troubles_percent) {
+      if (random_() % 2) return random_() % 2 ? -EINTR : -EAGAIN;
+      nbytes = 1 + random_() % nbytes;
+    }
+    std::byte* place = content.data() + transfer.offset;
+    if (transfer.direction == Direction::read) {
+      std::memcpy(transfer.address, place, nbytes);
+    } else {
+      std::memcpy(place, transfer.address, nbytes);
+    }
+    return nbytes;
+  }
+
+  std::mt19937 random_;
+  std::uint32_t depth_;
+  std::vector<Transfer> queue_;
+};
+
+// A scheduler with everything around it, driven by hand.
+struct Rig {
+  Rig(std::uint32_t seed, std::uint32_t depth)
+      : drive(seed, depth), scheduler(drive, inbox, totals, depth), random(seed) {
+    char path[] = "/tmp/swapper-test-XXXXXX";
+    const int fd = ::mkstemp(path);
+    ::close(fd);
+    FileOptions options;
+    options.direct = false;
+    file = std::make_shared<File>(path, options);
+    ::unlink(path);
+    for (auto& byte : memory) byte = static_cast<std::byte>(random());
+  }
+
+  std::shared_ptr<Ticket> push(Direction direction, std::uint64_t offset, std::uint64_t nbytes,
+                               std::shared_ptr<Ticket> after = nullptr) {
+    Request request{direction, file, offset, memory.data() + offset, nbytes, true, std::move(after)};
+    auto ticket = std::make_shared<Ticket>(nbytes, true);
+    inbox->push(std::make_shared<Op>(std::move(request), ticket, 4096), Clock::duration::zero());
+    return ticket;
+  }
+
+  void step() {
+    std::vector<std::shared_ptr<Op>> ops;
+    inbox->take(ops);
+    scheduler.accept(ops);
+    scheduler.fill();
+    std::array<Completion, 4> completions;
+    scheduler.complete(std::span(completions).first(drive.reap(completions, false)));
+    scheduler.checksum_one();
+  }
+
+  void run() {
+    for (int n = 0; inbox->in_flight() > 0 && n < 1'000'000; ++n) step();
+    EXPECT(inbox->in_flight() == 0);
+  }
+
+  SimulatedDrive drive;
+  std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>(1 << 20);
+  Totals totals{};
+  Scheduler scheduler;
+  std::mt19937 random;
+  std::shared_ptr<File> file;
+  std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);
+};
+
+TEST(bytes_arrive_whatever_the_drive_does) {
+  for (std::uint32_t seed = 0; seed < 200; ++seed) {
+    Rig rig(seed, 1 + seed % 9);
+    rig.drive.troubles_percent = seed % 60;
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    for (std::uint64_t n = 0; n < 16; ++n) {
+      const auto begin = n << 16, nbytes = std::uint64_t{1} + rig.random() % (1 << 16);
+      const auto direction = n % 2 ? Direction::read : Direction::write;
+      const bool chained = !tickets.empty() && rig.random() % 3 == 0;
+      tickets.push_back(rig.push(direction, begin, nbytes, chained ? tickets.back() : nullptr));
+    }
+    rig.run();
+    std::uint64_t total = 0;
+    for (std::uint64_t n = 0; n < 16; ++n) {
+      const auto begin = n << 16, nbytes = tickets[n]->nbytes();
+      EXPECT(tickets[n]->finished() && !tickets[n]->error());
+      EXPECT(std::memcmp(&rig.memory[begin], &rig.drive.content[begin], nbytes) == 0);
+      EXPECT(tickets[n]->crc32() == crc32(&rig.memory[begin], nbytes));
+      total += nbytes;
+    }
+    EXPECT(rig.totals[0] + rig.totals[1] == total);
+  }
+}
+
+TEST(the_depth_is_shared_while_there_is_work_both_ways) {
+  Rig rig(1, 8);
+  rig.drive.in_order = true;
+  for (int n = 0; n < 4; ++n) rig.push(Direction::read, 0, 1 << 18);
+  rig.step();
+  EXPECT(rig.drive.in_flight[0] == 7 || rig.drive.in_flight[0] == 8);  // alone it has all
+  rig.push(Direction::write, 1 << 19, 1 << 18);
+  for (int n = 0; n < 8; ++n) rig.step();
+  for (int n = 0; n < 40; ++n) {
+    rig.step();
+    EXPECT(rig.drive.in_flight[0] <= 4 && rig.drive.in_flight[1] <= 4);
+    EXPECT(rig.drive.in_flight[0] >= 3 && rig.drive.in_flight[1] >= 3);
+  }
+  rig.run();
+}
+
+TEST(pieces_of_one_direction_go_in_the_order_of_submission) {
+  Rig rig(2, 4);
+  for (std::uint64_t n = 0; n < 8; ++n) rig.push(Direction::read, n << 14, 1 << 14);
+  rig.run();
+  EXPECT(std::is_sorted(rig.drive.started.begin(), rig.drive.started.end(),
+                        [](const Transfer& a, const Transfer& b) { return a.offset < b.offset; }));
+}
+
+TEST(after_a_failure_nothing_more_is_handed_over_and_followers_are_cancelled) {
+  for (std::uint32_t seed = 0; seed < 100; ++seed) {
+    Rig rig(seed, 1 + seed % 7);
+    rig.drive.broken_offset = 5 * 4096 + 17;
+    const auto failing = rig.push(Direction::write, 0, 1 << 18);
+    const auto follower = rig.push(Direction::write, 1 << 19, 1 << 16, failing);
+    const auto bystander = rig.push(Direction::write, 3 << 18, 1 << 16);
+    rig.run();
+    EXPECT(failing->error() && failing->error()->code == EIO && failing->error()->offset == 5 * 4096);
+    EXPECT(failing->error()->nbytes == 1 << 18 && failing->error()->op == "write");
+    EXPECT(follower->error() && follower->error()->code == 0);
+    EXPECT(!bystander->error());
+    const auto handed = std::count_if(rig.drive.started.begin(), rig.drive.started.end(),
+                                      [](const Transfer& each) { return each.offset < 1 << 18; });
+    EXPECT(handed < 64);
+    for (const Transfer& each : rig.drive.started) EXPECT(each.offset < 1 << 19 || each.offset >= 3 << 18);
+  }
+}
+
+TEST(abandoned_operations_fail_and_those_in_flight_are_waited_for) {
+  Rig rig(3, 4);
+  const auto first = rig.push(Direction::write, 0, 1 << 18);
+  const auto second = rig.push(Direction::read, 1 << 18, 1 << 18);
+  const auto third = rig.push(Direction::read, 1 << 18, 4096, second);
+  rig.step();
+  EXPECT(!first->finished());
+  rig.scheduler.abandon();
+  rig.run();
+  EXPECT(first->error() && second->error() && third->error());
+  EXPECT(rig.drive.in_flight[0] == 0 && rig.drive.in_flight[1] == 0);
+}
+
+}  // namespace
+}  // namespace swapper
