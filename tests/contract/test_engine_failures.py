@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -245,3 +246,102 @@ def test_a_closed_engine_refuses_and_has_finished_everything(
         for nbytes in (0, PAGE):
             with pytest.raises(IoError, match="the engine is closed"):
                 submit(file, 0, arena.address, nbytes)
+
+
+# ---- machines that lack things --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forbidden", ["io_uring_setup", "io_uring_enter"])
+def test_where_io_uring_is_forbidden_threads_take_over_and_say_so(
+    run_python: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, forbidden: str
+) -> None:
+    """As in containers: a seccomp filter answers the system call with EPERM."""
+    number = {"io_uring_setup": 425, "io_uring_enter": 426}[forbidden]
+    done = run_python(
+        """
+        import ctypes, os, struct, sys
+        from swapper import _C
+        from swapper.errors import ConfigError
+        number, directory = int(sys.argv[1]), sys.argv[2]
+        LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
+        ALLOW, REFUSE = 0x7FFF0000, 0x00050001  # EPERM
+        program = [(LOAD, 0, 0, 0), (JUMP_IF_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE), (RETURN, 0, 0, ALLOW)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in program))
+        header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
+        assert libc.prctl(22, 2, header, 0, 0) == 0, os.strerror(ctypes.get_errno())  # PR_SET_SECCOMP
+        engine = _C.Engine()
+        print(engine.backend, "|", engine.reason)
+        arena = _C.Arena(1 << 20, lock=False)
+        file = _C.File(os.path.join(directory, "file"), create=True)
+        assert engine.write(file, 0, arena.address, 1 << 20).wait()
+        try:
+            _C.Engine(backend="uring")
+        except ConfigError as error:
+            print(error)
+        """,
+        number,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    chosen, refused = done.stdout.splitlines()
+    assert chosen.startswith("threads | ")
+    for text in (chosen, refused):
+        assert f"{forbidden}: Operation not permitted" in text
+
+
+def test_a_filesystem_without_direct_io_is_used_buffered_or_refused() -> None:
+    file = _C.File("/proc/version", read_only=True)
+    assert not file.direct
+    assert file.reason.startswith("buffered: ")
+    file.close()
+    with pytest.raises(IoError, match="O_DIRECT") as caught:
+        _C.File("/proc/version", read_only=True, direct=True)
+    assert (caught.value.op, caught.value.errno) == ("open", errno.EINVAL)
+
+
+@pytest.fixture
+def large_sectors(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 on a drive of 4096-byte sectors; skips where loop devices are not permitted."""
+    image, mount_point = tmp_path / "image", tmp_path / "mounted"
+    with image.open("wb") as stream:
+        stream.truncate(64 * MIB)
+    mount_point.mkdir()
+    device = ""
+
+    def command(*words: object) -> str:
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"not permitted here: {' '.join(map(str, words))}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    try:
+        device = command("losetup", "--sector-size", 4096, "--direct-io=on", "--find", "--show", image)
+        command("mkfs.ext4", "-q", device)
+        command("mount", device, mount_point)
+        yield mount_point
+        subprocess.run(["umount", "--lazy", mount_point], check=True)
+    except FileNotFoundError as missing:
+        pytest.skip(f"no such command here: {missing.filename}")
+    finally:
+        if device:
+            subprocess.run(["losetup", "--detach", device], check=True)
+
+
+def test_a_drive_of_large_sectors_is_respected(engine: _C.Engine, arena: _C.Arena, large_sectors: Path) -> None:
+    file = _C.File(large_sectors / "file", create=True)
+    assert file.direct
+    assert file.alignment == 4096
+    content = os.urandom(MIB)
+    memory = memoryview(arena.view(0, 2 * MIB))
+    memory[:MIB] = content
+    written = engine.write(file, 0, arena.address, MIB)
+    assert engine.read(file, 0, arena.address + MIB, MIB, after=written).wait()
+    assert memory[MIB:] == content
+    with pytest.raises(IoError, match="multiples of 4096"):
+        engine.read(file, 512, arena.address, 512)
+    file.truncate(5000)
+    error = failure(engine.read(file, 0, arena.address, 2 * PAGE))
+    assert (error.offset, error.detail) == (5000, "unexpected end of file")
+    file.close()
