@@ -17,7 +17,8 @@ import contextlib
 import heapq
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from swapper.core.pool import Pool
@@ -145,12 +146,13 @@ class Pager:
                 self._lost_the_place()
                 self._read_ahead()
 
-    def drop_leases(self) -> None:
-        """Give back every lease: what held them is gone (an exception or Ctrl-C went through it)."""
+    def drop_leases(self, kept: Iterable[Access] = ()) -> None:
+        """Give back every lease but those of `kept`: what held them is gone (an exception or Ctrl-C went through it)."""
+        counts = Counter(index for access in kept for index in access.pages)
         with self._lock:
             for page in self._pages:
-                if page.leases:
-                    page.leases = 1
+                if page.leases > counts[page.index]:
+                    page.leases = counts[page.index] + 1
                     self._end_lease(page)
             self._write_what_was_put_off()
 

@@ -76,6 +76,11 @@ def aliases() -> Iterator[None]:
         _thread.aliases = False
 
 
+def is_aliasing() -> bool:
+    """True within `aliases()`."""
+    return getattr(_thread, "aliases", False)
+
+
 def _getters(*names: str) -> set[Callable[..., Any]]:
     """What `__torch_function__` is given for these attributes; versions of torch differ in which there are."""
     return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
@@ -134,7 +139,7 @@ class ColdParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return func(args[0], _without_data(args[1]), *args[2:], **kwargs)
-        aliasing = func is torch.Tensor.detach and getattr(_thread, "aliases", False)
+        aliasing = func is torch.Tensor.detach and is_aliasing()
         if func not in _METADATA and not aliasing:
             for parameter in _cold_among((args, kwargs)):
                 keeper = _keepers.get(id(parameter))

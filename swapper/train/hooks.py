@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from swapper.core.schedule import Access
 from swapper.errors import StateError
 from swapper.train.groups import Unit
 from swapper.train.storage import GroupParameters
@@ -47,7 +48,7 @@ class Hooks:
         units: the modules to hook.
         groups: all groups, by index.
         check_usable: called at the start of each forward; raises if the manager cannot be used.
-        drop_leases: makes the pager forget all leases, after a pass was abandoned.
+        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Hooks:
         units: Iterable[Unit],
         groups: list[GroupParameters],
         check_usable: Callable[[], None],
-        drop_leases: Callable[[], None],
+        drop_leases: Callable[[Iterable[Access]], None],
     ) -> None:
         self._groups = groups
         self._check_usable = check_usable
@@ -76,8 +77,9 @@ class Hooks:
                 for name, parameter in owner._parameters.items()
                 if parameter is not None and id(parameter) in needed
             ]
-            self._handles.append(unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True))
-            self._handles.append(unit.module.register_forward_hook(self._after_forward(unit), always_call=True))
+            before, after = OwnHook(self._before_forward(unit)), OwnHook(self._after_forward(unit))
+            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -89,18 +91,15 @@ class Hooks:
         """True while a forward or a backward holds leases."""
         return bool(self._forward or self._backward or self._held)
 
-    def abandon_pass(self, even_so: bool = False) -> None:
-        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases.
-
-        `even_so`: forget all leases even if there is no such pass.
-        """
-        if self.pass_is_open or even_so:
+    def abandon_pass(self) -> None:
+        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases. Gathered ones stay."""
+        if self.pass_is_open:
             self._forward.clear()
             self._backward.clear()
             self._held.clear()
-            self._drop_leases()
             for group in self._groups:
                 group.forget_leases()
+            self._drop_leases([access for group in self._groups for access in group.holds])
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
@@ -244,6 +243,23 @@ class Hooks:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+class OwnHook:
+    """A hook that swapper puts into a module. In a copy of the module, deep or pickled, it does nothing: copies are plain."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return OwnHook, (_do_nothing,)
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
 
 
 def _in_backward() -> bool:

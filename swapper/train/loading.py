@@ -1,7 +1,8 @@
-"""`model.load_state_dict` on an offloaded model: works exactly, one unit at a time.
+"""`model.load_state_dict` and `model.state_dict` on an offloaded model: they work exactly.
 
 torch loads module by module and calls hooks before and after each: these bring the unit's parameters in for writing, and let
 fp32 masters follow. So a state dict that is mapped from a file is loaded without the whole model ever being in memory.
+A state_dict of gathered parameters is a copy: plain torch's refers to the parameters' memory, which here goes away.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import Any
 
 from torch import nn
 
+from swapper.train.cold import is_aliasing
 from swapper.train.groups import Unit
+from swapper.train.hooks import OwnHook
 from swapper.train.storage import GroupParameters
 
 
 class LoadHooks:
-    """Owns the hooks around `load_state_dict`.
+    """Owns the hooks around `load_state_dict` and `state_dict`.
 
     Args:
         units: the modules to hook.
@@ -35,11 +38,15 @@ class LoadHooks:
         self._groups = groups
         self._check_usable = check_usable
         self._written = written
-        self._open: list[nn.Module] = []  # modules that are being loaded, outermost first
+        self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # what is being loaded and held, outermost first
         self._handles: list[Any] = []
+        self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
+        for owner in {owner: None for unit in units for owner in unit.module.modules()}:
+            copy = OwnHook(self._copy)
+            self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
         for unit in units:
             if unit.groups:
-                before, after = self._before(unit), self._after(unit)
+                before, after = OwnHook(self._before(unit)), OwnHook(self._after(unit))
                 self._handles.append(unit.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
                 self._handles.append(unit.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
 
@@ -48,31 +55,41 @@ class LoadHooks:
             handle.remove()
         self._handles.clear()
 
-    @property
-    def is_open(self) -> bool:
-        """True while a load holds parameters, or an exception went through one."""
-        return bool(self._open)
-
     def forget(self) -> None:
-        self._open.clear()
+        """End a load that an exception or Ctrl-C went through. What it loaded stays loaded."""
+        while self._open:
+            self._end()
 
     def _before(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, *_: Any) -> None:
             self._check_usable()
+            held: list[GroupParameters] = []
+            self._open.append((module, held))
             for index in unit.groups:
                 self._groups[index].hold(write=True)
-            self._open.append(module)
+                held.append(self._groups[index])
 
         return hook
 
     def _after(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, _: Any) -> None:
-            if not self._open or self._open[-1] is not module:
-                return
-            self._open.pop()
-            groups = [self._groups[index] for index in unit.groups]
-            for group in groups:
-                group.let_go(write=True)
-            self._written(groups)
+            if self._open and self._open[-1][0] is module:
+                self._end()
 
         return hook
+
+    def _end(self) -> None:
+        _, held = self._open.pop()
+        for group in held:
+            group.let_go(write=True)
+        self._written(held)
+
+    def _copy(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        if is_aliasing():
+            return
+        for name, parameter in module._parameters.items():
+            tensor = state_dict.get(prefix + name)
+            if tensor is None or tensor is parameter:  # keep_vars: the guarded parameter itself
+                continue
+            if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._homes:
+                state_dict[prefix + name] = tensor.clone()

@@ -38,7 +38,7 @@ class GroupParameters:
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self._leases = 0  # of passes; they share one lease of the pager's
-        self._holders = 0  # others; each has a lease of the pager's
+        self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._addresses: list[int] = []
 
     @property
@@ -64,7 +64,11 @@ class GroupParameters:
         if self._leases == 0 and self.paged:
             self._pager.acquire(self.access)
         self._leases += 1
-        self._warm()
+        try:
+            self._warm()
+        except BaseException:
+            self.release()
+            raise
 
     def release(self) -> None:
         self._leases -= 1
@@ -74,22 +78,26 @@ class GroupParameters:
 
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
+        access = self._write_access if write else self._read_access
         if self.paged:
-            self._pager.acquire(self._write_access if write else self._read_access)
-        self._holders += 1
-        self._warm()
+            self._pager.acquire(access)
+        self.holds.append(access)
+        try:
+            self._warm()
+        except BaseException:
+            self.let_go(write)
+            raise
 
     def let_go(self, write: bool) -> None:
-        self._holders -= 1
+        access = self._write_access if write else self._read_access
+        self.holds.remove(access)
         if self.paged:
             self._chill()
-            access = self._write_access if write else self._read_access
             self._pager.release(access, access.writes)
 
     def forget_leases(self) -> None:
-        """The passes that held leases are gone; the pager drops its own count by itself."""
+        """The passes that held leases are gone; the pager drops its own count by itself. Holds stay."""
         self._leases = 0
-        self._holders = 0
         if self.paged:
             self._chill()
 
@@ -118,7 +126,7 @@ class GroupParameters:
                 )
 
     def _chill(self) -> None:
-        if self._leases or self._holders:
+        if self._leases or self.holds:
             return
         for parameter in self.parameters:
             set_cold(parameter)
