@@ -178,13 +178,15 @@ class SwapManager:
 
         Raises:
             CheckpointError: `path` exists, or its directory does not.
-            StateError: a forward or backward is open, or the manager cannot be used.
+            StateError: parameters are gathered, or the manager cannot be used.
             IoError: a transfer failed, or the drive is full.
         """
         self._check_usable()
         if self._model is None or self._store is None:
             raise StateError("snapshot needs an offloaded model: call manager.offload first")
         target = Path(path).absolute()
+        if self._model.is_gathered:
+            raise StateError("snapshot inside manager.gather: leave the gather first")
         self._model.abandon_pass()
         self._pager.flush()
         content = self._model.checkpoint()
@@ -361,6 +363,7 @@ class SwapManager:
             raise StateError("there is no offloaded model")
         if self._model.is_gathered:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        self._model.check_gradients()
         self._model.abandon_pass()
         try:
             self._pager.wait_for_writes()  # of the step before, long done: its files are what this step must not touch

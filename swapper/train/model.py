@@ -21,6 +21,7 @@ from swapper.train.inventory import Inventory, find_places, find_trainables
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
+from swapper.train.slices import ParameterPlaces
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
 from swapper.train.visit import visit
@@ -71,6 +72,8 @@ class OffloadedModel:
         """Move everything to its place, group by group, and return the optimizer that works there."""
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
+        trained = {id(parameter) for parameter, _ in self._trained()}
+        self._untrained = [parameter for parameter in order if id(parameter) not in trained]
         paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state)
         state_sections: dict[int, list[Section]] = {}
         for section in self._state_sections:
@@ -108,6 +111,15 @@ class OffloadedModel:
 
     # --- what a step does -----------------------------------------------------------------------------------------
 
+    def check_gradients(self) -> None:
+        """Raise StateError if a parameter has a gradient but no place for its state: plain torch would update it."""
+        for parameter in self._untrained:
+            if parameter.grad is not None:
+                raise StateError(
+                    f"parameter {self._names[id(parameter)]} was frozen when it was offloaded and has a gradient now: let "
+                    "everything that shall ever be trained require gradients before manager.offload, and freeze it after"
+                )
+
     def update(self) -> None:
         """Apply the optimizer to every parameter that has a gradient."""
         self._sweep.run()
@@ -119,8 +131,8 @@ class OffloadedModel:
     def abandon_pass(self) -> None:
         """Forget a forward, a backward or a load_state_dict that never ended."""
         if self._hooks is not None and self._load_hooks is not None:
-            self._hooks.abandon_pass(even_so=self._load_hooks.is_open)
             self._load_hooks.forget()
+            self._hooks.abandon_pass()
 
     # --- looking at it --------------------------------------------------------------------------------------------
 
@@ -147,14 +159,14 @@ class OffloadedModel:
             changed = [g for g in leased if any(p._version != versions[id(p)] for p in g.parameters)]
             for group in leased:
                 group.let_go(write)
+            if write:
+                self._refresh_masters(leased)
         if changed and not write:
             names = [n for g in changed for n, p in g.group.parameters if p._version != versions[id(p)]]
             raise StateError(
                 f"parameter {names[0]} was changed inside gather(write=False), and the change may be lost: "
                 "say gather(..., write=True)"
             )
-        if write:
-            self._refresh_masters(leased)
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: see Hooks.bring."""
@@ -235,6 +247,8 @@ class OffloadedModel:
 
     def _load_state(self, state: dict[int, dict[str, Any]]) -> None:
         self._check_usable()
+        for parameter, places in self._trained():
+            self._check_state(places, state.get(self._numbers[id(parameter)], {}))
         numbers = {places.name: self._numbers[id(parameter)] for parameter, places in self._trained()}
         for section in self._state_sections:
             for slot, begin, end, view in visit(section, self._pager, write=True):
@@ -245,6 +259,16 @@ class OffloadedModel:
                     view.zero_()
                 else:
                     view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
+
+    def _check_state(self, places: ParameterPlaces, state: dict[str, Any]) -> None:
+        """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
+        slots = {key: place.slot for key, place in {**places.scalars, **places.state}.items() if key != "master"}
+        if state and state.keys() != slots.keys():
+            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
+        for key, value in state.items():
+            if torch.as_tensor(value).shape != slots[key].spec.shape:
+                shapes = f"{list(torch.as_tensor(value).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
+                raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
 
     def _in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them."""

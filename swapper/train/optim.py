@@ -40,6 +40,8 @@ class PagedOptimizer(Optimizer):
         self._run_step = run_step
         self._save_state = save_state
         self._load_state = load_state
+        for name in [name for name in vars(self) if name.endswith("_hooks")]:  # those that the user has put in go on
+            setattr(self, name, getattr(original, name))
 
     def __repr__(self) -> str:
         return f"Paged{self._original!r}"
@@ -68,14 +70,22 @@ class PagedOptimizer(Optimizer):
 
         `manager.snapshot` writes the same to a file without needing the memory.
         """
-        return {"state": self._save_state(), "param_groups": packed_groups(self.param_groups)}
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        state_dict: dict[str, Any] = {"state": self._save_state(), "param_groups": packed_groups(self.param_groups)}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state_dict of plain torch's optimizer, or of this one.
 
         Raises:
-            ValueError: its groups or parameters differ from this optimizer's.
+            ValueError: its groups, parameters or state differ from this optimizer's. Nothing has changed then.
         """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         theirs, ours = state_dict["param_groups"], self.param_groups
         lengths = [(len(a["params"]), len(b["params"])) for a, b in zip(theirs, ours, strict=False)]
         if len(theirs) != len(ours) or any(a != b for a, b in lengths):
@@ -86,6 +96,8 @@ class PagedOptimizer(Optimizer):
         self._load_state(state_dict["state"])
         for saved, group in zip(theirs, ours, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is paged: add groups to the original before manager.offload."""
