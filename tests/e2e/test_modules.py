@@ -1,4 +1,4 @@
-"""What modules do in real models: ties, outputs of all kinds, frozen and unused parameters, other modules' weights, views of their own."""
+"""What modules do in real models: ties, outputs of all kinds, frozen and unused parts, weights that others use."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ def low_rank_block() -> Block:
 
 
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "checkpointed"])
-def test_a_frozen_base_with_small_trainable_parts_is_bit_equal(
-    twins: MakeTwins, checkpointing: bool | None
-) -> None:
+def test_a_frozen_base_with_small_trainable_parts_is_bit_equal(twins: MakeTwins, checkpointing: bool | None) -> None:
     model = Net(depth=6, make_block=low_rank_block, checkpointing=checkpointing)
     for module in (model.embedding, model.position, model.head):
         module.requires_grad_(False)
@@ -224,7 +222,10 @@ class Borrower(nn.Module):
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(F.linear(hidden, self.child.weight))) + F.linear(F.linear(hidden, weight), weight.t()) * self.scale
+        return (
+            self.down(F.gelu(F.linear(hidden, self.child.weight)))
+            + F.linear(F.linear(hidden, weight), weight.t()) * self.scale
+        )
 
 
 class Lender(nn.Module):

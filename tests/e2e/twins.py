@@ -84,6 +84,8 @@ class Twins:
         self.directory = directory
         self.plain = model
         self.swapped = copy.deepcopy(model)
+        for ours, theirs in zip(self.swapped.parameters(), self.plain.parameters(), strict=True):
+            ours.grad = None if theirs.grad is None else theirs.grad.clone()
         self.plain_optimizer: Any = (
             PlainMasters(self.plain, make_optimizer) if master else make_optimizer(select(self.plain))
         )

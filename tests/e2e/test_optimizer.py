@@ -1,0 +1,316 @@
+"""The returned optimizer is a drop-in: schedulers, gradients, hooks, state dicts and earlier state, as in plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
+
+from e2e.models import Net, loss_of, tokens, train_step
+from e2e.twins import Twins, assert_same
+
+MakeTwins = Callable[..., Twins]
+
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "step": partial(StepLR, step_size=2, gamma=0.5),
+    "cosine": partial(CosineAnnealingLR, T_max=5),
+    "one cycle": partial(OneCycleLR, max_lr=1e-2, total_steps=10),  # changes the betas too
+    "plateau": partial(ReduceLROnPlateau, patience=0, threshold=10.0),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_made_before_and_after_offload_act(twins: MakeTwins, name: str, when: str) -> None:
+    pair = twins(Net(), wait=True)
+    make = SCHEDULERS[name]
+    schedulers = {id(pair.plain): make(pair.plain_optimizer)}
+    if when == "before":
+        schedulers[id(pair.swapped)] = make(pair.original)
+    pair.offload()
+    if when == "after":
+        schedulers[id(pair.swapped)] = make(pair.optimizer)
+
+    def run(model: Any, optimizer: Any) -> tuple[torch.Tensor, float, Any]:
+        loss = train_step(model, optimizer)
+        scheduler = schedulers[id(model)]
+        scheduler.step(loss) if name == "plateau" else scheduler.step()
+        return loss, optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]
+
+    results = pair.train(run, steps=5)
+    assert len({rate for _, rate, _ in results}) > 1
+    pair.finish()
+
+
+def test_settings_changed_by_hand_act(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    assert pair.optimizer.param_groups is pair.original.param_groups
+    for rate, decay in ((1e-3, 0.0), (1e-4, 0.5), (0.0, 0.1)):
+
+        def change(_: Any, optimizer: Any, rate: float = rate, decay: float = decay) -> None:
+            optimizer.param_groups[0].update(lr=rate, weight_decay=decay)
+
+        pair.both(change)
+        pair.train(train_step, steps=1)
+    pair.finish()
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_is_bit_equal_both_ways(twins: MakeTwins, whose: str, to_none: bool) -> None:
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_of(model, tokens())
+        loss.backward()
+        optimizer.step()
+        (optimizer if whose == "optimizer" else model).zero_grad(set_to_none=to_none)
+        assert all((p.grad is None) == to_none for p in model.parameters())
+        return loss.detach()
+
+    pair = twins(Net())
+    pair.train(run, steps=3)
+    pair.finish()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("whose", ["torch's", "the manager's"])
+def test_clipping_the_gradients_norm_is_bit_equal(twins: MakeTwins, whose: str, norm_type: float) -> None:
+    pair = twins(Net())
+
+    def run(model: Any, optimizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = loss_of(model, tokens())
+        loss.backward()
+        if whose == "the manager's" and model is pair.swapped:
+            norm = pair.manager.clip_grad_norm_(0.1, norm_type)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach(), norm
+
+    pair.train(run, steps=3)
+    pair.finish()
+
+
+def test_clipping_values_and_own_arithmetic_on_gradients_are_bit_equal(twins: MakeTwins) -> None:
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_of(model, tokens())
+        loss.backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        for number, parameter in enumerate(model.parameters()):
+            if number % 3 == 0:
+                parameter.grad.mul_(0.5)
+            elif number % 3 == 1:
+                parameter.grad = parameter.grad * 2
+            else:
+                parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair = twins(Net())
+    pair.train(run, steps=3)
+    pair.finish()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
+def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, fused: bool) -> None:
+    pair = twins(Net(), partial(AdamW, lr=1e-3, fused=fused))
+    scalers = {
+        id(model): torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        for model in (pair.plain, pair.swapped)
+    }
+    for factor in (1.0, 1.0, float("inf"), 1.0, float("nan"), 1.0):
+
+        def run(model: Any, optimizer: Any, factor: float = factor) -> tuple[torch.Tensor, float]:
+            scaler = scalers[id(model)]
+            loss = loss_of(model, tokens())
+            scaler.scale(loss * factor).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss.detach(), scaler.get_scale()
+
+        pair.train(run, steps=1)
+    pair.finish()
+
+
+def test_a_step_with_a_closure_is_bit_equal(twins: MakeTwins) -> None:
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        batch = tokens()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure).detach()
+
+    pair = twins(Net())
+    pair.train(run, steps=3)
+    pair.finish()
+
+
+def test_a_step_without_gradients_changes_nothing(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.train(train_step, steps=2)
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_on_the_optimizers_step_are_called(twins: MakeTwins, when: str) -> None:
+    pair = twins(Net(), wait=True)
+    calls: dict[str, list[str]] = {"plain": [], "swapped": []}
+
+    def put_hooks(optimizer: Any, notes: list[str]) -> None:
+        optimizer.register_step_pre_hook(lambda *_: notes.append("before"))
+        optimizer.register_step_post_hook(lambda *_: notes.append("after"))
+
+    put_hooks(pair.plain_optimizer, calls["plain"])
+    if when == "before":
+        put_hooks(pair.original, calls["swapped"])
+    pair.offload()
+    if when == "after":
+        put_hooks(pair.optimizer, calls["swapped"])
+    pair.train(train_step, steps=2)
+    assert calls["swapped"] == calls["plain"] == ["before", "after"] * 2
+    pair.finish()
+
+
+# --- state that was there before, and state that comes and goes ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["plain", "masters"])
+def test_an_optimizer_that_has_taken_steps_brings_its_state(twins: MakeTwins, master: bool) -> None:
+    """Plain torch takes three steps; offload takes model, state and gradients over; both go on alike."""
+    model = Net(depth=8).bfloat16() if master else Net()
+    optimizer = AdamW(model.parameters(), lr=1e-3, amsgrad=True)
+    for _ in range(3):
+        train_step(model, optimizer)
+    loss_of(model, tokens()).backward()
+    pair = twins(model, partial(AdamW, lr=1e-3, amsgrad=True), master=master, wait=True)
+    load = pair.plain_optimizer.inner if master else pair.plain_optimizer
+    load.load_state_dict(optimizer.state_dict())
+    pair.original.load_state_dict(optimizer.state_dict())
+    pair.offload()
+    assert not pair.original.state  # it has gone to where the manager placed it
+    pair.assert_same_parameters()  # gradients too
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+def test_the_state_dict_loads_into_plain_torch_and_back(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=3)
+    state = pair.optimizer.state_dict()
+    assert_same(state, pair.plain_optimizer.state_dict())
+    pair.plain_optimizer.load_state_dict(state)
+    pair.train(train_step, steps=2)
+    pair.optimizer.load_state_dict(copy.deepcopy(pair.plain_optimizer.state_dict()))
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_loading_an_earlier_state_goes_back_to_it(twins: MakeTwins) -> None:
+    pair = twins(Net(), partial(AdamW, lr=1e-3))
+    pair.train(train_step, steps=2)
+    saved = copy.deepcopy(pair.optimizer.state_dict())
+    pair.both(lambda _, optimizer: optimizer.param_groups[0].update(lr=0.5))
+    pair.train(train_step, steps=2)
+    pair.both(lambda _, optimizer: optimizer.load_state_dict(saved))
+    assert pair.optimizer.param_groups[0]["lr"] == 1e-3
+    assert pair.optimizer.param_groups is pair.original.param_groups
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_loading_the_state_of_a_fresh_optimizer_starts_anew(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    fresh = AdamW(Net().parameters(), lr=2e-3).state_dict()
+    pair.train(train_step, steps=2)
+    pair.both(lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(fresh)))
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_a_state_dict_taken_in_the_middle_does_not_change_afterwards(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=2)
+    taken = pair.optimizer.state_dict()
+    kept = copy.deepcopy(taken)
+    pair.train(train_step, steps=2)
+    assert_same(taken, kept)
+
+
+def wrong_group_count(state: dict[str, Any]) -> None:
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+
+
+def wrong_parameter_count(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["params"].append(99)
+
+
+def wrong_shape(state: dict[str, Any]) -> None:
+    state["state"][2]["exp_avg"] = torch.zeros(3, 3)
+
+
+def another_optimizers(state: dict[str, Any]) -> None:
+    for entry in state["state"].values():
+        entry.clear()
+        entry["momentum_buffer"] = torch.zeros(2)
+
+
+def lacking(state: dict[str, Any]) -> None:
+    del state["state"][1]["exp_avg_sq"]
+
+
+@pytest.mark.parametrize("spoil", [wrong_group_count, wrong_parameter_count, wrong_shape, another_optimizers, lacking])
+def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_changes(
+    twins: MakeTwins, spoil: Callable[[dict[str, Any]], None]
+) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=2)
+    state = copy.deepcopy(pair.optimizer.state_dict())
+    spoil(state)
+    with pytest.raises((ValueError, RuntimeError, KeyError)) as caught:
+        pair.optimizer.load_state_dict(state)
+    assert str(caught.value)
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+def test_groups_cannot_be_added_after_offload(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    with pytest.raises(NotImplementedError, match=r"before manager\.offload"):
+        pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+def test_a_parameter_that_is_unfrozen_after_offload_is_trained_or_refused(twins: MakeTwins) -> None:
+    """Never silently left as it was, while plain torch would train it."""
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    pair = twins(model, select=lambda model: list(model.parameters()))
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, _: model.blocks[1].requires_grad_(True) and None)
+    try:
+        pair.train(train_step, steps=2)
+    except RuntimeError as error:
+        assert "blocks.1" in str(error)
+        assert "before manager.offload" in str(error)
+    else:
+        pair.finish()
