@@ -8,12 +8,16 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from swapper.config import format_bytes
 from swapper.errors import DirectoryError
 
-RESUME_CHOICES = ("error", "discard")
+RESUME_CHOICES = ("error", "auto", "discard")
+
+
+COMMIT_NAME = "commit.pt"
 
 
 class RunDirectory:
@@ -21,7 +25,7 @@ class RunDirectory:
 
     Args:
         directory: the user's directory; must exist, so that a mistyped path is not filled by accident.
-        resume: "error" refuses a directory that holds a run, "discard" throws that run away.
+        resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
         rank, world_size: this process's place in the job.
 
     Raises:
@@ -34,6 +38,8 @@ class RunDirectory:
             raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
         if not parent.is_dir():
             raise DirectoryError(f"{parent} is not a directory: give a directory on the drive that shall hold the run")
+        self.rank = rank
+        self.world_size = world_size
         self.path = parent / f"rank-{rank}-of-{world_size}"
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
@@ -58,14 +64,21 @@ class RunDirectory:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        held = sorted(self.path.glob("*.swap"))
-        if held and resume != "discard":
+        held = [file for name in (COMMIT_NAME, "*.swap") for file in sorted(self.path.glob(name))]
+        if held and resume == "error":
             raise DirectoryError(
-                f'{self.path} holds a run ({", ".join(f.name for f in held)}): say resume="discard" to throw it away, '
-                "or choose another directory"
+                f'{self.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its last '
+                'commit, resume="discard" to throw it away, or choose another directory'
             )
-        for file in held:
-            file.unlink()
+        if resume == "discard":
+            for file in held:  # the commit record first: it must never name files that are gone
+                file.unlink()
+
+    def remove_strays(self, kept: Collection[str]) -> None:
+        """Remove swap files that no commit names: a run was killed before it could."""
+        for file in self.path.glob("*.swap"):
+            if file.name not in kept:
+                file.unlink()
 
     def require_space(self, nbytes: int) -> None:
         """Raise DirectoryError unless the filesystem has `nbytes` free."""

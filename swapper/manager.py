@@ -7,6 +7,7 @@ waits for all transfers; engine; files; arenas; lock. Tensors that still alias a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import logging
 import os
@@ -20,29 +21,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
+from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
+from swapper.checkpoint.committer import Committer, steps_between_commits
 from swapper.checkpoint.container import ContainerLayout
+from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
 from swapper.checkpoint.snapshot import publish
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
-from swapper.core.layout import SECTOR_BYTES, SectionPlan, round_up
+from swapper.core.budget import Budget, resident_bytes
+from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
 from swapper.core.section import Section
-from swapper.core.store import FILE_COUNT, Store
+from swapper.core.store import TURNS, Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
-from swapper.errors import BudgetError, ConfigError, StateError
+from swapper.errors import CheckpointError, ConfigError, StateError
 from swapper.stats import Stats
 from swapper.train.inventory import (
     Inventory,
     expected_cycle,
     find_places,
     find_trainables,
-    frames_needed,
     make_sections,
     take_inventory,
 )
 from swapper.train.model import OffloadedModel
+from swapper.train.placement import choose_placement, is_resident
 
 log = logging.getLogger("swapper")
 
@@ -54,7 +58,12 @@ class SwapManager:
         directory: an existing directory on the drive that shall hold the run. The run lives in a directory of its own
             below it, `rank-R-of-W`, by the environment's RANK and WORLD_SIZE.
         host_memory: every host byte that swapper may hold, in bytes or as "8GiB"; "auto" takes half of what is free.
-        resume: "error" refuses a directory that holds a run; "discard" throws that run away.
+        resume: "error" refuses a directory that holds a run; "auto" goes on from its last commit, or begins where there is
+            none; "discard" throws that run away.
+        commit_every: after how many steps the run can be gone on from, whatever kills it. "free": each step where that
+            costs no extra write, that is where parameters and optimizer state live on NVMe, else never; a number: every so
+            many steps, writing what is in memory too; None: never.
+        fsync: commits survive a power loss too.
         backend: how transfers are made: "auto", "uring" or "threads".
 
     Raises:
@@ -68,10 +77,16 @@ class SwapManager:
         host_memory: int | str = "auto",
         *,
         resume: str = "error",
+        commit_every: str | int | None = "free",
+        fsync: bool = False,
         backend: str = "auto",
     ) -> None:
         self._host_bytes = parse_host_memory(host_memory)
         parse_choice(resume, "resume", RESUME_CHOICES)
+        if commit_every is not None and commit_every != "free" and (type(commit_every) is not int or commit_every < 1):
+            raise ConfigError(f"commit_every={commit_every!r} is not known: use 'free', a number of steps, or None")
+        self._commit_every = commit_every
+        self._fsync = fsync
         self._backend = parse_choice(backend, "backend", ("auto", "uring", "threads"))
         self._pid = os.getpid()
         self._closed = False
@@ -84,6 +99,13 @@ class SwapManager:
         self._store: Store | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
+        try:
+            self._resumed = read_commit(self._directory.path)
+        except BaseException:
+            self._directory.close()
+            raise
+        self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
+        self._stats.step = self._resumed.step if self._resumed is not None else 0
 
     # --- the user's verbs -----------------------------------------------------------------------------------------
 
@@ -116,7 +138,7 @@ class SwapManager:
             DirectoryError: the drive has not enough room.
             StateError: the manager is closed or has a model already.
         """
-        self._check_usable()
+        self._enter()
         if self._model is not None:
             raise StateError("this manager has a model already: make one manager for each model")
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
@@ -137,6 +159,15 @@ class SwapManager:
                 getattr(value, "load_state_dict", None)
             ):
                 raise ConfigError(f"register({name}=...) needs an object with state_dict() and load_state_dict()")
+            state = value.state_dict()
+            if self._resumed is not None and name in self._resumed.registered:
+                value.load_state_dict(self._resumed.registered[name])
+            try:
+                check_state(state)
+            except CheckpointError as error:
+                raise ConfigError(
+                    f"the state of {name!r} cannot be kept in a form that torch.load(weights_only=True) reads: {error}"
+                ) from error
             self._registered[name] = value
 
     @contextmanager
@@ -151,7 +182,7 @@ class SwapManager:
             BudgetError: they do not fit into the pool at one time.
             StateError: parameters were changed without `write=True`, or are not of the offloaded model.
         """
-        self._check_usable()
+        self._enter()
         if self._model is None:
             raise StateError("gather needs an offloaded model: call manager.offload first")
         if isinstance(target, nn.Module):
@@ -160,12 +191,14 @@ class SwapManager:
             parameters = [target]
         else:
             parameters = list(target)
+        if write:
+            self._enter_to_write()
         with self._model.gather(parameters, write):
             yield target
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
-        self._check_usable()
+        self._enter()
         if self._model is None:
             raise StateError("clip_grad_norm_ needs an offloaded model: call manager.offload first")
         return nn.utils.clip_grad_norm_(self._model.model.parameters(), max_norm, norm_type)
@@ -181,7 +214,7 @@ class SwapManager:
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: a transfer failed, or the drive is full.
         """
-        self._check_usable()
+        self._enter()
         if self._model is None or self._store is None:
             raise StateError("snapshot needs an offloaded model: call manager.offload first")
         target = Path(path).absolute()
@@ -222,6 +255,7 @@ class SwapManager:
             if self._model is not None and self._failure is None:
                 self._model.abandon_pass()
                 self._pager.flush()
+                self._committer.finish()
         finally:
             self._closed = True
             self._release_resources()
@@ -238,14 +272,26 @@ class SwapManager:
     def _offload(
         self, model: nn.Module, optimizer: Optimizer, inventory: Inventory, params: str, optimizer_state: str
     ) -> Optimizer:
-        places, budget = self._choose_placement(inventory, params, optimizer_state)
+        record = self._resumed
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if record is not None:
+            check_same(record, inventory.plans, kind)
+            params, optimizer_state = follow_placement(record, params, optimizer_state)
+        places, budget = choose_placement(
+            inventory, params, optimizer_state, self._host_bytes, page_bytes_of(record) if record is not None else None
+        )
         self._layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-        self._directory.require_space(FILE_COUNT * self._layout.tail_offset)
-        offsets = [record.offset for record in self._layout.records]
+        offsets = [place.offset for place in self._layout.records]
         self._sections = make_sections(inventory.plans, offsets, lambda p: is_resident(p, places), budget.page_bytes)
+        every = steps_between_commits(self._commit_every, self._sections)
+        existing = record.files if record is not None else {}
+        turns = max(TURNS if every else 1, len(existing))
+        self._directory.require_space((turns - len(existing)) * self._layout.tail_offset)
         arena, frames_offset = self._attach_memory(self._sections, budget.pool_bytes)
         self._engine = _C.Engine(backend=self._backend, arena=arena)
-        self._store = Store(self._engine, self._directory.path, self._layout.headers(), self._layout.tail_offset)
+        self._store = Store(
+            self._engine, self._directory.path, self._layout.headers(), self._layout.tail_offset, existing, turns
+        )
         pages = [page for section in self._sections for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
         trainables = find_trainables(inventory, find_places(inventory, self._sections))
@@ -254,59 +300,25 @@ class SwapManager:
         self._note_sizes(inventory, budget, places)
         self._model = OffloadedModel(
             model, optimizer, inventory, self._sections, self._pager, budget.page_bytes, self._stats,
-            self._check_usable,
+            self._enter, self._enter_to_write,
         )  # fmt: skip
-        paged = self._model.adopt(self._run_step)
+        self._committer = Committer(
+            self._directory.path, every, self._fsync, self._sections, self._pager, self._store,
+            lambda step: self._describe_commit(step, kind, inventory, places),
+        )  # fmt: skip
+        if record is not None:
+            restore(record, self._sections, self._store, self._pool)
+            self._model.restore_settings(record.param_groups)
+            self._stats.step = record.step
+        paged = self._model.adopt(self._run_step, fill=record is None)
         self._pager.flush()
-        self._store.commit()
+        if record is None:
+            self._committer.step_done(0)
         _return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
         grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
         self._attach_memory(grad_sections, 0)
         self._model.start(grad_sections)
         return paged
-
-    def _choose_placement(
-        self, inventory: Inventory, params: str, optimizer_state: str
-    ) -> tuple[dict[str, str], Budget]:
-        """Return where each family lives, and the division of the budget.
-
-        "auto" keeps in memory what leaves room to page the rest.
-        """
-        wishes = {"param": params, "state": optimizer_state}
-        choices = [("host", "host"), ("host", "nvme"), ("nvme", "nvme")]
-        error: BudgetError | None = None
-        for choice in choices:
-            places = dict(zip(wishes, choice, strict=True))
-            if any(wish not in ("auto", places[family]) for family, wish in wishes.items()):
-                if {**places, **{f: w for f, w in wishes.items() if w != "auto"}} != {"param": "nvme", "state": "host"}:
-                    continue
-                places = {"param": "nvme", "state": "host"}
-            try:
-                return places, self._divide(inventory, places)
-            except BudgetError as too_small:
-                error = too_small
-        if error is None:
-            raise ConfigError(f"params={params!r} with optimizer_state={optimizer_state!r} is contradictory")
-        raise error
-
-    def _divide(self, inventory: Inventory, places: dict[str, str]) -> Budget:
-        def resident(plan: SectionPlan) -> bool:
-            return is_resident(plan, places)
-
-        kept = [p for p in inventory.plans if resident(p)]
-        kept_bytes = resident_bytes([p.nbytes for p in kept])
-        kept_bytes += resident_bytes([p.nbytes for p in inventory.grad_plans])
-        explain = ", ".join(
-            f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *inventory.grad_plans) if p.family == family))}"
-            for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
-        )
-        return divide(
-            self._host_bytes,
-            kept_bytes,
-            [p.nbytes for p in inventory.plans if not resident(p)],
-            lambda page_bytes: frames_needed(inventory, resident, page_bytes),
-            explain,
-        )
 
     def _attach_memory(self, sections: Sequence[Section], pool_bytes: int) -> tuple[Any, int]:
         """Make an arena: resident sections one after the other, then the pool. The other sections get a window each.
@@ -344,6 +356,7 @@ class SwapManager:
         """[Note: order of opening and closing]"""
         if self._model is not None:
             self._model.close(keep_cold=True)
+            self._committer.abandon()
             self._pager.discard()
         if self._engine is not None:
             self.stats  # noqa: B018  # the engine's last counts
@@ -366,14 +379,40 @@ class SwapManager:
         self._model.check_gradients()
         self._model.abandon_pass()
         try:
-            self._pager.wait_for_writes()  # of the step before, long done: its files are what this step must not touch
-            self._store.commit()
+            self._committer.finish()  # the writes of the step before are long done
             self._model.update()
             self._pager.end_step()
         except BaseException as error:
             self._failure = error
             raise
         self._stats.step += 1
+        self._committer.step_done(self._stats.step)
+
+    def _enter(self) -> None:
+        """What every use begins with: check, and commit the step before if it is due and its writes are done."""
+        self._check_usable()
+        if self._model is not None:
+            self._committer.enter()
+
+    def _enter_to_write(self) -> None:
+        """As `_enter`, where something is about to be changed from outside: the step before is committed as it was."""
+        self._check_usable()
+        self._committer.finish()
+
+    def _describe_commit(self, step: int, optimizer: str, inventory: Inventory, places: dict[str, str]) -> CommitRecord:
+        return CommitRecord(
+            step=step,
+            rank=self._directory.rank,
+            world_size=self._directory.world_size,
+            boot_id=boot_id(),
+            optimizer=optimizer,
+            placement=places,
+            plans=describe_plans(inventory.plans),
+            files={},
+            sections=[],
+            param_groups=self._model.packed_groups() if self._model is not None else [],
+            registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
+        )
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
@@ -386,7 +425,7 @@ class SwapManager:
         if self._failure is not None:
             raise StateError(
                 f"step {self._stats.step + 1} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
-                "Close the manager and go on from the last snapshot"
+                "Close the manager and go on from the last commit (resume='auto') or snapshot"
             ) from self._failure
 
 
@@ -395,8 +434,3 @@ def _return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
-    """Gradients, what is placed on the host, and what is too small for a frame of its own stay in memory."""
-    return plan.family == "grad" or places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES

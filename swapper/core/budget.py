@@ -35,6 +35,7 @@ def divide(
     paged: Sequence[int],
     frames_needed: Callable[[int], int],
     explain: str,
+    page_bytes: int | None = None,
 ) -> Budget:
     """Return how `host_bytes` are used.
 
@@ -44,6 +45,7 @@ def divide(
         paged: sizes of the sections that do not.
         frames_needed: for a page size, how many frames one step needs at one time so that it can never deadlock.
         explain: what takes the room, for the error message.
+        page_bytes: the size of a page if it is given, as where a run goes on.
 
     Raises:
         BudgetError: with the smallest budget that works.
@@ -52,12 +54,11 @@ def divide(
         if kept_bytes > host_bytes:
             raise _too_small(host_bytes, kept_bytes, kept_bytes, explain)
         return Budget(kept_bytes, SECTOR_BYTES, 0)
-    fitted = _fit(host_bytes - kept_bytes, paged, frames_needed)
+    fitted = _fit(host_bytes - kept_bytes, paged, frames_needed, page_bytes)
     if fitted is None:
-        smallest = kept_bytes + _smallest_pool(paged, frames_needed)
+        smallest = kept_bytes + _smallest_pool(paged, frames_needed, page_bytes)
         raise _too_small(host_bytes, smallest, kept_bytes, explain)
-    page_bytes, frame_count = fitted
-    return Budget(kept_bytes, page_bytes, frame_count)
+    return Budget(kept_bytes, *fitted)
 
 
 def resident_bytes(sections: Sequence[int]) -> int:
@@ -65,26 +66,29 @@ def resident_bytes(sections: Sequence[int]) -> int:
     return round_up(sum(round_up(nbytes, SECTOR_BYTES) for nbytes in sections), ARENA_ALIGNMENT_BYTES)
 
 
-def _fit(pool_bytes: int, paged: Sequence[int], frames_needed: Callable[[int], int]) -> tuple[int, int] | None:
+def _fit(
+    pool_bytes: int, paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None
+) -> tuple[int, int] | None:
     """Return (page size, frames) for a pool of `pool_bytes`, or None if it is too small. No more frames than pages."""
     if pool_bytes < SECTOR_BYTES:
         return None
-    page_bytes = choose_page_bytes(paged, pool_bytes)
-    while pool_bytes // page_bytes < frames_needed(page_bytes):
-        page_bytes = max(round_up(page_bytes // 2, SECTOR_BYTES), SECTOR_BYTES)
-        if page_bytes < SMALL_SECTION_BYTES:
+    size = page_bytes or choose_page_bytes(paged, pool_bytes)
+    while pool_bytes // size < frames_needed(size):
+        size = max(round_up(size // 2, SECTOR_BYTES), SECTOR_BYTES)
+        if page_bytes is not None or size < SMALL_SECTION_BYTES:
             return None
-    pages = sum(-(-nbytes // page_bytes) for nbytes in paged)
-    return page_bytes, max(min(pool_bytes // page_bytes, pages), frames_needed(page_bytes))
+    pages = sum(-(-nbytes // size) for nbytes in paged)
+    return size, max(min(pool_bytes // size, pages), frames_needed(size))
 
 
-def _smallest_pool(paged: Sequence[int], frames_needed: Callable[[int], int]) -> int:
+def _smallest_pool(paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None) -> int:
     low, high = 0, 2 * sum(paged) + (64 << 20)
-    while _fit(high, paged, frames_needed) is None:
+    while _fit(high, paged, frames_needed, page_bytes) is None:
         high *= 2
     while high - low > 1 << 20:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fit(middle, paged, frames_needed) else (middle, high)
+        fits = _fit(middle, paged, frames_needed, page_bytes) is not None
+        low, high = (low, middle) if fits else (middle, high)
     return round_up(high, 1 << 20)
 
 

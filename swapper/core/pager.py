@@ -138,6 +138,18 @@ class Pager:
             self._settle()
             self._raise_failure()
 
+    def writes_are_done(self) -> bool:
+        """Return whether no write is in flight or put off.
+
+        Raises:
+            IoError: a write failed.
+        """
+        with self._lock:
+            self._settle()
+            self._raise_failure()
+            writing = any(page.residency is Residency.WRITING for page in self._in_flight.values())
+            return not writing and not self._put_off
+
     def end_step(self) -> None:
         """The step is over: what it did is what the next one is expected to do."""
         with self._lock:

@@ -92,6 +92,9 @@ class Section:
         self.resident = page_bytes is None
         pieces = [] if page_bytes is None else plan.pages(page_bytes)
         self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
+        self.piece = Page(
+            -1, self, 0, plan.nbytes
+        )  # a resident section as a whole: only its places in the store are used
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
 

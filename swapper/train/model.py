@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,8 @@ class OffloadedModel:
         pager: what leases go to.
         page_bytes: size of a page.
         stats: counters to keep.
-        check_usable: raises if the manager cannot be used.
+        enter: called first whenever the user comes in; raises if the manager cannot be used.
+        enter_to_write: the same, where parameters or state are about to be changed from outside.
     """
 
     def __init__(
@@ -49,13 +51,15 @@ class OffloadedModel:
         pager: Pager,
         page_bytes: int,
         stats: Stats,
-        check_usable: Callable[[], None],
+        enter: Callable[[], None],
+        enter_to_write: Callable[[], None],
     ) -> None:
         self.model = model
         self._inventory = inventory
         self._pager = pager
         self._page_bytes = page_bytes
-        self._check_usable = check_usable
+        self._enter = enter
+        self._enter_to_write = enter_to_write
         self._optimizer = optimizer
         self._state_sections = [section for section in sections if section.plan.family == "state"]
         self._places = find_places(inventory, sections)
@@ -68,8 +72,13 @@ class OffloadedModel:
         self._load_hooks: LoadHooks | None = None
         self._gradients: HostGradients | None = None
 
-    def adopt(self, run_step: Callable[[], None]) -> PagedOptimizer:
-        """Move everything to its place, group by group, and return the optimizer that works there."""
+    def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
+        """Move everything to its place, group by group, and return the optimizer that works there.
+
+        Args:
+            run_step: what the optimizer's `step` does.
+            fill: False where a run goes on: the places have their content already, and the model's values are dropped.
+        """
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
         trained = {id(parameter) for parameter, _ in self._trained()}
@@ -80,7 +89,7 @@ class OffloadedModel:
             state_sections.setdefault(section.plan.group, []).append(section)
         for group in self._inventory.groups:
             initial = {name: self._initial_state(name, parameter) for name, parameter in group.parameters}
-            for section in state_sections.get(group.index, ()):
+            for section in state_sections.get(group.index, ()) if fill else ():
                 self._fill(section, initial)
             for _, parameter in group.parameters:
                 self._optimizer.state.pop(parameter, None)
@@ -89,8 +98,17 @@ class OffloadedModel:
             ]
             parameters = GroupParameters(group, places, self._pager, self)
             self.groups.append(parameters)
-            parameters.adopt()
+            parameters.adopt(fill)
         return paged
+
+    def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
+        """Give the optimizer's groups the settings of a run that goes on."""
+        for ours, saved in zip(self._optimizer.param_groups, param_groups, strict=True):
+            ours.update({key: value for key, value in saved.items() if key != "params"})
+
+    def packed_groups(self) -> list[dict[str, Any]]:
+        """Return a copy of the optimizer's groups in torch's packed form."""
+        return copy.deepcopy(packed_groups(self._optimizer.param_groups))
 
     def start(self, grad_sections: Iterable[Section]) -> None:
         """Gradients get their places, and the hooks are put in."""
@@ -106,8 +124,8 @@ class OffloadedModel:
             ]
         )
         units = self._inventory.units
-        self._hooks = Hooks(units, self.groups, self._check_usable, self._pager.drop_leases)
-        self._load_hooks = LoadHooks(units, self.groups, self._check_usable, self._refresh_masters)
+        self._hooks = Hooks(units, self.groups, self._enter, self._pager.drop_leases)
+        self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
 
     # --- what a step does -----------------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class OffloadedModel:
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: see Hooks.bring."""
-        self._check_usable()
+        self._enter()
         return self._hooks is not None and self._hooks.bring(parameter)
 
     def describe(self, parameter: nn.Parameter) -> str:
@@ -235,7 +253,7 @@ class OffloadedModel:
                 self._sweep.refresh_masters(trainable)
 
     def _save_state(self) -> dict[int, dict[str, Any]]:
-        self._check_usable()
+        self._enter()
         copies: dict[tuple[str, str], torch.Tensor] = {}
         for section in self._state_sections:
             for slot, begin, end, view in visit(section, self._pager):
@@ -246,7 +264,7 @@ class OffloadedModel:
         return self._in_torch_order(lambda name, key: copies[name, key])
 
     def _load_state(self, state: dict[int, dict[str, Any]]) -> None:
-        self._check_usable()
+        self._enter_to_write()
         for parameter, places in self._trained():
             self._check_state(places, state.get(self._numbers[id(parameter)], {}))
         numbers = {places.name: self._numbers[id(parameter)] for parameter, places in self._trained()}

@@ -45,10 +45,13 @@ class GroupParameters:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.group.parameters]
 
-    def adopt(self) -> None:
-        """Copy the parameters' data to their slots, and let it go where it was. They are cold afterwards, if paged."""
+    def adopt(self, fill: bool) -> None:
+        """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
+
+        `fill`: copy the data; False where the slots have their content already.
+        """
         sources = {name: parameter.data.reshape(-1) for name, parameter in self.group.parameters}
-        for section in self._sections:
+        for section in self._sections if fill else ():
             for slot, begin, end, view in visit(section, self._pager, fresh=True):
                 view.copy_(sources[slot.spec.owner][begin:end])
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):

@@ -1,0 +1,195 @@
+"""The commit record: the small file that makes a step durable, and from which a killed run goes on.
+
+It names, for every piece of every section, the swap file that has its content as of the step and that content's CRC-32; and
+it holds what else belongs to the step. It is a torch checkpoint without payload, so its own bytes are checked by the zip's
+CRCs, and it is published by write to a temporary, sync, rename: whole, or the one before it.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.container import ContainerLayout, build_tail
+from swapper.core.layout import SectionPlan
+from swapper.directory import COMMIT_NAME
+from swapper.errors import CheckpointError
+
+FORMAT = 1
+_NO_PAYLOAD = ContainerLayout.plan([])
+
+
+@dataclass(frozen=True)
+class SectionRecord:
+    """Where one section's content is: pieces of `piece_bytes`, each with the number of its file and its CRC-32."""
+
+    piece_bytes: int
+    files: list[int]
+    crc32s: list[int]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """A committed step.
+
+    Attributes:
+        step: optimizer steps taken.
+        rank, world_size: whose part of the job it is.
+        boot_id: the kernel's, when it was written: after a power loss or a crash of the system it is another one.
+        optimizer: class of the user's optimizer.
+        placement: where "param" and "state" live.
+        plans: what lies where, as `describe_plans` returns it; compared on resume.
+        files: names of the swap files by number.
+        sections: where each section's content is, in the order of `plans`.
+        param_groups: the optimizer's settings, in torch's packed form.
+        registered: state dicts by name.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    boot_id: str
+    optimizer: str
+    placement: dict[str, str]
+    plans: list[str]
+    files: dict[int, str]
+    sections: list[SectionRecord]
+    param_groups: list[dict[str, Any]]
+    registered: dict[str, Any]
+
+
+def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:
+    """Return one line for each tensor and section, such that equal lines mean an equal layout."""
+    lines = []
+    for plan in plans:
+        lines.append(f"{plan.name}: {plan.nbytes} bytes")
+        lines += [
+            f"{slot.spec.owner} {slot.spec.kind}: {str(slot.spec.dtype).removeprefix('torch.')} "
+            f"{list(slot.spec.shape)} at {slot.offset}"
+            for slot in plan.slots
+        ]
+    return lines
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def encode_commit(record: CommitRecord) -> bytes:
+    """Return the record's file.
+
+    Raises:
+        CheckpointError: a registered object's state is not what torch.load(weights_only=True) reads.
+    """
+    content: dict[str, Any] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
+    content["sections"] = {
+        "piece_bytes": [section.piece_bytes for section in record.sections],
+        "counts": [len(section.files) for section in record.sections],
+        "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
+        "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
+    }
+    return build_tail(_NO_PAYLOAD, content, lambda tensor: None, {})
+
+
+def check_state(state: Any) -> None:
+    """Raise CheckpointError unless `state` can be part of a commit: torch.load(weights_only=True) must read it."""
+    build_tail(_NO_PAYLOAD, state, lambda tensor: None, {})
+
+
+def publish_commit(directory: Path, data: bytes, durable: bool) -> None:
+    """Make `data` the directory's commit record, in place of the one before.
+
+    Args:
+        durable: sync file and directory, so that the record survives a power loss.
+    """
+    temporary = directory / (COMMIT_NAME + ".partial")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.rename(directory / COMMIT_NAME)
+    if durable:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read_commit(directory: Path) -> CommitRecord | None:
+    """Return the directory's committed step, or None if it has none.
+
+    Raises:
+        CheckpointError: the record is damaged, or of another version.
+    """
+    path = directory / COMMIT_NAME
+    if not path.exists():
+        return None
+    remedy = "go on from a snapshot with resume='discard'"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"{path}: {damaged} has a wrong CRC-32: {remedy}")
+        content = torch.load(path, weights_only=True)
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {content['format']}, this swapper reads {FORMAT}: {remedy}")
+        del content["format"]
+        return CommitRecord(**{**content, "sections": _split(content["sections"])})
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file makes zipfile or torch raise
+        raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error
+
+
+def _split(packed: dict[str, Any]) -> list[SectionRecord]:
+    files, crc32s = packed["files"].tolist(), packed["crc32s"].tolist()
+    sections = []
+    begin = 0
+    for piece_bytes, count in zip(packed["piece_bytes"], packed["counts"], strict=True):
+        end = begin + count
+        sections.append(SectionRecord(piece_bytes, files[begin:end], crc32s[begin:end]))
+        begin = end
+    return sections
+
+
+def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
+    """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
+    ours, theirs = describe_plans(plans), record.plans
+    missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
+    added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
+    differences = [*missing, *added]
+    if optimizer != record.optimizer:
+        differences.insert(0, f"- optimizer {optimizer} instead of {record.optimizer}")
+    if not differences and ours != theirs:
+        differences.append("- the same tensors in another order")
+    if differences:
+        shown = "\n".join(differences[:20]) + (f"\n- and {len(differences) - 20} more" if len(differences) > 20 else "")
+        raise CheckpointError(
+            f"the directory's run is of another model or optimizer:\n{shown}\n"
+            "Build the same model and optimizer, or say resume='discard' to throw the run away"
+        )
+
+
+__all__ = [
+    "CommitRecord",
+    "SectionRecord",
+    "boot_id",
+    "check_same",
+    "check_state",
+    "describe_plans",
+    "encode_commit",
+    "publish_commit",
+    "read_commit",
+]

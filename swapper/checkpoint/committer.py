@@ -1,0 +1,137 @@
+"""When a step becomes durable.
+
+After a step's last write, and when swapper is entered again (so after `scheduler.step()` has run), the state of what was
+registered is captured and what stays in memory is written, if the policy asks for that; the commit record is published as soon as
+nothing is in flight any more, usually during the next forward, and before the next step begins at the latest.
+
+[Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
+anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
+none where it is not. A number commits every so many steps, writing what is resident too; None never commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
+from swapper.core.budget import SMALL_SECTION_BYTES
+from swapper.core.pager import Pager
+from swapper.core.section import Page, Section
+from swapper.core.store import Store
+from swapper.errors import IoError
+
+
+def steps_between_commits(policy: str | int | None, sections: Sequence[Section]) -> int | None:
+    """Return how many steps there are from commit to commit, None for no commits. [Note: free commits]"""
+    if policy == "free":
+        large = any(section.resident and section.plan.nbytes > SMALL_SECTION_BYTES for section in sections)
+        return None if large else 1
+    return policy if isinstance(policy, int) else None
+
+
+class Committer:
+    """Decides when to commit, and does it.
+
+    Args:
+        directory: the run's.
+        every: how many steps there are from commit to commit; None: no commits.
+        durable: sync the files before the record, so that a commit survives a power loss.
+        sections: all param and state sections.
+        pager, store: what transfers go through.
+        describe: returns the record for a step, its `files` and `sections` still empty.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        every: int | None,
+        durable: bool,
+        sections: Sequence[Section],
+        pager: Pager,
+        store: Store,
+        describe: Callable[[int], CommitRecord],
+    ) -> None:
+        self._directory = directory
+        self._durable = durable
+        self._sections = sections
+        self._pager = pager
+        self._store = store
+        self._describe = describe
+        self._resident = [section for section in sections if section.resident]
+        self._every = every
+        self._due: int | None = None  # the step to be committed
+        self._record: CommitRecord | None = None  # captured
+        self._writes: list[tuple[Page, Any]] = []  # of resident sections
+
+    def step_done(self, step: int) -> None:
+        """A step, or the initial placement (step 0), is over; its writes may be in flight."""
+        if self._every is not None and step % self._every == 0:
+            self._due = step
+
+    def enter(self) -> None:
+        """Swapper is entered: capture what is due, and publish it if nothing is in flight. Costs nothing when nothing is due."""
+        if self._due is None:
+            return
+        self._capture()
+        if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
+            self._publish()
+
+    def finish(self) -> None:
+        """Wait for all writes, and publish what is due.
+
+        Raises:
+            IoError: a write failed, or the record could not be written. The commit before stays the last one.
+        """
+        if self._due is not None:
+            self._capture()
+        self._pager.wait_for_writes()
+        if self._due is not None:
+            self._publish()
+
+    def abandon(self) -> None:
+        """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
+        self._due = None
+        self._drain(self._writes)
+        self._writes = []
+
+    def _drain(self, writes: list[tuple[Page, Any]]) -> None:
+        for _, ticket in writes:
+            with contextlib.suppress(IoError):
+                ticket.wait()
+
+    def _capture(self) -> None:
+        if self._record is None and self._due is not None:
+            self._record = self._describe(self._due)
+            self._writes = [(s.piece, self._store.write(s.piece, s.memory.data_ptr())) for s in self._resident]
+
+    def _publish(self) -> None:
+        if self._record is None:
+            return
+        writes, self._writes = self._writes, []
+        try:
+            for _, ticket in writes:
+                ticket.wait()
+        except BaseException:
+            self._record = None  # what is resident must be written again
+            self._drain(writes)
+            raise
+        for piece, ticket in writes:
+            self._store.written(piece, ticket)
+        if self._durable:
+            self._store.sync()
+        record, self._record, self._due = self._record, None, None
+        data = encode_commit(CommitRecord(**{**vars(record), "files": self._store.names, "sections": self._places()}))
+        publish_commit(self._directory, data, self._durable)
+        self._store.commit()
+
+    def _places(self) -> list[SectionRecord]:
+        records = []
+        for section in self._sections:
+            pieces = [section.piece] if section.resident else section.pages
+            files = [piece.location if piece.location is not None else -1 for piece in pieces]
+            crc32s = [piece.crc32 if piece.crc32 is not None else -1 for piece in pieces]
+            records.append(SectionRecord(pieces[0].nbytes, files, crc32s))
+        return records

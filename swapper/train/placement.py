@@ -1,0 +1,65 @@
+"""Where each family of tensors lives, and how the budget is divided. Pure: "auto" is decided here."""
+
+from __future__ import annotations
+
+from swapper.config import format_bytes
+from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
+from swapper.core.layout import SectionPlan
+from swapper.errors import BudgetError, ConfigError
+from swapper.train.inventory import Inventory, frames_needed
+
+PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
+"""Places of (parameters, optimizer state), best first: what is used twice a step comes before what is used once."""
+
+
+def choose_placement(
+    inventory: Inventory, params: str, optimizer_state: str, host_bytes: int, page_bytes: int | None
+) -> tuple[dict[str, str], Budget]:
+    """Return where "param" and "state" live, and the division of the budget.
+
+    Args:
+        inventory: what is to be placed.
+        params, optimizer_state: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
+        host_bytes: the budget.
+        page_bytes: the size of a page where a run goes on; None to choose it.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+    """
+    error: BudgetError | None = None
+    for choice in PREFERENCES:
+        if any(wish not in ("auto", place) for wish, place in zip((params, optimizer_state), choice, strict=True)):
+            continue
+        places = {"param": choice[0], "state": choice[1]}
+        try:
+            return places, _divide(inventory, places, host_bytes, page_bytes)
+        except BudgetError as too_small:
+            error = error if choice == ("nvme", "host") and error is not None else too_small
+    if error is None:
+        raise ConfigError(f"params={params!r} with optimizer_state={optimizer_state!r} cannot be had")
+    raise error
+
+
+def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
+    """Gradients, what is placed on the host, and what is too small for a frame of its own stay in memory."""
+    return plan.family == "grad" or places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
+
+
+def _divide(inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None) -> Budget:
+    def resident(plan: SectionPlan) -> bool:
+        return is_resident(plan, places)
+
+    kept = [p for p in inventory.plans if resident(p)]
+    kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in inventory.grad_plans])
+    explain = ", ".join(
+        f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *inventory.grad_plans) if p.family == family))}"
+        for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
+    )
+    return divide(
+        host_bytes,
+        kept_bytes,
+        [p.nbytes for p in inventory.plans if not resident(p)],
+        lambda size: frames_needed(inventory, resident, size),
+        explain,
+        page_bytes,
+    )
