@@ -132,13 +132,11 @@ def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool],
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
-    previous: set[int] = set()
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes, may_cut=True):
-            pages = set(part.access.pages)
-            most = max(most, len(pages | previous))
-            previous = pages
+            # Two slices are leased at one time: any two, for parameters without gradient are left out.
+            most = max(most, 2 * len(part.access.pages))
     return most + 2
 
 

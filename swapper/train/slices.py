@@ -11,6 +11,7 @@ vector body and its scalar tail.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -89,10 +90,17 @@ def plan_slices(
         active: for each, whether it has a gradient in this step: those that have none are left out.
         page_bytes: size of a page.
         may_cut: whether the optimizer is element-wise.
+
+    No slice needs more pages than the largest one of a step in which all parameters have gradients: what the budget was
+    divided for is enough for every step.
     """
+    most_pages = sys.maxsize
+    if not all(active):
+        everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes, may_cut)
+        most_pages = max(len(part.access.pages) for part in everything)
     unfilled = _pages_made_anew(parameters, active)
     slices = []
-    for number, pieces in enumerate(_runs(parameters, active, page_bytes, may_cut)):
+    for number, pieces in enumerate(_runs(parameters, active, page_bytes, may_cut, most_pages)):
         access = _access(group, number, parameters, pieces, unfilled)
         unfilled -= access.fresh
         slices.append(Slice(pieces, access))
@@ -100,11 +108,12 @@ def plan_slices(
 
 
 def _runs(
-    parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool
+    parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool, most_pages: int
 ) -> Iterator[tuple[Piece, ...]]:
     """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a time."""
     run: list[Piece] = []
     run_bytes = 0
+    run_pages: set[int] = set()
     for number, places in enumerate(parameters):
         if not active[number]:
             continue
@@ -112,11 +121,13 @@ def _runs(
         begin = 0
         for end in cuts:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
-            if run and run_bytes + nbytes > page_bytes:
+            pages = {*_state_pages(places, begin, end), *places.param.pages(begin, end)}
+            if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > most_pages):
                 yield tuple(run)
-                run, run_bytes = [], 0
+                run, run_bytes, run_pages = [], 0, set()
             run.append(Piece(number, begin, end))
             run_bytes += nbytes
+            run_pages |= pages
             begin = end
     if run:
         yield tuple(run)
@@ -157,6 +168,12 @@ def _pages_made_anew(parameters: Sequence[ParameterPlaces], active: Sequence[boo
     return pages - keep
 
 
+def _state_pages(places: ParameterPlaces, begin: int, end: int) -> list[int]:
+    """Return the pages that the state of elements [begin, end) lies on. The first piece has the scalars."""
+    scalars = [page for place in places.scalars.values() for page in place.pages(0, 1)] if begin == 0 else []
+    return scalars + [page for place in places.state.values() for page in place.pages(begin, end)]
+
+
 def _access(
     group: int,
     number: int,
@@ -168,11 +185,7 @@ def _access(
     filled: dict[int, None] = {}
     for piece in pieces:
         places = parameters[piece.parameter]
-        if piece.begin == 0:
-            for scalar in places.scalars.values():
-                read.update(dict.fromkeys(scalar.pages(0, 1)))
-        for place in places.state.values():
-            read.update(dict.fromkeys(place.pages(piece.begin, piece.end)))
+        read.update(dict.fromkeys(_state_pages(places, piece.begin, piece.end)))
         for page in places.param.pages(piece.begin, piece.end):
             (filled if page in unfilled else read)[page] = None
     pages = (*read, *filled)
