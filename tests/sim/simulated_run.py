@@ -34,8 +34,13 @@ IN_MEMORY = (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
 class SimulatedStore(Store):
     """The real store, its files in memory."""
 
+    def __init__(self, engine: Engine, nbytes: int) -> None:
+        self.turns: list[File] = []
+        super().__init__(engine, Path("/nonexistent"), [], nbytes, {})
+
     def create_file(self, path: Path) -> File:
-        return self._engine.create_file(path.name, self.nbytes)
+        self.turns.append(self._engine.create_file(path.name, self.nbytes))
+        return self.turns[-1]
 
 
 @dataclass(eq=False)
@@ -91,7 +96,7 @@ class Run:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
-        self.store = SimulatedStore(self.engine, Path("simulated"), [], nbytes)
+        self.store = SimulatedStore(self.engine, nbytes)
         self.schedule = Schedule(cycle)
         pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count)
         self.pool = pool
@@ -100,7 +105,7 @@ class Run:
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.committed: list[tuple[int, bytes] | None] = [None] * len(self.pages)  # file, bytes
         self.unfilled: set[int] = set()  # leased as fresh, and not written yet
-        self._files = {file.path: turn for turn, file in enumerate(self.store._files)}
+        self._files = {file.path: turn for turn, file in enumerate(self.store.turns)}
         self._at_offset = {page.file_offset: page for page in self.pages}
         self._requests_inside = 0  # by other threads, during the present one
         self.last_error: IoError | None = None
@@ -339,7 +344,7 @@ class Run:
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
 
     def _on_drive(self, page: Page, turn: int) -> bytes:
-        return bytes(self.store._files[turn].bytes[page.file_offset : page.file_offset + page.nbytes])
+        return bytes(self.store.turns[turn].bytes[page.file_offset : page.file_offset + page.nbytes])
 
     def _let_others_run(self) -> None:
         """Somebody waits: with luck another thread asks for something meanwhile, and perhaps keeps its lease."""

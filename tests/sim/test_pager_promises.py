@@ -47,7 +47,7 @@ def write(run: Run, *pages: int) -> None:
 def fail(run: Run, op: str, *pages: int) -> None:
     """From now on `op` fails for these pages, until run.faults.repair()."""
     for index in pages:
-        for file in run.store._files:
+        for file in run.store.turns:
             run.faults._broken[op, file.path, run.pages[index].file_offset] = errno.EIO
 
 

@@ -34,7 +34,7 @@ def test_the_seeds_meet_every_case():
 
 def test_a_wait_for_what_can_never_finish_is_noticed():
     run = Run(1, [1], 1, [], hurry=0.0)
-    orphan = run.engine.write(run.store._files[0], 0, run.arena.address, 1)
+    orphan = run.engine.write(run.store.turns[0], 0, run.arena.address, 1)
     orphan.after = orphan
     with pytest.raises(SimulationError, match="hang"):
         orphan.wait()

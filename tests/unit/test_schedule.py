@@ -1,0 +1,171 @@
+"""The schedule knows when each page is used next, finds its place again, and learns the order that was really seen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from swapper.core.schedule import NEVER, Access, Schedule
+
+PAGES = range(6)
+
+accesses = st.builds(
+    Access,
+    st.sampled_from("abcd"),
+    st.lists(st.sampled_from(PAGES), max_size=3, unique=True).map(tuple),
+    st.just(frozenset()),
+    st.sets(st.sampled_from(PAGES), max_size=1).map(frozenset),
+)
+cycles = st.lists(accesses, max_size=7)
+
+
+def use(key: object, *pages: int) -> Access:
+    return Access(key, pages)
+
+
+class ScheduleAgainstSearch(RuleBasedStateMachine):
+    """The schedule answers from indices; this model searches the cycle, position by position."""
+
+    @initialize(cycle=cycles)
+    def begin(self, cycle):
+        self.schedule = Schedule(cycle)
+        self.install(cycle, position=0)
+
+    def install(self, cycle, position):
+        self.cycle = list(cycle)
+        self.origin = self.position = position
+        self.recorded = []
+
+    def at(self, position):
+        return self.cycle[(position - self.origin) % len(self.cycle)]
+
+    def first(self, wanted):
+        """The first position from now on, at most one cycle ahead, whose access is `wanted`."""
+        ahead = range(self.position, self.position + len(self.cycle))
+        return next((position for position in ahead if wanted(self.at(position))), None)
+
+    def note(self, access):
+        self.recorded.append(access)
+        expected = bool(self.cycle) and self.at(self.position) == access
+        place = self.first(lambda other: other.key == access.key)
+        if place is not None:
+            self.position = place + 1
+        assert self.schedule.advance(access) is expected
+
+    @rule()
+    def what_is_expected_happens(self):
+        if self.cycle:
+            self.note(self.at(self.position))
+
+    @rule(access=accesses)
+    def anything_happens(self, access):
+        self.note(access)
+
+    @rule(number=st.integers(0, 6))
+    def something_of_the_cycle_happens(self, number):
+        if self.cycle:
+            self.note(self.cycle[number % len(self.cycle)])
+
+    @rule()
+    def the_step_ends(self):
+        changes = bool(self.recorded) and self.recorded != self.cycle
+        assert self.schedule.end_step() is changes
+        if changes:
+            self.install(self.recorded, self.position)
+        self.recorded = []
+
+    @invariant()
+    def position_and_cycle_are_the_model_s(self):
+        assert self.schedule.position == self.position
+        assert list(self.schedule.cycle) == self.cycle
+        for ahead in range(2 * len(self.cycle)):
+            assert self.schedule.at(self.position + ahead) == self.at(self.position + ahead)
+
+    @invariant()
+    def next_use_is_what_a_search_finds(self):
+        for page in PAGES:
+            place = self.first(lambda access, page=page: page in access.pages)
+            assert self.schedule.next_use(page) == (NEVER if place is None else place)
+
+
+TestScheduleAgainstSearch = ScheduleAgainstSearch.TestCase
+TestScheduleAgainstSearch.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@given(cycles, st.lists(accesses, max_size=30), st.sets(st.integers(0, 29)))
+def test_positions_never_decrease_whatever_happens(cycle, happening, step_ends):
+    schedule = Schedule(cycle)
+    for number, access in enumerate(happening):
+        before = schedule.position
+        schedule.advance(access)
+        assert before <= schedule.position <= before + len(schedule.cycle)
+        before = schedule.position
+        if number in step_ends:
+            schedule.end_step()
+        assert schedule.position == before
+        assert all(schedule.next_use(page) >= schedule.position for page in PAGES)
+
+
+@given(cycles.filter(bool), st.integers(1, 5))
+def test_a_run_that_follows_the_cycle_is_expected_at_every_access_and_changes_nothing(cycle, steps):
+    schedule = Schedule(cycle)
+    for step in range(steps):
+        for access in cycle:
+            assert schedule.advance(access)
+        assert not schedule.end_step()
+        assert schedule.position == (step + 1) * len(cycle)
+    assert list(schedule.cycle) == cycle
+
+
+@given(cycles, cycles.filter(bool))
+def test_an_order_that_repeats_is_expected_from_its_second_step_on(cycle, seen):
+    schedule = Schedule(cycle)
+    for access in seen:
+        schedule.advance(access)
+    schedule.end_step()
+    assert all(schedule.advance(access) for access in seen)
+
+
+def test_an_access_left_out_costs_one_departure():
+    cycle = [use(key, number) for number, key in enumerate("abcde")]
+    schedule = Schedule(cycle)
+    assert [schedule.advance(cycle[number]) for number in (0, 1, 3, 4, 0)] == [True, True, False, True, True]
+
+
+def test_an_access_that_nobody_knows_leaves_the_place_as_it_is():
+    cycle = [use("a", 0), use("b", 1)]
+    schedule = Schedule(cycle)
+    assert [schedule.advance(access) for access in (cycle[0], use("new", 5), cycle[1])] == [True, False, True]
+
+
+def test_a_known_access_with_other_pages_keeps_the_place_but_is_not_what_was_expected():
+    schedule = Schedule([use("a", 0), use("b", 1)])
+    assert not schedule.advance(use("a", 0, 2))
+    assert schedule.advance(use("b", 1))
+
+
+def test_a_key_used_twice_is_found_at_its_next_place():
+    cycle = [use("a", 0), use("b", 1), use("a", 0), use("c", 2)]
+    schedule = Schedule(cycle)
+    assert [schedule.advance(access) for access in (cycle[0], cycle[2], cycle[3])] == [True, False, True]
+    assert schedule.position == 4
+
+
+def test_a_schedule_that_knows_nothing_expects_nothing():
+    schedule = Schedule([])
+    assert schedule.next_use(0) == NEVER
+    assert not schedule.end_step()
+    assert not schedule.advance(use("a", 0))
+    assert schedule.end_step()
+    assert schedule.next_use(0) == schedule.position
+
+
+@pytest.mark.parametrize("page, expected", [(0, 4), (1, 5), (2, 2), (3, NEVER)])
+def test_a_page_used_in_this_cycle_already_is_next_used_in_the_next_one(page, expected):
+    cycle = [use("a", 0), use("b", 1), use("c", 2), use("d", 2)]
+    schedule = Schedule(cycle)
+    schedule.advance(cycle[0])
+    schedule.advance(cycle[1])
+    assert schedule.next_use(page) == expected
