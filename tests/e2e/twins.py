@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import swapper
+from swapper.core.residency import Residency
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -62,7 +63,7 @@ class Twins:
         model: the plain one; the swapped one is its copy.
         make_optimizer: makes an optimizer over the parameters that it is given.
         master: `master_weights=torch.float32`.
-        budget: bytes, or None for the smallest that works.
+        budget: bytes, or None for the smallest that works and `room_bytes` more.
         select: what the optimizer is given of a model.
         wait: True leaves the offload to the test, which calls `offload`.
         options: of SwapManager.offload.
@@ -76,6 +77,7 @@ class Twins:
         *,
         master: bool = False,
         budget: int | None = None,
+        room_bytes: int = 0,
         backend: str = "auto",
         select: Callable[[nn.Module], Any] = lambda model: [p for p in model.parameters() if p.requires_grad],
         wait: bool = False,
@@ -95,6 +97,7 @@ class Twins:
         if master:
             self.options["master_weights"] = torch.float32
         self.budget = budget
+        self.room_bytes = room_bytes
         self.backend = backend
         self.manager: swapper.SwapManager | None = None
         if not wait:
@@ -102,7 +105,9 @@ class Twins:
 
     def offload(self) -> None:
         """Offload the swapped one."""
-        budget = self.budget or smallest_budget(self.directory, self.swapped, self.original, **self.options)
+        budget = self.budget
+        if budget is None:
+            budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
         self.manager = swapper.SwapManager(self.directory, host_memory=budget, backend=self.backend)
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **self.options)
         assert model is self.swapped
@@ -186,6 +191,19 @@ def named_budget(error: swapper.BudgetError) -> int:
     match = re.search(r"at least .* \((\d+) bytes\)", str(error))
     assert match is not None, error
     return int(match[1])
+
+
+def send_away(manager: swapper.SwapManager) -> None:
+    """Evict every page: what is not gathered or gone for by a module is not in memory by chance either."""
+    pager = manager._pager
+    pager.flush()
+    while any(page.residency is not Residency.COLD for page in pager._pages):
+        with pager._lock:
+            pager._settle()
+            for page in pager._pages:
+                if page.residency is Residency.CLEAN:
+                    assert page.leases == 0, page
+                    pager._evict(page)
 
 
 def leased_pages(manager: swapper.SwapManager) -> list[Any]:
