@@ -26,6 +26,10 @@ class Keeper(Protocol):
         """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
         ...
 
+    def note_change(self, group: Any, names: list[str]) -> None:
+        """A forward or backward changed parameters of `group` in place; their pages are being written back."""
+        ...
+
     def describe(self, parameter: nn.Parameter) -> str:
         """Return the parameter's qualified name."""
         ...
@@ -151,6 +155,9 @@ class ColdParameter(nn.Parameter):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
             return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __format__(self, specification: str) -> str:
+        return repr(self) if not specification else super().__format__(specification)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal(self, _keepers.get(id(self)), "deepcopy")

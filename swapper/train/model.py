@@ -191,6 +191,16 @@ class OffloadedModel:
         self._enter()
         return self._hooks is not None and self._hooks.bring(parameter)
 
+    def note_change(self, group: GroupParameters, names: list[str]) -> None:
+        """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass."""
+        mastered = {places.name for _, places in self._trained() if places.has_master}
+        for name in names:
+            if name in mastered:
+                raise StateError(
+                    f"parameter {name} was changed in a forward or backward, and its fp32 master would not follow: change it "
+                    "inside `with manager.gather(..., write=True)`, or offload with master_weights=None"
+                )
+
     def describe(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
 

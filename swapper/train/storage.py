@@ -40,6 +40,7 @@ class GroupParameters:
         self._leases = 0  # of passes; they share one lease of the pager's
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._addresses: list[int] = []
+        self._versions: list[int] = []  # of the parameters when they were leased
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -72,12 +73,29 @@ class GroupParameters:
         except BaseException:
             self.release()
             raise
+        if self._leases == 1:
+            self._versions = [parameter._version for parameter in self.parameters]
 
     def release(self) -> None:
         self._leases -= 1
         if self._leases == 0 and self.paged:
+            changed = self._changed()
+            if changed:
+                self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
             self._chill()
             self._pager.release(self.access)
+            if changed:
+                self._pager.release(self._write_access, self._write_access.writes)
+                self._keeper.note_change(self, changed)
+
+    def _changed(self) -> list[str]:
+        """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
+        versions, self._versions = self._versions, []
+        return [
+            name
+            for (name, parameter), version in zip(self.group.parameters, versions, strict=False)
+            if parameter._version != version
+        ]
 
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
