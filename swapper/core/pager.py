@@ -56,6 +56,7 @@ class Pager:
         self._leavers: list[tuple[int, int]] = []
         self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, about to be changed again
         self._failure: IoError | None = None  # of a write, not yet told to anyone
+        self._unsaved: dict[int, IoError] = {}  # by index of a page: why its last write failed, until one succeeds
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
 
@@ -127,28 +128,34 @@ class Pager:
         self.wait_for_writes()
 
     def wait_for_writes(self) -> None:
-        """Wait until no write is in flight.
+        """Wait until no write is in flight. What could not be written before is tried once more.
 
         Raises:
-            IoError: a write failed.
+            IoError: a write failed, now or earlier: the store does not have what memory has.
         """
+        with self._lock:
+            self._settle()
+            self._write_what_failed()
         for page in [p for p in list(self._in_flight.values()) if p.residency is Residency.WRITING]:
             self._wait_for_write(page)
         with self._lock:
             self._settle()
             self._raise_failure()
+            for error in self._unsaved.values():  # of a page that is leased: it is written when that ends
+                raise error
 
     def writes_are_done(self) -> bool:
-        """Return whether no write is in flight or put off.
+        """Return whether all that was released as changed is written: nothing is in flight, put off, or failed.
 
         Raises:
-            IoError: a write failed.
+            IoError: a write failed. It is tried again.
         """
         with self._lock:
             self._settle()
+            self._write_what_failed()
             self._raise_failure()
             writing = any(page.residency is Residency.WRITING for page in self._in_flight.values())
-            return not writing and not self._put_off
+            return not writing and not self._put_off and not self._unsaved
 
     def end_step(self) -> None:
         """The step is over: what it did is what the next one is expected to do."""
@@ -176,6 +183,7 @@ class Pager:
         with self._lock:
             self._settle()
             self._put_off.clear()
+            self._unsaved.clear()
             self._ahead = self._schedule.position
             for page in self._pages:
                 page.leases = 0
@@ -366,6 +374,13 @@ class Pager:
                 self._offer(page)
         self._put_off.clear()
 
+    def _write_what_failed(self) -> None:
+        for index in self._unsaved:
+            page = self._pages[index]
+            if page.leases == 0 and page.residency is Residency.DIRTY:
+                self._submit_write(page)
+                self._offer(page)
+
     def _submit_write(self, page: Page) -> None:
         self._put_off.pop(page.index, None)
         page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
@@ -451,6 +466,7 @@ class Pager:
         ticket, page.ticket = page.ticket, None
         if ticket.error is not None:
             self._failure = self._failure or ticket.error
+            self._unsaved[page.index] = ticket.error
             page.move(Residency.DIRTY)
             heir, page.heir = page.heir, None
             if heir is not None:
@@ -458,6 +474,7 @@ class Pager:
                 self._give_up_claim(heir)
             return
         self._store.written(page, ticket)
+        self._unsaved.pop(page.index, None)
         page.move(Residency.CLEAN)
         if page.heir is None:
             self._offer(page)
