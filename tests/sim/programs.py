@@ -137,9 +137,11 @@ def _sweep(run: Run, slices: list[Access]) -> None:
 
 def _commit(run: Run) -> None:
     for _ in range(PATIENCE):
-        if run.commit():
+        if run.commit(flush=run.random.random() < 0.5):
             return
         run.check()
+        run.engine.tick()
+        run.end_other_leases()
         run.faults.repair()
     raise SimulationError("a commit never succeeds, however often the drive is repaired")
 
@@ -188,7 +190,7 @@ def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
     elif dice < 0.84:
         run.flush()
     elif dice < 0.88:
-        run.commit()
+        run.commit(flush=random.random() < 0.5)
     elif dice < 0.91:
         run.pager.end_step()
     elif dice < 0.92 and not is_changing:

@@ -21,7 +21,7 @@ from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
-from swapper.core.store import Store
+from swapper.core.store import TURNS, Store
 from swapper.errors import BudgetError, IoError
 from swapper.stats import Stats
 
@@ -36,7 +36,7 @@ class SimulatedStore(Store):
 
     def __init__(self, engine: Engine, nbytes: int) -> None:
         self.turns: list[File] = []
-        super().__init__(engine, Path("/nonexistent"), [], nbytes, {})
+        super().__init__(engine, Path("/nonexistent"), [], nbytes, existing={}, turns=TURNS)
 
     def create_file(self, path: Path) -> File:
         self.turns.append(self._engine.create_file(path.name, self.nbytes))
@@ -196,15 +196,19 @@ class Run:
                 raise SimulationError(f"flush returned and has not written {left}")
         return True
 
-    def commit(self) -> bool:
-        """End a step's writing. False if a write failed."""
-        if not self.flush():
+    def commit(self, flush: bool = True) -> bool:
+        """Commit what is written, if all that nobody leases is. False if it is not, or a write failed."""
+        done: list[bool] = []
+        if flush and not self.flush():
             return False
-        writing = [p for p in self.pages if p.residency is Residency.WRITING]
-        if writing:
-            if not self.threads:
-                raise SimulationError(f"flush returned with writes in flight: {writing}")
+        if not self.attempt(lambda: done.append(self.pager.writes_are_done())) or not done[0]:
             return False
+        for page in self.pages:
+            if page.residency is Residency.WRITING:
+                raise SimulationError(f"writes are said to be done, but {page}")
+            stored = None if page.location is None else self._on_drive(page, page.location)
+            if page.leases == 0 and stored != self.content[page.index]:
+                raise SimulationError(f"writes are said to be done, but the drive has an old content of {page}")
         self.store.commit()
         for page in self.pages:
             if page.committed != page.location:
@@ -364,6 +368,10 @@ class Run:
             lease = self.acquire(access, other=True)
             if lease is not None and self.random.random() < 0.5:
                 self.release(lease)
+
+    def end_other_leases(self) -> None:
+        for lease in [lease for lease in self.leases if lease.other]:
+            self.release(lease)
 
     def make_way_for(self, access: Access) -> None:
         """Other threads give back what does not go together with `access`."""

@@ -142,8 +142,10 @@ def test_a_page_that_is_changed_again_soon_is_written_once():
 def test_what_was_put_off_is_written_at_the_end_of_the_step():
     cycle = [change("a", 0), change("b", 0)]
     run = make(2, 2, tuple(cycle))
-    pass_over(run, cycle[:1])
-    assert run.pages[0].residency is not Residency.CLEAN
+    lease = run.acquire(cycle[0])
+    run.change(lease)
+    run.release(lease)
+    assert run.pages[0].residency is Residency.DIRTY
     run.pager.end_step()
     assert run.pages[0].residency is Residency.WRITING
 
@@ -174,7 +176,6 @@ def test_leased_pages_stay_while_everything_else_comes_and_goes():
 
 def test_a_page_on_its_way_out_can_be_read_at_once_and_changed_only_when_it_is_out():
     run = make(2, 2)
-    pass_over(run, [change(None, 0)])
     run.release(_changed(run, 0))
     assert run.pages[0].residency is Residency.WRITING
     reader = run.acquire(use(None, 0))
@@ -345,6 +346,26 @@ def test_a_write_that_failed_is_told_by_whatever_is_asked_next():
         run.finish()
 
 
+def test_writes_are_not_done_before_all_that_was_changed_is_on_the_drive():
+    """Or a commit would name an old content: also of a page whose write failed, when that was told long ago."""
+    run = make(2, 2)
+    fail(run, "write", 0)
+    write(run, 0)
+    assert not run.pager.writes_are_done(), "it is in flight"
+    assert error_of(run, "flush").op == "write"
+    assert not run.pager.writes_are_done(), "it is in flight again"
+    assert error_of(run, "wait_for_writes").op == "write"
+    reader = run.acquire(use(None, 0))
+    run.faults.repair()
+    assert not run.pager.writes_are_done(), "it cannot be written while it is leased"
+    assert error_of(run, "wait_for_writes").op == "write"
+    run.release(reader)
+    run.pager.wait_for_writes()
+    assert run.pager.writes_are_done()
+    assert run.commit()
+    run.finish()
+
+
 @pytest.mark.parametrize("hurry", [IDLE, EAGER])
 def test_pages_that_cannot_be_written_fill_the_pool_and_it_is_the_drive_that_is_named(hurry):
     run = make(6, 2, hurry=hurry)
@@ -374,8 +395,9 @@ def test_what_was_queued_behind_a_failed_write_is_told_as_that_failure():
     cycle = [change("a", 0), use("b", 1)]
     run = make(2, 1, tuple(cycle))
     fail(run, "write", 0)
-    run.acquire(cycle[0])
-    run.release(run.leases[0])
+    lease = run.acquire(cycle[0])
+    run.change(lease)
+    run.release(lease)
     assert error_of(run, "acquire", cycle[1]).op == "write"
     assert run.pages[0].residency is Residency.DIRTY
     run.finish()
