@@ -1,0 +1,189 @@
+"""Commits and resume: what was committed is gone on from exactly, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e import killed_run
+from e2e.processes import run_python
+from swapper.checkpoint.commit import encode_commit, publish_commit, read_commit
+
+STEPS = 5
+
+
+def expected_losses(steps: int = STEPS) -> list[float]:
+    model, optimizer, scheduler = killed_run.make()
+    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
+
+
+def go(directory: Path, until: int, **options: Any) -> list[float]:
+    """Begin or go on with the run in `directory` until step `until`; returns the losses of the steps taken."""
+    manager_options = {key: options.pop(key) for key in ("commit_every", "fsync", "host_memory") if key in options}
+    manager_options = {"host_memory": killed_run.BUDGET, **manager_options}
+    model, optimizer, scheduler = killed_run.make()
+    losses = []
+    with swapper.SwapManager(directory, resume="auto", **manager_options) as manager:
+        placement = {"params": "nvme", "optimizer_state": "nvme", **options}
+        model, optimizer = manager.offload(model, optimizer, **placement)
+        manager.register(scheduler=scheduler)
+        while manager.step < until:
+            losses.append(killed_run.train_step(model, optimizer, scheduler, manager.step))
+    return losses
+
+
+def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(killed_run.__file__), tmp_path, 1, 12)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_a_closed_run_goes_on_exactly_with_its_scheduler(tmp_path: Path) -> None:
+    assert go(tmp_path, 2) + go(tmp_path, 4) + go(tmp_path, STEPS) == expected_losses()
+
+
+@pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])
+def test_every_way_to_commit_is_gone_on_from_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert go(tmp_path, 2, **options) + go(tmp_path, STEPS, **options) == expected_losses()
+
+
+def test_a_run_may_go_on_with_a_larger_budget(tmp_path: Path) -> None:
+    assert go(tmp_path, 2) + go(tmp_path, STEPS, host_memory="40MiB") == expected_losses()
+
+
+def test_only_what_was_committed_is_gone_on_from(tmp_path: Path) -> None:
+    go(tmp_path, 3, commit_every=2)
+    assert go(tmp_path, 3, commit_every=2) == expected_losses(3)[2:]
+
+
+def test_without_commits_a_run_begins_anew(tmp_path: Path) -> None:
+    go(tmp_path, 2, commit_every=None)
+    assert len(list(tmp_path.rglob("*.swap"))) == 1
+    assert go(tmp_path, 1, commit_every=None) == expected_losses(1)
+
+
+def test_parameters_in_memory_are_not_committed_for_free(tmp_path: Path) -> None:
+    go(tmp_path, 2, params="host")
+    assert read_commit(tmp_path / "rank-0-of-1") is None
+
+
+def test_fp32_masters_go_on_exactly(tmp_path: Path) -> None:
+    def steps(directory: Path, until: int) -> list[float]:
+        model, optimizer, scheduler = killed_run.make()
+        model = model.to(torch.bfloat16)
+        losses = []
+        with swapper.SwapManager(directory, host_memory=killed_run.BUDGET, resume="auto") as manager:
+            options: dict[str, Any] = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32}
+            model, optimizer = manager.offload(model, optimizer, **options)
+            manager.register(scheduler=scheduler)
+            while manager.step < until:
+                losses.append(killed_run.train_step(model, optimizer, scheduler, manager.step))
+        return losses
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "parts").mkdir()
+    assert steps(tmp_path / "parts", 2) + steps(tmp_path / "parts", STEPS) == steps(tmp_path / "whole", STEPS)
+
+
+def test_a_directory_with_a_run_is_refused_unless_resume_says_otherwise(tmp_path: Path) -> None:
+    go(tmp_path, 1)
+    with pytest.raises(swapper.DirectoryError, match=r"resume=.auto.*resume=.discard"):
+        swapper.SwapManager(tmp_path, host_memory=killed_run.BUDGET)
+    with swapper.SwapManager(tmp_path, host_memory=killed_run.BUDGET, resume="discard") as manager:
+        assert manager.step == 0
+        assert not list(tmp_path.rglob("*.swap"))
+
+
+def test_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    go(tmp_path, 1)
+    model = nn.Sequential(nn.Embedding(512, 192), nn.Linear(192, 512))
+    with swapper.SwapManager(tmp_path, host_memory="40MiB", resume="auto") as manager:
+        with pytest.raises(swapper.CheckpointError, match=r"only in the run: +9.weight param"):
+            manager.offload(model, torch.optim.AdamW(model.parameters()), params="nvme", optimizer_state="nvme")
+        assert torch.isfinite(model[0].weight).all()  # the model is as it was
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    go(tmp_path, 1)
+    model, _, _ = killed_run.make()
+    with swapper.SwapManager(tmp_path, host_memory=killed_run.BUDGET, resume="auto") as manager:
+        with pytest.raises(swapper.CheckpointError, match=r"optimizer torch\.optim\.adam\.Adam instead of"):
+            manager.offload(model, torch.optim.Adam(model.parameters()), params="nvme", optimizer_state="nvme")
+
+
+def test_another_placement_is_refused(tmp_path: Path) -> None:
+    go(tmp_path, 1)
+    with pytest.raises(swapper.CheckpointError, match="params='host', but the directory's run has params='nvme'"):
+        go(tmp_path, 2, params="host", host_memory="40MiB")
+
+
+def damage_record(run: Path) -> None:
+    record = run / "commit.pt"
+    content = bytearray(record.read_bytes())
+    content[len(content) // 3] ^= 1
+    record.write_bytes(content)
+
+
+def remove_file(run: Path) -> None:
+    next(run.glob("*.swap")).unlink()
+
+
+def cut_file(run: Path) -> None:
+    with next(run.glob("*.swap")).open("r+b") as file:
+        file.truncate(4096)
+
+
+def flip_byte_and_restart_the_system(run: Path) -> None:
+    """A crash of the system lost a write: another boot id, and one byte of a committed page is not what it was."""
+    record = read_commit(run)
+    assert record is not None
+    publish_commit(run, encode_commit(dataclasses.replace(record, boot_id="another")), durable=False)
+    with (run / record.files[record.sections[-1].files[0]]).open("r+b") as file:
+        file.seek(-5000, 2)
+        byte = file.read(1)[0]
+        file.seek(-5000, 2)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("harm", [damage_record, remove_file, cut_file, flip_byte_and_restart_the_system])
+def test_a_damaged_run_is_refused_with_a_remedy(tmp_path: Path, harm: Callable[[Path], None]) -> None:
+    go(tmp_path, 2)
+    harm(tmp_path / "rank-0-of-1")
+    with pytest.raises(swapper.CheckpointError, match="resume='discard'"):
+        go(tmp_path, 3)
+
+
+def test_after_a_restart_of_the_system_an_undamaged_run_goes_on(tmp_path: Path) -> None:
+    losses = go(tmp_path, 2)
+    run = tmp_path / "rank-0-of-1"
+    record = read_commit(run)
+    assert record is not None
+    publish_commit(run, encode_commit(dataclasses.replace(record, boot_id="another")), durable=True)
+    assert losses + go(tmp_path, STEPS) == expected_losses()
+
+
+def test_a_run_goes_on_from_a_copy_of_its_directory(tmp_path: Path) -> None:
+    losses = go(tmp_path, 2)
+    shutil.copytree(tmp_path / "rank-0-of-1", tmp_path / "copy" / "rank-0-of-1")
+    assert losses + go(tmp_path / "copy", STEPS) == expected_losses()
+
+
+def test_what_cannot_be_kept_is_refused_when_it_is_registered(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": object()}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("never loaded")
+
+    with swapper.SwapManager(tmp_path, host_memory=killed_run.BUDGET) as manager:
+        with pytest.raises(swapper.ConfigError, match="weights_only"):
+            manager.register(odd=Odd())
