@@ -101,7 +101,7 @@ def _pass(run: Run, random: Random, order: list[Access]) -> None:
         if random.random() < 0.05:
             continue
         if random.random() < 0.05:  # a Ctrl-C: the pass is abandoned, and goes on with the next
-            run.drop_leases()
+            run.drop_leases(kept=[lease for lease in run.leases if lease.other])
             root = _insist(run, root.access)
         _use(run, access)
         if random.random() < 0.1:
@@ -177,7 +177,7 @@ def _known_access(random: Random, pages: int, frames: int, key: int) -> Access:
 def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
     ready = [lease for lease in run.leases if lease.granted]
     asked = [lease for lease in run.leases if not lease.granted]
-    is_changing = any(lease.changed for lease in run.leases)
+    changing = [lease for lease in run.leases if lease.changed]
     dice = random.random()
     if dice < 0.40:
         _ask(run, random, known)
@@ -193,9 +193,9 @@ def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
         run.commit(flush=random.random() < 0.5)
     elif dice < 0.91:
         run.pager.end_step()
-    elif dice < 0.92 and not is_changing:
-        run.drop_leases()
-    elif dice < 0.925 and not is_changing:
+    elif dice < 0.92:
+        run.drop_leases(kept=[lease for lease in run.leases if lease.changed or random.random() < 0.3])
+    elif dice < 0.925 and not changing:
         run.discard()
     elif dice < 0.95:
         run.faults.repair()

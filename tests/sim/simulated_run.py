@@ -6,7 +6,7 @@ that the pager promises is compared with it, byte for byte, whatever order and w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -217,10 +217,10 @@ class Run:
                 self.committed[page.index] = (page.location, self._on_drive(page, page.location))
         return True
 
-    def drop_leases(self) -> None:
-        self.pager.drop_leases()
-        self.leases.clear()
-        self.unfilled.clear()
+    def drop_leases(self, kept: Sequence[Lease] = ()) -> None:
+        self.pager.drop_leases([lease.access for lease in kept])
+        self.leases = list(kept)
+        self.unfilled &= {index for lease in kept for index in lease.access.pages}
 
     def discard(self) -> None:
         self.engine.begin_request()

@@ -260,6 +260,17 @@ def test_dropped_leases_are_gone_wherever_their_pages_are():
     run.finish()
 
 
+def test_leases_that_are_kept_stay_when_the_others_are_dropped():
+    run = make(3, 3)
+    reader, same = run.acquire(use(None, 0, 1)), run.acquire(use(None, 1, 2))
+    run.drop_leases(kept=[same])
+    run.check()
+    pass_over(run, [use(None, 0)])
+    run.release(same)
+    with pytest.raises(InvariantError, match="not leased"):
+        run.pager.release(reader.access)
+
+
 def test_discard_forgets_leases_also_of_pages_that_are_not_in_memory():
     run = make(2, 2, hurry=EAGER)
     fail(run, "read", 0)
