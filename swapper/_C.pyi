@@ -7,6 +7,7 @@ do nothing, so that the child can exit. Numbers out of range or misaligned for m
 """
 
 import os
+from collections.abc import Mapping
 from typing import final
 
 @final
@@ -102,7 +103,7 @@ class File:
         read_only: bool = False,
         direct: bool | None = None,
     ) -> None:
-        """Opens `path`.
+        """Opens `path`, a regular file or a block device; anything else raises `IoError` at once, a FIFO included.
 
         Args:
             create: make it, with mode 0600; it must not exist.
@@ -116,11 +117,22 @@ class File:
     def direct(self) -> bool: ...
     @property
     def alignment(self) -> int:
-        """What offsets and lengths must be multiples of if `direct`, by statx; 4096 where the system does not say."""
+        """What offsets and lengths of direct transfers are multiples of, by statx; 4096 where the system does not say.
+
+        The engine takes any; where a read does not fit, it goes by way of a slot (see `Engine`).
+        """
 
     @property
     def memory_alignment(self) -> int:
-        """What addresses must be multiples of if `direct`."""
+        """What addresses of direct transfers are multiples of. The engine takes any."""
+
+    @property
+    def granule(self) -> int:
+        """What a write into a direct file should begin and end on a multiple of: 4096 or a filesystem block.
+
+        The rest of a write, less than a granule at its head and at its tail, goes through the page cache and from there to
+        the drive at once.
+        """
 
     @property
     def reason(self) -> str:
@@ -152,18 +164,42 @@ class Engine:
     and writes, each gets at most half. In each direction operations start in the order of submission, except that one
     that waits for another (`after`) lets later ones pass. The caller keeps the memory alive and, for writes,
     unchanged until the ticket is done. Submitting waits, without the GIL, while 4096 operations wait to be started.
+
+    Any address, any offset, any size. What direct I/O cannot take as it is goes chunk by chunk through a fixed ring of
+    slots, which the engine takes when it first needs them; edges of writes go through the page cache. A write changes
+    exactly its bytes and leaves exactly the file size that pwrite would, also beside other writes into the same sector.
     """
 
     def __init__(
-        self, *, backend: str = "auto", depth: int = 32, piece_bytes: int = 1 << 20, arena: Arena | None = None
+        self,
+        *,
+        backend: str = "auto",
+        depth: int = 32,
+        piece_bytes: int = 1 << 20,
+        arena: Arena | None = None,
+        staging_bytes: int = 32 << 20,
+        stage: bool | None = None,
+        chaos: Mapping[str, float] | None = None,
+        debug: bool = False,
     ) -> None:
         """Starts the engine.
 
         Args:
-            backend: "uring" (io_uring), "threads" (pread and pwrite), or "auto": the first of them that works here.
+            backend: "uring" (io_uring), "aio" (libaio's system calls), "threads" (pread and pwrite), or "auto": the first
+                of them that works here. "chaos", or "chaos:" and one of these names: that one, with troubles put in its way.
             depth: kernel calls in flight, 1 to 4096.
             piece_bytes: bytes of one kernel call, a multiple of 4096 up to 1 GiB.
             arena: memory to register with the kernel, if the backend can and may. The engine keeps it alive.
+            staging_bytes: the most memory that the ring of slots may take, at least 256 KiB; none until it is needed.
+            stage: True sends every transfer of a direct file through the slots, unless its memory is an arena or a window.
+                None does so where nothing else is safe: reads into other memory on kernels before 6.5, where a fork
+                under way could take bytes away.
+            chaos: seed and rates of troubles, each optional: "seed"; "short", "interrupt" (EINTR), "again" (EAGAIN),
+                "delay", "reorder", and the ones that fail operations, "eio" and "enospc", from 0 to 1. Without this, the
+                "chaos" backend has the first five at 0.1 and the others at 0, from seed 0. With it, any backend gets them.
+            debug: fail an operation whose memory was changed by someone else while it was in flight. For a write the
+                CRC-32 of its memory is compared; the memory of a read is filled with 0xA5 at once and checked before the
+                bytes that were read go there. Both from submission on, or from the end of `after`. Costs time.
 
         Raises:
             ConfigError: an option is out of range, or the backend asked for does not work here (with the reason).
@@ -177,13 +213,17 @@ class Engine:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of completed pieces, since the start."""
+        """Bytes of completed pieces, since the start; what was read only to round to sectors does not count."""
 
     @property
     def bytes_written(self) -> int: ...
     @property
     def in_flight(self) -> int:
         """Tickets that are not done."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that the ring of slots has taken so far: 0 until something needs it."""
 
     def read(
         self,
@@ -202,8 +242,8 @@ class Engine:
             checksum: compute the CRC-32 of the bytes, on the I/O thread; see `Ticket.crc32`.
 
         Raises:
-            IoError: misaligned for a direct file (EINVAL); file or engine closed (EBADF); forked child. What goes
-                wrong later is the ticket's error.
+            IoError: file or engine closed (EBADF); a range beyond what a file can hold (EINVAL); forked child. What
+                goes wrong later is the ticket's error.
         """
 
     def write(
@@ -216,7 +256,10 @@ class Engine:
         after: Ticket | None = None,
         checksum: bool = False,
     ) -> Ticket:
-        """Submits: memory at `address` to file[offset : offset + nbytes]. Otherwise as `read`."""
+        """Submits: memory at `address` to file[offset : offset + nbytes]. Otherwise as `read`.
+
+        Of two writes into the same bytes, neither of which waits for the other, either may come last.
+        """
 
     def drain(self) -> None:
         """Waits until all tickets are done. Does not raise for those that failed. Releases the GIL; Ctrl-C works."""
@@ -243,6 +286,36 @@ class Ticket:
     @property
     def error(self) -> Exception | None:
         """The `IoError` of a failed operation; None while pending, and when all is well."""
+
+    @property
+    def cancelled(self) -> bool:
+        """`cancel` was in time."""
+
+    def cancel(self) -> bool:
+        """Calls the operation off if it has not begun; gives whether it is called off.
+
+        The ticket is done very soon after, with an `IoError` that says so, and operations that wait for it fail too. Its
+        memory and its file are not touched.
+        """
+
+    def exception(self, timeout_s: float | None = None) -> Exception | None:
+        """Waits as `wait` does, and gives the `IoError` of a failed operation, or None, instead of raising it.
+
+        Raises:
+            TimeoutError: not done after `timeout_s` seconds.
+        """
+
+    def notify(self, fd: int) -> None:
+        """Adds 1 to the eventfd `fd` when the ticket is done; at once if it is.
+
+        This is how an event loop awaits it, without a thread: `fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)`,
+        `loop.add_reader(fd, callback)`, and `notify(fd)` for each ticket of interest. The callback calls `os.eventfd_read(fd)`
+        and then looks which tickets are `done`. One eventfd serves any number of tickets, of any engines; `fd` may be closed
+        at any time. Python code is never called from the I/O thread.
+
+        Raises:
+            IoError: `fd` is not an open descriptor, or there are no more to be had.
+        """
 
     @property
     def submitted_s(self) -> float:
