@@ -150,6 +150,8 @@ class SwapManager:
             return model, self._offload(model, optimizer, inventory, params, optimizer_state)
         except BaseException:
             self._release_resources()
+            self._model = None
+            self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
             raise
 
     def register(self, **objects: Any) -> None:
@@ -378,8 +380,8 @@ class SwapManager:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         self._model.check_gradients()
         self._model.abandon_pass()
+        self._committer.finish()  # the writes of the step before are long done
         try:
-            self._committer.finish()  # the writes of the step before are long done
             self._model.update()
             self._pager.end_step()
         except BaseException as error:

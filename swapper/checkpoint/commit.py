@@ -19,7 +19,7 @@ import torch
 from swapper.checkpoint.container import ContainerLayout, build_tail
 from swapper.core.layout import SectionPlan
 from swapper.directory import COMMIT_NAME
-from swapper.errors import CheckpointError
+from swapper.errors import CheckpointError, IoError
 
 FORMAT = 1
 _NO_PAYLOAD = ContainerLayout.plan([])
@@ -109,6 +109,15 @@ def publish_commit(directory: Path, data: bytes, durable: bool) -> None:
         durable: sync file and directory, so that the record survives a power loss.
     """
     temporary = directory / (COMMIT_NAME + ".partial")
+    try:
+        _publish(directory, temporary, data, durable)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        detail = "the step was taken but not committed; make room on the drive, and the next step will be"
+        raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
+
+
+def _publish(directory: Path, temporary: Path, data: bytes, durable: bool) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)

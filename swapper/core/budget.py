@@ -10,7 +10,7 @@ from swapper.core.layout import SECTOR_BYTES, choose_page_bytes, round_up
 from swapper.errors import BudgetError
 
 ARENA_ALIGNMENT_BYTES = 2 << 20
-"""Frames begin at a huge page."""
+"""Frames begin at a huge page, and an arena consists of whole ones."""
 
 SMALL_SECTION_BYTES = 64 << 10
 """A section this small (step counters) always stays in memory: a page of its own would waste a frame."""
@@ -54,7 +54,10 @@ def divide(
         if kept_bytes > host_bytes:
             raise _too_small(host_bytes, kept_bytes, kept_bytes, explain)
         return Budget(kept_bytes, SECTOR_BYTES, 0)
-    fitted = _fit(host_bytes - kept_bytes, paged, frames_needed, page_bytes)
+    pool_bytes = (
+        (host_bytes - kept_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
+    )  # the arena takes whole ones
+    fitted = _fit(pool_bytes, paged, frames_needed, page_bytes)
     if fitted is None:
         smallest = kept_bytes + _smallest_pool(paged, frames_needed, page_bytes)
         raise _too_small(host_bytes, smallest, kept_bytes, explain)
@@ -82,14 +85,14 @@ def _fit(
 
 
 def _smallest_pool(paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None) -> int:
-    low, high = 0, 2 * sum(paged) + (64 << 20)
+    low, high = 0, round_up(2 * sum(paged) + (64 << 20), ARENA_ALIGNMENT_BYTES)
     while _fit(high, paged, frames_needed, page_bytes) is None:
         high *= 2
-    while high - low > 1 << 20:
-        middle = (low + high) // 2
+    while high - low > ARENA_ALIGNMENT_BYTES:
+        middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
         fits = _fit(middle, paged, frames_needed, page_bytes) is not None
         low, high = (low, middle) if fits else (middle, high)
-    return round_up(high, 1 << 20)
+    return high
 
 
 def _too_small(host_bytes: int, smallest: int, kept: int, explain: str) -> BudgetError:

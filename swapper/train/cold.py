@@ -8,7 +8,9 @@ nn.MultiheadAttention does); anywhere else it raises, instead of reading memory 
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -35,23 +37,47 @@ class Keeper(Protocol):
         ...
 
 
-_keepers: dict[int, Keeper] = {}  # by id of the parameter, which its manager keeps alive until it is forgotten
+# By id of the parameter, which its manager keeps alive until it is forgotten.
+_keepers: dict[int, Keeper] = {}
+_guarded: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 def guard(parameter: nn.Parameter, keeper: Keeper) -> None:
     """From now on `set_cold` and `set_warm` may be used for `parameter`."""
     _keepers[id(parameter)] = keeper
+    _guarded[id(parameter)] = parameter
 
 
 def unguard(parameter: nn.Parameter) -> None:
     set_warm(parameter)
-    _keepers.pop(id(parameter), None)
+    _forget(parameter)
 
 
 def forsake(parameter: nn.Parameter) -> None:
     """Leave `parameter` cold for good. Nothing here may keep its manager's memory alive, nor mix it up with a later object."""
     set_cold(parameter)
+    _forget(parameter)
+
+
+def _forget(parameter: nn.Parameter) -> None:
     _keepers.pop(id(parameter), None)
+    _guarded.pop(id(parameter), None)
+
+
+def is_guarded(parameter: nn.Parameter) -> bool:
+    """True if `parameter` is a manager's."""
+    return _guarded.get(id(parameter)) is parameter
+
+
+def _forbid_in_child() -> None:
+    """In a forked child swapper's memory does not exist: no parameter of a manager may be touched, resident ones included."""
+    for parameter in list(_guarded.values()):
+        set_cold(parameter)
+    if _guarded:
+        _METADATA.difference_update(_getters("grad", "_grad"))  # gradients lie there too
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
 
 
 def set_cold(parameter: nn.Parameter) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.train.cold import is_cold
+from swapper.train.cold import is_cold, is_guarded
 from swapper.train.groups import Group, Unit, largest_working_set, partition
 from swapper.train.shadow import Shadow, StateKey, check_supported
 from swapper.train.slices import ParameterPlaces, Place, plan_slices
@@ -72,6 +74,7 @@ def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch
             updated = _updated_dtype(parameter, master_weights)
             if (index, updated) not in state_keys:
                 state_keys[index, updated] = shadow.discover_state(index, updated)
+            _check_state(name, optimizer.state.get(parameter, {}), state_keys[index, updated])
             state += _state_specs(name, parameter, updated, state_keys[index, updated])
         param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in group.parameters])
         state_plans += plan_group(group.index, "state", state)
@@ -157,7 +160,7 @@ def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
-        if is_cold(parameter):
+        if is_cold(parameter) or is_guarded(parameter):
             raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
@@ -182,6 +185,27 @@ def _check_model(model: nn.Module) -> None:
                 "with other strides torch would give other bits: set `parameter.data = parameter.data.contiguous()` before "
                 "manager.offload"
             )
+    _check_disjoint(model)
+
+
+def _check_disjoint(model: nn.Module) -> None:
+    """Refuse parameters that are different objects on the same memory: offload would part them, plain torch changes both."""
+    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in model.named_parameters() if p.numel())
+    for (_, end, name), (begin, _, other) in itertools.pairwise(places):
+        if begin < end:
+            raise UnsupportedError(
+                f"parameters {name} and {other} share memory without being one object: make them one "
+                "(`a.weight = b.weight`), or give each its own (`b.weight.data = b.weight.data.clone()`), before manager.offload"
+            )
+
+
+def _check_state(name: str, state: dict[str, Any], keys: Sequence[StateKey]) -> None:
+    known = {key.name for key in keys}
+    if state and state.keys() != known:
+        raise UnsupportedError(
+            f"the optimizer's state of {name} has {sorted(state)}, and its next step would keep {sorted(known)}: "
+            "offload it with the state that it made by itself, or with none"
+        )
 
 
 def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:

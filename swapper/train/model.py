@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from swapper.core.pager import Pager
 from swapper.core.section import Section
-from swapper.errors import StateError, UnsupportedError
+from swapper.errors import StateError
 from swapper.stats import Stats
 from swapper.train.cold import aliases
 from swapper.train.grads import HostGradients
@@ -88,7 +88,7 @@ class OffloadedModel:
         for section in self._state_sections:
             state_sections.setdefault(section.plan.group, []).append(section)
         for group in self._inventory.groups:
-            initial = {name: self._initial_state(name, parameter) for name, parameter in group.parameters}
+            initial = {name: self._initial_state(parameter) for name, parameter in group.parameters}
             for section in state_sections.get(group.index, ()) if fill else ():
                 self._fill(section, initial)
             for _, parameter in group.parameters:
@@ -240,14 +240,9 @@ class OffloadedModel:
         for trainable in self._trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
 
-    def _initial_state(self, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """What the user's optimizer has for `parameter` already, and its master."""
-        state = dict(self._optimizer.state.get(parameter, {}))
-        known = {kind for owner, kind in self._places if owner == name}
-        strange = state.keys() - known
-        if strange:
-            raise UnsupportedError(f"the optimizer's state of {name} has entries that swapper does not know: {strange}")
-        return {**state, "master": parameter.data}
+        return {**self._optimizer.state.get(parameter, {}), "master": parameter.data}
 
     def _fill(self, section: Section, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Give a state section its first content: by parameter's name and key, zeros where there is none."""

@@ -58,8 +58,7 @@ class GroupParameters:
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
             parameter.data = section.tensor(slot)
             self._addresses.append(parameter.data_ptr())
-            if self.paged:
-                guard(parameter, self._keeper)
+            guard(parameter, self._keeper)
         if self.paged:
             self._chill()
 
