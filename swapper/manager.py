@@ -25,7 +25,7 @@ from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_s
 from swapper.checkpoint.committer import Committer, steps_between_commits
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
-from swapper.checkpoint.snapshot import publish
+from swapper.checkpoint.snapshot import Publisher
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
 from swapper.core.budget import Budget, resident_bytes
 from swapper.core.layout import SECTOR_BYTES, round_up
@@ -224,13 +224,12 @@ class SwapManager:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         self._model.abandon_pass()
         self._pager.flush()
+        self._committer.commit_now(self._stats.step)
         content = self._model.checkpoint()
         content["registered"] = {name: value.state_dict() for name, value in self._registered.items()}
         content["swapper"] = {"format": 1, "step": self._stats.step}
-        publish(
-            target, content, self._sections, self._layout, self._pager, self._pool.address, self._engine,
-            self._store.create_file,
-        )  # fmt: skip
+        publisher = Publisher(self._sections, self._layout, self._pager, self._pool.address, self._engine, self._store)
+        publisher.publish(target, content)
         return target
 
     @property
@@ -292,7 +291,13 @@ class SwapManager:
         arena, frames_offset = self._attach_memory(self._sections, budget.pool_bytes)
         self._engine = _C.Engine(backend=self._backend, arena=arena)
         self._store = Store(
-            self._engine, self._directory.path, self._layout.headers(), self._layout.tail_offset, existing, turns
+            self._engine,
+            self._directory.path,
+            self._layout.headers(),
+            self._layout.tail_offset,
+            existing,
+            turns,
+            [piece for section in self._sections for piece in (section.pages or [section.piece])],
         )
         pages = [page for section in self._sections for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)

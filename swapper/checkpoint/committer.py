@@ -91,6 +91,12 @@ class Committer:
         if self._due is not None:
             self._publish()
 
+    def commit_now(self, step: int) -> None:
+        """Commit `step` now, if the run commits at all."""
+        if self._every is not None:
+            self._due = step
+        self.finish()
+
     def abandon(self) -> None:
         """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
         self._due = None
@@ -122,6 +128,7 @@ class Committer:
             self._store.written(piece, ticket)
         if self._durable:
             self._store.sync()
+        self._store.check_frozen()
         record, self._record, self._due = self._record, None, None
         data = encode_commit(CommitRecord(**{**vars(record), "files": self._store.names, "sections": self._places()}))
         publish_commit(self._directory, data, self._durable)

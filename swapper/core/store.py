@@ -3,12 +3,16 @@
 All files have one layout, and two of them are written in turns. A page's newest content is in file `location`; the last commit
 names file `committed` for it. A page is written to the turn that the commit does not name for it, so that what the commit names
 stays whole while a step is under way, at no extra I/O: a step rewrites what it touches anyway.
+
+[Note: frozen files] A file that was published as a snapshot by hard link is frozen: it is the user's too, and is never written
+again. Another takes its turn. It stays until no page needs it. On disk a frozen file is one that has no write permission or a
+second name, so that a run which goes on after a crash knows it without being told.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ class Store:
         nbytes: size of a file, without a tail.
         existing: names of the files of a run that goes on, by number; empty for a new run.
         turns: how many files are written in turns: TURNS, or 1 for a run that never commits.
+        pieces: everything that is stored: pages, and resident sections as a whole.
 
     Raises:
         IoError: the drive is full, or the directory refuses. Files that were created are removed again.
@@ -44,21 +49,25 @@ class Store:
         nbytes: int,
         existing: Mapping[int, str],
         turns: int,
+        pieces: Sequence[Page],
     ) -> None:
         self._engine = engine
         self._directory = directory
         self.nbytes = nbytes
         self._headers = list(headers)
+        self._pieces = pieces
         self._files: dict[int, Any] = {}
+        self._frozen: dict[int, tuple[int, int]] = {}  # by number: size and time of last change
+        self._preferred: int | None = None
         self._written: list[Page] = []  # since the last commit
         created: list[Path] = []
         try:
             for number, name in existing.items():
-                self._files[number] = self._open(directory / name)
-            while len(self._files) < turns:
+                self._open(number, directory / name)
+            while len(self._files) - len(self._frozen) < turns:
                 number = max(self._files, default=-1) + 1
-                path = directory / f"turn-{number}.swap"
-                path.unlink(missing_ok=True)  # of a run that was killed before its first commit
+                path = self._path(number)
+                path.unlink(missing_ok=True)  # of a run that was killed before a commit named it
                 self._files[number] = self.create_file(path)
                 created.append(path)
         except BaseException:
@@ -66,7 +75,7 @@ class Store:
             for path in created:
                 path.unlink(missing_ok=True)
             raise
-        self._turns = sorted(self._files)
+        self._turns = sorted(self._files.keys() - self._frozen.keys())
 
     @property
     def names(self) -> dict[int, str]:
@@ -120,6 +129,67 @@ class Store:
         for page in self._written:
             page.committed = page.location
         self._written.clear()
+        self.release_frozen()
+
+    # --- publishing a file ----------------------------------------------------------------------------------------
+
+    def newest(self) -> int:
+        """Return the number of the turn that has the newest content of the most bytes."""
+        nbytes = dict.fromkeys(self._turns, 0)
+        for piece in self._pieces:
+            if piece.location in nbytes:
+                nbytes[piece.location] += piece.nbytes
+        return max(nbytes, key=lambda number: nbytes[number])
+
+    def path(self, number: int) -> Path:
+        return Path(self._files[number].path)
+
+    def prefer(self, number: int | None) -> None:
+        """Until this is called with None, write to file `number` whatever the last commit does not have there."""
+        self._preferred = number
+
+    def replace(self, number: int) -> None:
+        """Have another file take the turn of file `number`, which is not written any more. [Note: frozen files]
+
+        Raises:
+            IoError: there is no room for another; nothing is changed.
+        """
+        successor = max(self._files) + 1
+        self._path(successor).unlink(missing_ok=True)
+        self._files[successor] = self.create_file(self._path(successor))
+        self._turns = sorted({*self._turns, successor} - {number})
+        self._note_frozen(number)
+
+    def freeze(self, number: int) -> None:
+        """File `number` is as the snapshot shall be: nobody writes to it any more."""
+        self.path(number).chmod(0o400)
+        self._note_frozen(number)
+
+    def _note_frozen(self, number: int) -> None:
+        """Remember what a frozen file looks like, so that a change by someone else is noticed."""
+        status = self.path(number).stat()
+        self._frozen[number] = (status.st_size, status.st_mtime_ns)
+
+    def check_frozen(self) -> None:
+        """Raise CheckpointError if a snapshot whose bytes the run still needs was changed by someone."""
+        for number, (nbytes, changed_ns) in self._frozen.items():
+            status = self.path(number).stat()
+            if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
+                raise CheckpointError(
+                    f"{self.path(number)} was changed from outside: it is the same file as a snapshot that was published by "
+                    "hard link. Restore the snapshot, or go on from another one with resume='discard'"
+                )
+
+    def release_frozen(self) -> None:
+        """Let go the frozen files that no page needs any more. The snapshot keeps its own name."""
+        if not self._frozen:
+            return
+        needed = {number for piece in self._pieces for number in (piece.location, piece.committed)}
+        for number in self._frozen.keys() - needed:
+            path = self.path(number)
+            self._files.pop(number).close()
+            del self._frozen[number]
+            path.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Have the drive keep what was written to it."""
@@ -131,11 +201,18 @@ class Store:
             file.close()
 
     def _target(self, page: Page) -> int:
+        if self._preferred in self._turns and self._preferred != page.committed:
+            return self._preferred
         return next(number for number in self._turns if number != page.committed)
 
-    def _open(self, path: Path) -> Any:
+    def _path(self, number: int) -> Path:
+        return self._directory / f"turn-{number}.swap"
+
+    def _open(self, number: int, path: Path) -> None:
+        """Open a file of a run that goes on. [Note: frozen files]"""
         try:
-            nbytes = path.stat().st_size
+            status = path.stat()
+            nbytes = status.st_size
         except FileNotFoundError:
             nbytes = -1
         if nbytes < self.nbytes:
@@ -144,7 +221,10 @@ class Store:
                 f"{path}, a swap file of the run, is {state}: the run cannot go on. "
                 "Say resume='discard' and load the last snapshot"
             )
-        return _C.File(str(path))
+        frozen = status.st_nlink > 1 or not status.st_mode & 0o222
+        self._files[number] = _C.File(str(path), read_only=frozen)
+        if frozen:
+            self._note_frozen(number)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

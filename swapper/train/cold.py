@@ -183,7 +183,7 @@ class ColdParameter(nn.Parameter):
             return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __format__(self, specification: str) -> str:
-        return repr(self) if not specification else super().__format__(specification)  # type: ignore[no-untyped-call]
+        return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal(self, _keepers.get(id(self)), "deepcopy")

@@ -1,0 +1,201 @@
+"""A snapshot has its bytes in common with a swap file: none is copied, and none is changed by the run that goes on."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e import killed_run
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class Run:
+    """A run in `directory`, made or gone on with."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.swap_files = directory / "rank-0-of-1"
+        model, optimizer, self.scheduler = killed_run.make()
+        if options.pop("freeze", False):
+            for parameter in list(model.parameters())[:5]:
+                parameter.requires_grad_(False)
+        self.manager = swapper.SwapManager(directory, host_memory=killed_run.BUDGET, resume="auto")
+        placement = {"params": "nvme", "optimizer_state": "nvme", **options}
+        self.model, self.optimizer = self.manager.offload(model, optimizer, **placement)
+        self.manager.register(scheduler=self.scheduler)
+
+    def train(self, steps: int) -> list[float]:
+        return [
+            killed_run.train_step(self.model, self.optimizer, self.scheduler, self.manager.step) for _ in range(steps)
+        ]
+
+    def names(self) -> list[str]:
+        return sorted(file.name for file in self.swap_files.glob("*.swap"))
+
+
+def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    run.manager._committer.finish()
+    written = run.manager.stats.bytes_written
+    path = run.manager.snapshot(tmp_path / "a.pt")
+    resident = sum(section.plan.nbytes for section in run.manager._sections if section.resident)
+    assert run.manager.stats.bytes_written - written == resident
+    assert path.stat().st_nlink == 2
+    assert path.stat().st_ino in {file.stat().st_ino for file in run.swap_files.glob("*.swap")}
+    run.manager.close()
+
+
+def test_training_on_does_not_change_it_and_lets_the_file_go(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(2)
+    paths = []
+    for number in range(3):
+        paths.append((run.manager.snapshot(tmp_path / f"{number}.pt"), run.manager.step))
+        before = [digest(path) for path, _ in paths]
+        run.train(3)
+        assert [digest(path) for path, _ in paths] == before
+    run.manager._committer.finish()
+    assert len(run.names()) == 2
+    assert all(path.stat().st_nlink == 1 for path, _ in paths)
+    for path, step in paths:
+        assert torch.load(path, weights_only=True)["swapper"]["step"] == step
+    run.manager.close()
+
+
+def test_a_run_that_goes_on_after_it_does_not_change_it(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    losses = first.train(2)
+    path = first.manager.snapshot(tmp_path / "a.pt")
+    first.manager.close()
+    before = digest(path)
+    second = Run(tmp_path)
+    losses += second.train(3)
+    second.manager.close()
+    assert digest(path) == before
+    model, optimizer, scheduler = killed_run.make()
+    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+
+
+def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Path) -> None:
+    run = Run(tmp_path, freeze=True)
+    run.train(2)
+    path = run.manager.snapshot(tmp_path / "a.pt")
+    run.train(3)
+    run.manager._committer.finish()
+    assert len(run.names()) == 3  # the frozen parameters are in the snapshot's file only
+    path.chmod(0o600)
+    with path.open("r+b") as file:
+        file.truncate(100_000)
+    with pytest.raises(swapper.CheckpointError, match="was changed from outside"):
+        run.train(2)
+    run.manager.close()
+
+
+def test_pages_of_another_file_are_brought_over(tmp_path: Path) -> None:
+    run = Run(tmp_path, freeze=True)
+    run.train(3)
+    path = run.manager.snapshot(tmp_path / "a.pt")
+    with run.manager.gather(run.model):
+        expected = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.manager.close()
+    loaded = torch.load(path, mmap=True)["model"]
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def mounted(directory: Path, *command: str) -> None:
+    done = subprocess.run(["mount", *command, str(directory)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small_drive(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem with room for two swap files of the run, and not for a third."""
+    model = killed_run.make()[0]
+    state_bytes = sum(parameter.nbytes for parameter in model.parameters()) * 3
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mounted(directory, "-t", "tmpfs", "-o", f"size={state_bytes * 5 // 2}", "tmpfs")
+    yield directory
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+
+
+def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> None:
+    run = Run(small_drive)
+    losses = run.train(2)
+    with pytest.raises(swapper.IoError) as failure:
+        run.manager.snapshot(small_drive / "a.pt")
+    assert failure.value.errno == errno.ENOSPC
+    assert [entry.name for entry in small_drive.iterdir()] == ["rank-0-of-1"]
+    losses += run.train(3)
+    run.manager.close()
+    model, optimizer, scheduler = killed_run.make()
+    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+
+
+def test_on_another_filesystem_it_is_copied(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    mounted(elsewhere, "-t", "tmpfs", "tmpfs")
+    try:
+        run = Run(tmp_path)
+        run.train(2)
+        path = run.manager.snapshot(elsewhere / "a.pt")
+        with run.manager.gather(run.model):
+            expected = {name: value.clone() for name, value in run.model.state_dict().items()}
+        run.manager.close()
+        loaded = torch.load(path, weights_only=True)["model"]
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+        assert path.stat().st_nlink == 1
+        del loaded
+    finally:
+        subprocess.run(["umount", "--lazy", str(elsewhere)], check=True)
+
+
+def test_where_the_filesystem_can_reflink_the_files_are_separate(tmp_path: Path) -> None:
+    image, drive = tmp_path / "image", tmp_path / "drive"
+    drive.mkdir()
+    with image.open("wb") as file:
+        file.truncate(512 << 20)
+    if shutil.which("mkfs.btrfs") is None:
+        pytest.skip("no filesystem that can reflink can be made here: mkfs.btrfs is missing")
+    subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True)
+    mounted(drive, "-o", "loop", str(image))
+    try:
+        run = Run(drive)
+        run.train(2)
+        path = run.manager.snapshot(drive / "a.pt")
+        assert path.stat().st_nlink == 1
+        before = digest(path)
+        run.train(3)
+        run.manager.close()
+        assert digest(path) == before
+        assert len(run.names()) == 2
+        torch.load(path, weights_only=True)
+    finally:
+        subprocess.run(["umount", "--lazy", str(drive)], check=True)
+
+
+def test_buffers_are_as_they_were_when_it_was_taken(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256))
+    with swapper.SwapManager(tmp_path, host_memory="8MiB") as manager:
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, _ = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        model(torch.randn(8, 256))
+        expected = model[1].running_mean.clone()
+        path = manager.snapshot(tmp_path / "a.pt")
+        model(torch.randn(8, 256))
+        assert torch.equal(torch.load(path)["model"]["1.running_mean"], expected)
