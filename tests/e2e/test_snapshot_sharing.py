@@ -101,7 +101,8 @@ def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Pa
         file.truncate(100_000)
     with pytest.raises(swapper.CheckpointError, match="was changed from outside"):
         run.train(2)
-    run.manager.close()
+    with pytest.raises(swapper.CheckpointError, match="was changed from outside"):
+        run.manager.close()
 
 
 def test_pages_of_another_file_are_brought_over(tmp_path: Path) -> None:
