@@ -12,10 +12,12 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
+from swapper.io import AioHandle, Operation
 from swapper.manager import SwapManager
 from swapper.stats import Stats
 
 __all__ = [
+    "AioHandle",
     "BudgetError",
     "CheckpointError",
     "ColdParameterError",
@@ -23,6 +25,7 @@ __all__ = [
     "DirectoryError",
     "InvariantError",
     "IoError",
+    "Operation",
     "StateError",
     "Stats",
     "SwapManager",

@@ -1,0 +1,6 @@
+"""Tensors to files and back: handles in DeepNVMe's shape over the engine, with a future for each operation."""
+
+from swapper.io.handle import AioHandle
+from swapper.io.operation import Operation
+
+__all__ = ["AioHandle", "Operation"]

@@ -1,0 +1,100 @@
+"""What a tensor's bytes are: its elements in row-major order, wherever and however they lie in memory.
+
+Pure. Decides whether a tensor is one run of host memory, which the engine can use as it is, or must be taken through
+staging memory piece by piece; and gives the pieces. A file holds exactly `numel * itemsize` bytes either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from swapper.errors import SwapperError, UnsupportedError
+
+
+def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
+    """Raises UnsupportedError for what has no plain bytes, or, if `writes_into`, cannot receive any."""
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"a tensor is needed, not {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "a nested" if tensor.is_nested else "a quantized" if tensor.is_quantized else f"a {tensor.layout}"
+        raise UnsupportedError(f"{kind} tensor has no single run of elements; transfer its parts")
+    device = tensor.device
+    if device.type == "meta":
+        raise UnsupportedError(
+            "a meta tensor has no memory; make a real one first (torch.empty_like(..., device='cpu'))"
+        )
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(f"a tensor on {device} cannot be transferred: torch finds no CUDA device here")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"tensors on {device} cannot be transferred; copy to the CPU first")
+    if writes_into and has_overlap(tensor):
+        raise UnsupportedError("an expanded tensor cannot be read into: several elements are one place in memory")
+
+
+def has_overlap(tensor: torch.Tensor) -> bool:
+    """Whether a dimension of several elements repeats one place in memory, as `expand` makes it."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def run_address(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor whose bytes lie in host memory in row-major order; None of any other.
+
+    Raises UnsupportedError for a tensor that has no memory behind it (a FakeTensor).
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    try:
+        return tensor.data_ptr()
+    except SwapperError:
+        raise
+    except RuntimeError as error:
+        raise UnsupportedError(f"this tensor has no memory of its own: {error}") from error
+
+
+def byte_count(tensor: torch.Tensor) -> int:
+    """Bytes of the elements, also of an expanded or strided view."""
+    return tensor.numel() * tensor.element_size()
+
+
+def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Views that together are the elements [start, stop) in row-major order; at most two a dimension and one more."""
+    if start >= stop:
+        return
+    if tensor.ndim == 0:
+        yield tensor
+        return
+    if tensor.ndim == 1:
+        yield tensor.narrow(0, start, stop - start)
+        return
+    row = prod(tensor.shape[1:])
+    first, skipped = divmod(start, row)
+    last, kept = divmod(stop, row)
+    if first == last:
+        yield from views_of_range(tensor.select(0, first), skipped, kept)
+        return
+    if skipped:
+        yield from views_of_range(tensor.select(0, first), skipped, row)
+        first += 1
+    if first < last:
+        yield tensor.narrow(0, first, last - first)
+    if kept:
+        yield from views_of_range(tensor.select(0, last), 0, kept)
+
+
+def copy_out(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
+    """Copies the elements [start, stop) of `tensor` to `flat`, a run of as many elements."""
+    at = 0
+    for view in views_of_range(tensor, start, stop):
+        flat.narrow(0, at, view.numel()).view(view.shape).copy_(view)
+        at += view.numel()
+
+
+def copy_in(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
+    """Copies `flat` to the elements [start, stop) of `tensor`."""
+    at = 0
+    for view in views_of_range(tensor, start, stop):
+        view.copy_(flat.narrow(0, at, view.numel()).view(view.shape))
+        at += view.numel()

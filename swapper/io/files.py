@@ -1,0 +1,120 @@
+"""Opening what a handle is asked to read or write: a path, or a descriptor that stays its caller's.
+
+A file is opened for each operation and shared by those in flight on it, no longer: a handle that kept files open would
+write into one that was removed meanwhile, and hold the space of deleted ones.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import threading
+from dataclasses import dataclass
+
+from swapper import _C
+from swapper.errors import ConfigError, IoError
+
+Target = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
+"""A path, or an open descriptor."""
+
+
+@dataclass
+class OpenFile:
+    """One open file and how many operations use it. Closed by the last of them."""
+
+    file: _C.File
+    key: tuple[int, int, bool]
+    is_regular: bool
+    users: int = 0
+
+
+class OpenFiles:
+    """The files with operations in flight, by inode and direction."""
+
+    def __init__(self, direct: bool | None = None) -> None:
+        self._direct = direct
+        self._files: dict[tuple[int, int, bool], OpenFile] = {}
+        self._lock = threading.Lock()
+
+    def open(self, target: Target, writing: bool) -> OpenFile:
+        """Opens `target`, making a missing file if `writing`. Give it back to `release`.
+
+        Raises:
+            IoError: as the system says, or EINVAL for what is neither a file nor a drive; EBADF for a descriptor that
+                is not open, or not in this direction.
+        """
+        path = _path_of(target, writing)
+        for _ in range(8):  # a file may come or go between looking and opening
+            status = _status(path, target, writing)
+            with self._lock:
+                shared = self._files.get((status.st_dev, status.st_ino, writing)) if status else None
+                if shared is not None:
+                    shared.users += 1
+                    return shared
+            try:
+                file = _C.File(path, create=status is None, read_only=not writing, direct=self._direct)
+            except IoError as error:
+                if error.errno == (errno.EEXIST if status is None else errno.ENOENT) and writing:
+                    continue
+                raise
+            return self._adopt(file, path, writing)
+        raise IoError("open", path, 0, 0, errno.EBUSY, "the file keeps appearing and disappearing")
+
+    def _adopt(self, file: _C.File, path: str, writing: bool) -> OpenFile:
+        try:
+            status = os.stat(path)  # noqa: PTH116 - paths may be descriptors under /proc
+        except OSError as error:
+            file.close()
+            raise IoError("open", path, 0, 0, error.errno or 0, "removed while it was opened") from error
+        opened = OpenFile(file, (status.st_dev, status.st_ino, writing), stat.S_ISREG(status.st_mode), users=1)
+        with self._lock:
+            self._files.setdefault(opened.key, opened)
+        return opened
+
+    def release(self, opened: OpenFile) -> None:
+        """Gives back what `open` gave. The engine keeps the descriptor until its transfers are done."""
+        with self._lock:
+            opened.users -= 1
+            if opened.users:
+                return
+            if self._files.get(opened.key) is opened:
+                del self._files[opened.key]
+        opened.file.close()
+
+
+def _path_of(target: Target, writing: bool) -> str:
+    if isinstance(target, bool):
+        raise ConfigError(f"{target!r} is neither a path nor a descriptor")
+    if not isinstance(target, int):
+        path = os.fsdecode(target)
+        if "\0" in path:
+            raise ConfigError(f"{path!r} is not a path: it contains a NUL")
+        return path
+    try:
+        mode = fcntl.fcntl(target, fcntl.F_GETFL) & os.O_ACCMODE
+    except (OSError, ValueError, OverflowError) as error:
+        raise IoError("open", f"descriptor {target}", 0, 0, errno.EBADF, "it is not open") from error
+    if mode == (os.O_RDONLY if writing else os.O_WRONLY):
+        missing = "writing" if writing else "reading"
+        raise IoError("open", f"descriptor {target}", 0, 0, errno.EBADF, f"it is not open for {missing}")
+    # Opened anew: the caller may close its own at once, and its flags and position are left alone.
+    return f"/proc/self/fd/{target}"
+
+
+def _status(path: str, target: Target, writing: bool) -> os.stat_result | None:
+    """What is at `path`; None of nothing that may be made. Opening a FIFO would wait for its other end: it is refused here."""
+    try:
+        status = os.stat(path)  # noqa: PTH116
+    except FileNotFoundError as error:
+        if writing and not isinstance(target, int):
+            return None
+        raise IoError("open", path, 0, 0, errno.ENOENT) from error
+    except OSError as error:
+        raise IoError("open", path, 0, 0, error.errno or errno.EIO) from error
+    if stat.S_ISDIR(status.st_mode):
+        raise IoError("open", path, 0, 0, errno.EISDIR)
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISBLK(status.st_mode)):
+        raise IoError("open", path, 0, 0, errno.EINVAL, "it is neither a file nor a drive")
+    return status

@@ -1,0 +1,63 @@
+"""Page-locked host tensors, one register for the whole process: what one handle makes, every handle knows.
+
+A tensor's memory is an arena of its own. It goes back to the system when the tensor and all its views are gone, freed
+or not; freeing earlier only takes it out of the register, so no one can be left with a view of memory that is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import weakref
+
+import torch
+
+from swapper import _C
+from swapper.errors import ConfigError, IoError
+
+_HUGE_BYTES = 2 << 20
+_locked_bytes: dict[int, int] = {}
+"""Address -> bytes. Changed by single operations of dict only: a finalizer may run between any two."""
+
+
+def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = True) -> torch.Tensor:
+    """A tensor of `elements` zeros in page-locked memory.
+
+    Raises:
+        ConfigError: a negative number of elements.
+        IoError: there is no such memory, or, with `must_lock`, the system refuses to lock it.
+    """
+    if isinstance(elements, bool) or not isinstance(elements, int) or elements < 0:
+        raise ConfigError(f"num_elem={elements!r} must be a number of elements, 0 or more")
+    nbytes = elements * dtype.itemsize
+    if nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    arena = _C.Arena(nbytes, huge_pages=nbytes >= _HUGE_BYTES)
+    if must_lock and not arena.locked:
+        reason = arena.lock_reason
+        arena.close()
+        remedy = "raise the limit (ulimit -l, LimitMEMLOCK=, docker --ulimit memlock=-1), or use strict=False"
+        raise IoError("mlock", "", 0, nbytes, errno.ENOMEM, f"{reason}; {remedy}")
+    memory = (ctypes.c_char * nbytes).from_buffer(arena.view(0, nbytes))
+    address = arena.address
+    arena.close()  # the view keeps the memory
+    _locked_bytes[address] = nbytes
+    weakref.finalize(memory, _forget, address).atexit = False
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def free_locked_tensor(tensor: torch.Tensor) -> bool:
+    """Takes a tensor of `new_locked_tensor` out of the register; False if it is not there."""
+    return _forget(tensor.data_ptr())
+
+
+def is_locked(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or the tensor that it is a view of, came from `new_locked_tensor` and is not freed."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return False
+    address = tensor.data_ptr()
+    return any(base <= address < base + nbytes for base, nbytes in list(_locked_bytes.items()))
+
+
+def _forget(address: int) -> bool:
+    return _locked_bytes.pop(address, None) is not None

@@ -1,0 +1,198 @@
+"""Tensors that the engine cannot use as they lie (strided, conjugated, on a CUDA device), chunk by chunk.
+
+A fixed ring of slots in page-locked memory, and one thread that copies: while a chunk is copied, those before it are on the drive.
+Memory stays the same however large the tensor. The ring is made at the first use.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.errors import IoError
+from swapper.io.elements import copy_in, copy_out
+
+SLOTS = 4
+SLOT_BYTES = 4 << 20
+
+Move = Callable[[int, int, int], _C.Ticket]
+"""(file offset, address, bytes) -> a ticket of the engine."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    address: int
+    memory: torch.Tensor
+
+
+class StagedTransfer:
+    """One tensor's way through the ring; a part of an operation."""
+
+    def __init__(self, future: Future[None], description: tuple[str, str, int, int]) -> None:
+        self._future = future
+        self._description = description
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    @property
+    def error(self) -> Exception | None:
+        if not self._future.done():
+            return None
+        if self._future.cancelled():
+            return IoError(*self._description, 0, "cancelled")
+        error = self._future.exception()
+        return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        over = threading.Event()
+        self._future.add_done_callback(lambda _: over.set())
+        if not over.wait(timeout_s):
+            return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    @property
+    def cancelled(self) -> bool:
+        return self._future.cancelled()
+
+    def cancel(self) -> bool:
+        return self._future.cancel()
+
+    def notify(self, fd: int) -> None:
+        own = os.dup(fd)  # the caller may close its own at any time
+
+        def tell(_: Future[None]) -> None:
+            os.eventfd_write(own, 1)
+            os.close(own)
+
+        self._future.add_done_callback(tell)
+
+
+class Staging:
+    """The ring and its thread. `close` waits for what was submitted."""
+
+    def __init__(self) -> None:
+        self._worker = ThreadPoolExecutor(1, "swapper-staging")
+        self._slots: list[Slot] = []
+
+    def write(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
+        """Writes the elements in row-major order from file offset `offset` on."""
+        ready = _event_of(tensor)
+        nbytes = tensor.numel() * tensor.element_size()
+        future = self._worker.submit(self._write, tensor.detach(), offset, move, ready)
+        return StagedTransfer(future, ("write", path, offset, nbytes))
+
+    def read(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
+        """Reads the elements in row-major order from file offset `offset` on."""
+        ready = _event_of(tensor)
+        nbytes = tensor.numel() * tensor.element_size()
+        future = self._worker.submit(self._read, tensor.detach(), offset, move, ready)
+        return StagedTransfer(future, ("read", path, offset, nbytes))
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True)
+        self._slots = []
+
+    def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
+        in_flight: deque[tuple[Slot, _C.Ticket]] = deque()
+        free = deque(self._ring())
+        with _beside(tensor, ready):
+            try:
+                for start, stop in _chunks(tensor):
+                    if not free:
+                        slot, ticket = in_flight.popleft()
+                        free.append(slot)
+                        ticket.wait()
+                    slot = free.popleft()
+                    flat = _typed(slot, tensor.dtype, stop - start)
+                    copy_out(tensor, start, stop, flat)
+                    at = offset + start * tensor.element_size()
+                    in_flight.append((slot, move(at, slot.address, flat.numel() * flat.element_size())))
+            finally:
+                _drain(in_flight)
+        for _, ticket in in_flight:
+            ticket.wait()
+
+    def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
+        in_flight: deque[tuple[Slot, _C.Ticket, int, int]] = deque()
+        chunks = _chunks(tensor)
+
+        def begin(slot: Slot) -> None:
+            for start, stop in chunks:
+                nbytes = (stop - start) * tensor.element_size()
+                ticket = move(offset + start * tensor.element_size(), slot.address, nbytes)
+                in_flight.append((slot, ticket, start, stop))
+                return
+
+        with _beside(tensor, ready):
+            try:
+                for slot in self._ring():
+                    begin(slot)
+                while in_flight:
+                    slot, ticket, start, stop = in_flight.popleft()
+                    ticket.wait()
+                    copy_in(tensor, start, stop, _typed(slot, tensor.dtype, stop - start))
+                    begin(slot)
+            finally:
+                _drain(in_flight)
+
+    def _ring(self) -> list[Slot]:
+        if not self._slots:
+            arena = _C.Arena(SLOTS * SLOT_BYTES)
+            memory = torch.frombuffer(arena.view(0, SLOTS * SLOT_BYTES), dtype=torch.uint8)
+            starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
+            self._slots = [Slot(arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
+        return self._slots
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of elements, each as many as fill a slot: SLOT_BYTES is a multiple of every element's size."""
+    per_slot = SLOT_BYTES // tensor.element_size()
+    for start in range(0, tensor.numel(), per_slot):
+        yield start, min(start + per_slot, tensor.numel())
+
+
+def _typed(slot: Slot, dtype: torch.dtype, elements: int) -> torch.Tensor:
+    return slot.memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
+
+
+def _drain(in_flight: deque[tuple[Slot, _C.Ticket]] | deque[tuple[Slot, _C.Ticket, int, int]]) -> None:
+    """Waits, whatever comes of it: slots must not be used again while the engine uses them."""
+    for entry in in_flight:
+        while not entry[1].done:
+            try:
+                entry[1].wait()
+            except IoError:
+                break
+
+
+# --- CUDA: a stream of the copying thread's own, behind what was queued when the operation was asked for -----------------
+
+
+def _event_of(tensor: torch.Tensor) -> Any:
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+
+
+@contextmanager
+def _beside(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
+    """Runs copies of a CUDA tensor on a stream beside the user's, and waits for them; of any other, does nothing."""
+    if ready is None:
+        yield
+        return
+    stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
