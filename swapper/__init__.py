@@ -12,7 +12,7 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
-from swapper.io import AioHandle, Operation
+from swapper.io import AioHandle, GdsHandle, Operation
 from swapper.manager import SwapManager
 from swapper.stats import Stats
 
@@ -23,6 +23,7 @@ __all__ = [
     "ColdParameterError",
     "ConfigError",
     "DirectoryError",
+    "GdsHandle",
     "InvariantError",
     "IoError",
     "Operation",

@@ -54,10 +54,18 @@ class StagedTransfer:
         error = self._future.exception()
         return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
 
-    def wait(self, timeout_s: float | None = None) -> bool:
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Waits until it is over, well or not. False if `timeout_s` seconds pass first."""
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
-        if not over.wait(timeout_s):
+        return over.wait(timeout_s)
+
+    def on_done(self, act: Callable[[], None]) -> None:
+        """Calls `act` when it is over, from the thread that ends it, or at once."""
+        self._future.add_done_callback(lambda _: act())
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        if not self.settle(timeout_s):
             return False
         if self.error is not None:
             raise self.error

@@ -1,0 +1,161 @@
+"""NVIDIA's cuFile (GPUDirect Storage), found when the program runs: no header and no library is needed to install swapper.
+
+`open_cufile` opens the library and the driver once, or says what is missing. A `CuFile` reads and writes device memory by
+blocking calls, which release the GIL; gds.py runs them in threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from swapper.errors import IoError, UnsupportedError
+
+NAMES = ("libcufile.so.0", "libcufile.so")
+_FD_TYPE = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
+_FIRST_ERROR = 5000  # CUFILEOP_BASE_ERR: below are errors of the system
+
+
+class _Status(ctypes.Structure):
+    _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
+
+
+class _HandleUnion(ctypes.Union):
+    _fields_ = (("fd", ctypes.c_int), ("pointer", ctypes.c_void_p))
+
+
+class _Descriptor(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("handle", _HandleUnion), ("operations", ctypes.c_void_p))
+
+
+class CuFile:
+    """The functions of one loaded libcufile, with their errors turned into Python's."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Opens the driver.
+
+        Raises:
+            UnsupportedError: the library lacks a function, or its driver does not open.
+        """
+        status, size, pointer, offset = _Status, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
+        declared = {
+            "cuFileDriverOpen": (status, []),
+            "cuFileHandleRegister": (status, [ctypes.POINTER(pointer), ctypes.POINTER(_Descriptor)]),
+            "cuFileHandleDeregister": (None, [pointer]),
+            "cuFileBufRegister": (status, [pointer, size, ctypes.c_int]),
+            "cuFileBufDeregister": (status, [pointer]),
+            "cuFileRead": (ctypes.c_ssize_t, [pointer, pointer, size, offset, offset]),
+            "cuFileWrite": (ctypes.c_ssize_t, [pointer, pointer, size, offset, offset]),
+        }
+        for name, (result, arguments) in declared.items():
+            function = getattr(library, name, None)
+            if function is None:
+                raise UnsupportedError(f"the cuFile library has no {name}: it is too old or not cuFile")
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+        opened = library.cuFileDriverOpen()
+        if opened.error != 0:
+            raise UnsupportedError(
+                f"cuFile's driver does not open: {_words(opened)} (is nvidia-fs or its compat mode on?)"
+            )
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        status = self._library.cuFileBufRegister(address, nbytes, 0)
+        if status.error != 0:
+            raise IoError("pin", "", 0, nbytes, 0, f"cuFileBufRegister: {_words(status)}")
+
+    def unregister_memory(self, address: int) -> bool:
+        return bool(self._library.cuFileBufDeregister(address).error == 0)
+
+    def open(self, path: str, writing: bool) -> CuFileFile:
+        flags = os.O_CLOEXEC | os.O_DIRECT | (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY)
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise IoError("open", path, 0, 0, error.errno or errno.EIO, "for cuFile") from error
+        handle = ctypes.c_void_p()
+        wanted = _Descriptor(type=_FD_TYPE, handle=_HandleUnion(fd=descriptor))
+        status = self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(wanted))
+        if status.error != 0:
+            os.close(descriptor)
+            raise IoError("open", path, 0, 0, errno.ENOTSUP, f"cuFileHandleRegister: {_words(status)}")
+        return CuFileFile(self._library, handle, descriptor, path)
+
+
+class CuFileFile:
+    """One file, registered with cuFile. `close` it when nothing uses it any more."""
+
+    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, descriptor: int, path: str) -> None:
+        self._library = library
+        self._handle = handle
+        self._descriptor = descriptor
+        self.path = path
+
+    def transfer(self, op: str, base: int, base_offset: int, offset: int, nbytes: int) -> None:
+        """Moves all `nbytes` between the file and the memory at `base` + `base_offset`, however often it comes up short.
+
+        Raises:
+            IoError: as cuFile says; errno 0 where the file ends too early.
+        """
+        call = self._library.cuFileRead if op == "read" else self._library.cuFileWrite
+        moved = 0
+        while moved < nbytes:
+            ctypes.set_errno(0)
+            count = call(self._handle, base, nbytes - moved, offset + moved, base_offset + moved)
+            if count > 0:
+                moved += count
+            elif count == 0:
+                raise IoError(
+                    op, self.path, offset + moved, nbytes, 0, "the file ends here" if op == "read" else "no progress"
+                )
+            elif ctypes.get_errno() != errno.EINTR:
+                number = ctypes.get_errno() if count == -1 else -count if -count < _FIRST_ERROR else 0
+                raise IoError(op, self.path, offset + moved, nbytes, number, f"cuFile says {count}")
+
+    def close(self) -> None:
+        self._library.cuFileHandleDeregister(self._handle)
+        os.close(self._descriptor)
+
+
+@functools.cache
+def open_cufile() -> CuFile:
+    """The cuFile of this machine.
+
+    Raises:
+        UnsupportedError: there is none; says which part is missing.
+    """
+    if not torch.cuda.is_available():
+        built = (
+            "this build of torch is without CUDA"
+            if torch.version.cuda is None
+            else "torch finds no CUDA device or driver"
+        )
+        raise UnsupportedError(f"GPUDirect Storage needs a CUDA device: {built}")
+    refusals = []
+    for place in _places():
+        try:
+            library = ctypes.CDLL(place, use_errno=True)
+        except OSError as error:
+            refusals.append(str(error))
+            continue
+        return CuFile(library)
+    raise UnsupportedError(
+        f"GPUDirect Storage needs NVIDIA's libcufile, which is not to be had: {refusals[0]}; "
+        "install the package libcufile of CUDA, or nvidia-cufile from PyPI"
+    )
+
+
+def _places() -> list[str]:
+    """The library by its names, as the system finds it, and in packages beside torch."""
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    return [*NAMES, *map(str, sorted(packages.glob("*/lib/libcufile.so*")))]
+
+
+def _words(status: _Status) -> str:
+    return f"error {status.error}" + (f", CUDA error {status.cuda_error}" if status.cuda_error else "")
