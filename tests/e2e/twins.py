@@ -199,11 +199,11 @@ def send_away(manager: swapper.SwapManager) -> None:
     pager.flush()
     while any(page.residency is not Residency.COLD for page in pager._pages):
         with pager._lock:
-            pager._settle()
+            pager._frames.settle()
             for page in pager._pages:
                 if page.residency is Residency.CLEAN:
                     assert page.leases == 0, page
-                    pager._evict(page)
+                    pager._frames.evict(page)
 
 
 def leased_pages(manager: swapper.SwapManager) -> list[Any]:

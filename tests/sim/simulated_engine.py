@@ -90,6 +90,7 @@ class File:
         self.path = path
         self.bytes = bytearray(b"\xee" * nbytes)
         self.direct = True
+        self.is_frozen = False  # it is a snapshot too
 
     def sync(self) -> None:
         pass

@@ -34,13 +34,20 @@ IN_MEMORY = (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
 class SimulatedStore(Store):
     """The real store, its files in memory."""
 
-    def __init__(self, engine: Engine, nbytes: int) -> None:
-        self.turns: list[File] = []
-        super().__init__(engine, Path("/nonexistent"), [], nbytes, existing={}, turns=TURNS)
+    def __init__(self, engine: Engine, nbytes: int, pages: list[Page]) -> None:
+        super().__init__(engine, Path("/nonexistent"), [], nbytes, existing={}, turns=TURNS, pieces=pages)
+
+    def file(self, number: int) -> File:
+        return self._files[number]
 
     def create_file(self, path: Path) -> File:
-        self.turns.append(self._engine.create_file(path.name, self.nbytes))
-        return self.turns[-1]
+        return self._engine.create_file(path.name, self.nbytes)
+
+    def _note_frozen(self, number: int) -> None:
+        self._frozen[number] = (0, 0)
+
+    def freeze(self, number: int) -> None:
+        self.file(number).is_frozen = True
 
 
 @dataclass(eq=False)
@@ -96,16 +103,16 @@ class Run:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
-        self.store = SimulatedStore(self.engine, nbytes)
+        self.store = SimulatedStore(self.engine, nbytes, self.pages)
         self.schedule = Schedule(cycle)
         pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count)
         self.pool = pool
         self.pager = pager_class(self.pages, pool, self.store, self.schedule, Stats())
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
-        self.committed: list[tuple[int, bytes] | None] = [None] * len(self.pages)  # file, bytes
+        self.committed: list[tuple[File, bytes] | None] = [None] * len(self.pages)  # by the last commit
+        self.published: list[tuple[File, bytes]] = []  # snapshots that share a swap file
         self.unfilled: set[int] = set()  # leased as fresh, and not written yet
-        self._files = {file.path: turn for turn, file in enumerate(self.store.turns)}
         self._at_offset = {page.file_offset: page for page in self.pages}
         self._requests_inside = 0  # by other threads, during the present one
         self.last_error: IoError | None = None
@@ -214,7 +221,31 @@ class Run:
             if page.committed != page.location:
                 raise SimulationError(f"{page} is not committed")
             if page.location is not None:
-                self.committed[page.index] = (page.location, self._on_drive(page, page.location))
+                self.committed[page.index] = (self.store.file(page.location), self._on_drive(page, page.location))
+        return True
+
+    def publish(self) -> bool:
+        """Make a swap file a snapshot, as checkpoint/snapshot.py does by hard link. False if the drive fails."""
+        number = self.store.newest()
+        self.store.prefer(number)
+        try:
+            for page in self.pages:
+                if page.location not in (None, number):
+                    access = Access(None, (page.index,), writes=frozenset({page.index}))
+                    if not self.attempt(self.pager.acquire, access):
+                        return False
+                    self.pager.release(access, access.writes)
+            if not self.flush():
+                return False
+        finally:
+            self.store.prefer(None)
+        for page in self.pages:
+            if page.location not in (None, number):
+                raise SimulationError(f"{page} was not brought over to file {number}")
+        file = self.store.file(number)
+        self.store.replace(number)
+        self.store.freeze(number)
+        self.published.append((file, bytes(file.bytes)))
         return True
 
     def drop_leases(self, kept: Sequence[Lease] = ()) -> None:
@@ -268,6 +299,8 @@ class Run:
     def check(self) -> None:
         """Raise unless everything is as the model says. Between requests only."""
         self.check_frames()
+        if any(file.bytes != content for file, content in self.published):
+            raise SimulationError("a snapshot was changed")
         changed = {i for lease in self.leases if lease.changed for i in lease.access.writes}
         counts = [0] * len(self.pages)
         for lease in self.leases:
@@ -295,7 +328,7 @@ class Run:
         stored = None if page.location is None else self._on_drive(page, page.location)
         if page.residency is Residency.WRITING and page.heir is not None:
             # The frame is promised: once the write has ended, and before the pager knows, the heir's bytes come in.
-            if content not in (self.look(page.index), self._on_drive(page, self._files[page.ticket.file.path])):
+            if content not in (self.look(page.index), _part_of(page.ticket.file, page)):
                 raise SimulationError(f"{page} is neither in memory nor on the drive")
         elif page.residency in IN_MEMORY:
             if page.index not in self.unfilled and self.look(page.index) != content:
@@ -305,13 +338,15 @@ class Run:
         if page.residency is Residency.CLEAN and not is_being_changed and self.look(page.index) != stored:
             raise SimulationError(f"{page} is not what the drive has")
         committed = self.committed[page.index]
-        if committed is not None and self._on_drive(page, committed[0]) != committed[1]:
+        if committed is not None and _part_of(committed[0], page) != committed[1]:
             raise SimulationError(f"what the last commit names of {page} was changed")
 
     def _check_target(self, file: File, offset: int) -> None:
         committed = self.committed[self._at_offset[offset].index]
-        if committed is not None and committed[0] == self._files[file.path]:
+        if committed is not None and committed[0] is file:
             raise SimulationError(f"{self._at_offset[offset]} is written to the file that the last commit names")
+        if file.is_frozen:
+            raise SimulationError(f"{self._at_offset[offset]} is written to a snapshot")
 
     def finish(self) -> None:
         """The drive works again: all that was ever written is there, on the drive and for everybody who asks."""
@@ -348,7 +383,7 @@ class Run:
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
 
     def _on_drive(self, page: Page, turn: int) -> bytes:
-        return bytes(self.store.turns[turn].bytes[page.file_offset : page.file_offset + page.nbytes])
+        return _part_of(self.store.file(turn), page)
 
     def _let_others_run(self) -> None:
         """Somebody waits: with luck another thread asks for something meanwhile, and perhaps keeps its lease."""
@@ -385,6 +420,10 @@ class Run:
         writes = frozenset(i for i in pages if self.random.random() < 0.4)
         fresh = frozenset(i for i in writes if self.random.random() < 0.4)
         return Access(None, tuple(pages), fresh, writes)
+
+
+def _part_of(file: File, page: Page) -> bytes:
+    return bytes(file.bytes[page.file_offset : page.file_offset + page.nbytes])
 
 
 def _sections(section_pages: list[int], random: Random) -> tuple[list[Section], int]:

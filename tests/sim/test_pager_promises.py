@@ -47,7 +47,7 @@ def write(run: Run, *pages: int) -> None:
 def fail(run: Run, op: str, *pages: int) -> None:
     """From now on `op` fails for these pages, until run.faults.repair()."""
     for index in pages:
-        for file in run.store.turns:
+        for file in run.store._files.values():
             run.faults._broken[op, file.path, run.pages[index].file_offset] = errno.EIO
 
 
@@ -148,6 +148,35 @@ def test_what_was_put_off_is_written_at_the_end_of_the_step():
     assert run.pages[0].residency is Residency.DIRTY
     run.pager.end_step()
     assert run.pages[0].residency is Residency.WRITING
+
+
+def test_what_was_put_off_is_written_when_the_run_takes_another_way():
+    cycle = [change("a", 0), change("b", 0), use("c", 1), use("d", 2)]
+    run = make(3, 3, tuple(cycle))
+    lease = run.acquire(cycle[0])
+    run.change(lease)
+    run.release(lease)
+    assert run.pages[0].residency is Residency.DIRTY
+    pass_over(run, cycle[3:])
+    assert run.pages[0].residency is not Residency.DIRTY
+
+
+def test_pages_of_a_new_order_are_asked_for_as_soon_as_it_is_known():
+    cycle = [use(index, index) for index in range(8)]
+    run = make(8, 4, tuple(cycle), EAGER)
+    pass_over(run, cycle[4:])
+    assert {4, 5, 6}.isdisjoint(in_memory(run))
+    run.pager.end_step()
+    assert {4, 5, 6} <= in_memory(run)
+
+
+def test_a_long_run_remembers_no_more_than_it_needs():
+    cycle = [use("a", 0), use("b", 1), use("c", 2)]
+    run = make(3, 3, tuple(cycle))
+    for _ in range(100):
+        pass_over(run, cycle)
+        assert len(run.pager._frames._leavers) <= 8 * 3 + 65
+    run.finish()
 
 
 def test_where_the_run_departs_from_the_schedule_the_new_order_is_followed_from_the_next_step_on():

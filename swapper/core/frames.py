@@ -1,0 +1,259 @@
+"""Pages and frames: which page has which frame, and every move between them and the store.
+
+Knows no order of use and waits for nothing: the pager decides what moves, under its lock, and calls this. What the engine has
+finished is taken note of by `settle`, which everything that looks at residency calls first.
+
+[Note: promised frames] When the frame of a WRITING page is promised, that page's `heir` is the page that will get it, and the
+heir is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame
+changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the heir COLD.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from swapper.core.pool import Pool
+from swapper.core.residency import Residency
+from swapper.core.section import Page
+from swapper.errors import InvariantError, IoError
+
+
+class Frames:
+    """Owns the frames and the residency of every page. All methods are called with the pager's lock held.
+
+    Args:
+        pages: all pages of the run, each at its own index.
+        pool: the frames.
+        store: where pages live (read, write, written).
+
+    Attributes:
+        in_flight: pages with a ticket, by index, oldest first.
+        unsaved: by index of a page, why its last write failed, until one succeeds.
+    """
+
+    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any) -> None:
+        self._pages = pages
+        self._pool = pool
+        self._store = store
+        self.in_flight: dict[int, Page] = {}
+        self.unsaved: dict[int, IoError] = {}
+        # Pages that may leave, farthest next use first: (-next use, index). Entries may be stale; see _is_evictable.
+        self._leavers: list[tuple[int, int]] = []
+        self._failure: IoError | None = None  # of a write, not yet told to anyone
+
+    @property
+    def free_count(self) -> int:
+        return self._pool.free_count
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def claim(self, page: Page, fresh: bool, leaver: Page | None) -> None:
+        """Give `page` a frame and submit its read; a frame for fresh data is not read.
+
+        Args:
+            page: COLD.
+            fresh: its content is about to be made.
+            leaver: whose frame it gets, as `pop_leaver` returned it; None if a frame is free.
+        """
+        frame: int | None = None
+        if leaver is None:
+            frame = self._pool.take()
+        elif leaver.residency is Residency.CLEAN:
+            self.evict(leaver)
+            frame, leaver = self._pool.take(), None
+        after = None if leaver is None else leaver.ticket
+        address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
+        try:
+            page.ticket = after if fresh else self._store.read(page, address, after=after)
+        except BaseException:
+            if leaver is None:
+                self._pool.give(frame)  # type: ignore[arg-type]
+            else:
+                self.offer(leaver)
+            raise
+        if leaver is None:
+            page.frame = frame
+        else:  # [Note: promised frames]
+            leaver.heir, page.predecessor = page, leaver
+        page.fresh = fresh
+        page.error = None
+        page.move(Residency.READING)
+        if page.ticket is not None:
+            self.in_flight[page.index] = page
+
+    def give_up_claim(self, page: Page) -> None:
+        """Take the frame, or the promise of one, from a READING page whose read failed or is not wanted."""
+        page.move(Residency.COLD)
+        page.fresh = False
+        page.ticket = None
+        self.in_flight.pop(page.index, None)
+        if page.predecessor is not None:
+            page.predecessor.heir = None
+            self.offer(page.predecessor)
+            page.predecessor = None
+        elif page.frame is not None:
+            self._pool.give(page.frame)
+            page.frame = None
+
+    def fill_fresh(self, page: Page) -> None:
+        """A frame that was claimed for fresh data is free of its past: make it usable, all zeros."""
+        self._end_transfer(page)
+        page.move(Residency.DIRTY)
+        self._map(page)
+        page.section.memory[page.offset : page.offset + page.nbytes].zero_()  # gaps between tensors are zero on disk
+
+    def read_after_all(self, page: Page) -> None:
+        """A frame was claimed for fresh data, but the old content is wanted."""
+        self._end_transfer(page)
+        page.fresh = False
+        page.ticket = self._store.read(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self.in_flight[page.index] = page
+
+    def write(self, page: Page) -> None:
+        """Submit the write of a DIRTY page; its frame may be promised meanwhile."""
+        page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        page.move(Residency.WRITING)
+        self.in_flight[page.index] = page
+        self.offer(page)
+
+    def evict(self, page: Page) -> None:
+        """Let a CLEAN page go, or throw a DIRTY one away."""
+        page.move(Residency.COLD)
+        self._unmap(page)
+        self._pool.give(page.frame)  # type: ignore[arg-type]
+        page.frame = None
+
+    # --- who leaves next ------------------------------------------------------------------------------------------
+
+    def offer(self, page: Page) -> None:
+        """Note that `page` may leave, if it may."""
+        if self._is_evictable(page):
+            heapq.heappush(self._leavers, (-page.next_use, page.index))
+        if len(self._leavers) > 8 * self._pool.frame_count + 64:  # mostly stale entries of near uses
+            live = [(-p.next_use, p.index) for p in self._pages if self._is_evictable(p)]
+            heapq.heapify(live)
+            self._leavers = live
+
+    def offer_anew(self, next_use: Callable[[int], int]) -> None:
+        """All next uses have changed: find them again."""
+        self._leavers.clear()
+        for page in self._pages:
+            if page.residency is not Residency.COLD:
+                page.next_use = next_use(page.index)
+                self.offer(page)
+
+    def pop_leaver(self, position: int) -> Page | None:
+        """Take the page with the farthest next use off the list, if that use is later than `position`."""
+        while self._leavers:
+            negated_use, index = self._leavers[0]
+            page = self._pages[index]
+            if -negated_use != page.next_use or not self._is_evictable(page):
+                heapq.heappop(self._leavers)
+                continue
+            if page.next_use <= position:
+                return None
+            heapq.heappop(self._leavers)
+            return page
+        return None
+
+    def _is_evictable(self, page: Page) -> bool:
+        return page.leases == 0 and (
+            page.residency is Residency.CLEAN or (page.residency is Residency.WRITING and page.heir is None)
+        )
+
+    # --- taking note of what the engine finished ------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
+        finished = [page for page in self.in_flight.values() if page.ticket.done]
+        for page in finished:
+            if page.residency is Residency.WRITING:
+                self._settle_write(page)
+        for page in finished:
+            if page.residency is Residency.READING and page.predecessor is None and not page.fresh:
+                self._settle_read(page)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure of a write that nobody was told of."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _settle_write(self, page: Page) -> None:
+        del self.in_flight[page.index]
+        ticket, page.ticket = page.ticket, None
+        if ticket.error is not None:
+            self._failure = self._failure or ticket.error
+            self.unsaved[page.index] = ticket.error
+            page.move(Residency.DIRTY)
+            heir, page.heir = page.heir, None
+            if heir is not None:
+                heir.predecessor = None
+                self.give_up_claim(heir)
+            return
+        self._store.written(page, ticket)
+        self.unsaved.pop(page.index, None)
+        page.move(Residency.CLEAN)
+        if page.heir is None:
+            self.offer(page)
+            return
+        heir, page.heir = page.heir, None
+        page.move(Residency.COLD)
+        self._unmap(page)
+        heir.frame, page.frame = page.frame, None
+        heir.predecessor = None
+        if heir.fresh:
+            heir.ticket = None
+            del self.in_flight[heir.index]
+
+    def _settle_read(self, page: Page) -> None:
+        if page.ticket.error is not None:
+            # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
+            page.error = page.ticket.error if page.leases else None
+            self.give_up_claim(page)
+            return
+        del self.in_flight[page.index]
+        page.ticket = None
+        page.move(Residency.CLEAN)
+        self._map(page)
+        self.offer(page)
+
+    def _end_transfer(self, page: Page) -> None:
+        page.ticket = None
+        self.in_flight.pop(page.index, None)
+
+    def _map(self, page: Page) -> None:
+        page.section.window.map(page.offset, self._pool.offset(page.frame), page.nbytes)  # type: ignore[arg-type]
+
+    def _unmap(self, page: Page) -> None:
+        page.section.window.unmap(page.offset, page.nbytes)
+
+    # --- for people and tests -------------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """Return a dump of leases, frames and tickets, for a person."""
+        counts = {state.name: 0 for state in Residency}
+        for page in self._pages:
+            counts[page.residency.name] += 1
+        leased = [repr(page) for page in self._pages if page.leases][:20]
+        return (
+            f"{self._pool.free_count} of {self._pool.frame_count} frames free; pages: "
+            + ", ".join(f"{count} {name}" for name, count in counts.items())
+            + f"; {len(self.in_flight)} in flight; leased: "
+            + ("; ".join(leased) or "none")
+        )
+
+    def check(self) -> None:
+        """Raise InvariantError unless frames are conserved and belong to one page each."""
+        held = [page for page in self._pages if page.frame is not None]
+        frames = [page.frame for page in held]
+        if len(set(frames)) != len(frames):
+            raise InvariantError(f"a frame belongs to two pages: {self.describe()}")
+        if len(frames) + self._pool.free_count != self._pool.frame_count:
+            raise InvariantError(f"frames were lost: {self.describe()}")
+        for page in self._pages:
+            promised = page.predecessor is not None
+            if (page.frame is None) != (page.residency is Residency.COLD or promised):
+                raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
