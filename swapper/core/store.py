@@ -60,6 +60,7 @@ class Store:
         self._frozen: dict[int, tuple[int, int]] = {}  # by number: size and time of last change
         self._preferred: int | None = None
         self._written: list[Page] = []  # since the last commit
+        self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[Path] = []
         try:
             for number, name in existing.items():
@@ -115,12 +116,13 @@ class Store:
 
     def write(self, page: Page, address: int) -> Any:
         """Submit a write of `page` from memory at `address`; returns its ticket, which carries the CRC-32."""
-        file = self._files[self._target(page)]
+        self._targets[page] = self._target(page)
+        file = self._files[self._targets[page]]
         return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=True)
 
     def written(self, page: Page, ticket: Any) -> None:
         """Note that `ticket`, a write of `page`, is done."""
-        page.location = self._target(page)
+        page.location = self._targets[page]
         page.crc32 = ticket.crc32
         self._written.append(page)
 
