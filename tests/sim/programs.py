@@ -50,7 +50,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
         _sweep(run, [part for part in slices if random.random() > random.choice([0, 0, 0, 0.2])])
         run.pager.end_step()
         run.check()
-        if random.random() < 0.2:
+        if random.random() < 0.4:
             _publish(run)
     run.finish()
     return run
@@ -150,10 +150,10 @@ def _commit(run: Run) -> None:
 
 def _publish(run: Run) -> None:
     """A snapshot at a step boundary. If the drive fails, there is none."""
-    run.end_other_leases()
-    _commit(run)
     run.others_run = False
-    run.publish()
+    run.end_other_leases()
+    if run.commit():
+        run.publish()
     run.others_run = run.threads
     run.check()
 
@@ -209,9 +209,9 @@ def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
         run.drop_leases(kept=[lease for lease in run.leases if lease.changed or random.random() < 0.3])
     elif dice < 0.925 and not changing:
         run.discard()
-    elif dice < 0.93 and not run.leases:
-        if run.commit():
-            run.publish()
+    elif dice < 0.945 and not changing:
+        run.drop_leases()
+        _publish(run)
     elif dice < 0.95:
         run.faults.repair()
     else:

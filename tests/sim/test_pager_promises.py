@@ -340,6 +340,32 @@ def test_a_page_goes_to_the_file_that_the_last_commit_does_not_name():
     assert named == [0, 1, 0, 1]
 
 
+def test_a_snapshot_is_never_written_again_and_the_run_goes_on_beside_it():
+    run = make(3, 3)
+    for _ in range(4):
+        assert run.publish()
+        write(run, 0)
+        assert run.commit()
+        write(run, 1)
+        assert run.commit()
+    assert len(run.published) == 4
+    run.finish()
+
+
+def test_a_snapshot_that_fails_leaves_the_run_as_it_was():
+    """Pages on their way to the snapshot's file arrive there, though nothing new goes there any more."""
+    run = make(20, 20)
+    assert run.publish()
+    for _ in range(2):
+        write(run, 0)
+        assert run.commit()
+    pass_over(run, [use(None, *range(20))])
+    fail(run, "write", 10)
+    assert not run.publish()
+    assert any(page.residency is Residency.WRITING for page in run.pages)
+    run.finish()
+
+
 # --- a drive that fails -----------------------------------------------------------------------------------------------
 
 
