@@ -51,6 +51,11 @@ def free_locked_tensor(tensor: torch.Tensor) -> bool:
     return _forget(tensor.data_ptr())
 
 
+def free_locked_address(address: int) -> bool:
+    """As `free_locked_tensor`, by the address of the tensor's first byte."""
+    return _forget(address)
+
+
 def is_locked(tensor: torch.Tensor) -> bool:
     """Whether the tensor, or the tensor that it is a view of, came from `new_locked_tensor` and is not freed."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:

@@ -1,0 +1,216 @@
+"""Puts swapper's engine behind DeepSpeed's `AsyncIOBuilder().load()`, `GDSBuilder().load()` and `PinMemoryBuilder().load()`.
+
+    import swapper.integrations.deepspeed
+    swapper.integrations.deepspeed.install()      # before deepspeed.initialize
+
+or, for a program that is not to be changed, and all processes that it starts:
+
+    python -m swapper.integrations.deepspeed train.py --deepspeed_config ds.json
+
+DeepSpeed then builds no operator: neither a compiler nor libaio is needed. Whatever goes wrong raises `swapper.IoError`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from swapper.errors import UnsupportedError
+from swapper.io import AioHandle, GdsHandle
+from swapper.io.cufile import open_cufile
+from swapper.io.files import Target
+from swapper.io.locked import free_locked_address, free_locked_tensor, is_locked, new_locked_tensor
+
+logger = logging.getLogger("swapper.deepspeed")
+
+AUTOSTART = "SWAPPER_DEEPSPEED"
+"""Set in the environment: processes install swapper when they import deepspeed."""
+_BUILDERS = {"AsyncIOBuilder": "async_io", "GDSBuilder": "gds", "PinMemoryBuilder": "pin_memory"}
+_undo: list[tuple[Any, str, Any]] = []
+_ABSENT = object()
+
+
+def install() -> None:
+    """Makes DeepSpeed load swapper's operators from now on, in this process. A second call does nothing.
+
+    Handles that DeepSpeed made before stay what they are: call it before `deepspeed.initialize`.
+
+    Raises:
+        UnsupportedError: deepspeed is not installed, or has no AsyncIOBuilder.
+    """
+    if _undo:
+        return
+    try:
+        import deepspeed
+        import deepspeed.ops.op_builder as builders
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+    except ImportError as error:
+        raise UnsupportedError(f"DeepSpeed cannot be imported: {error}") from error
+    if not hasattr(builders, "AsyncIOBuilder"):
+        raise UnsupportedError(
+            f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder; it is newer than swapper knows"
+        )
+    for name, operator in _BUILDERS.items():
+        found = getattr(builders, name, None)
+        if found is None:
+            continue
+        if getattr(found, "NAME", None) == operator:
+            _patch(found, operator)
+        else:  # DeepSpeed's stand-in for what this accelerator lacks, shared by several names
+            builder = _builder(operator)
+            _replace(name, found, builder)
+            _set_item(ALL_OPS, operator, builder())
+    probed = vars(deepspeed.ops).get("__compatible_ops__")
+    if probed is not None:
+        for operator in _BUILDERS.values():
+            _set_item(probed, operator, _is_compatible(operator))
+    logger.info("DeepSpeed %s uses swapper's engine", deepspeed.__version__)
+
+
+def uninstall() -> None:
+    """Takes `install` back, for builders that load after this."""
+    while _undo:
+        thing, name, before = _undo.pop()
+        if isinstance(thing, dict):
+            if before is _ABSENT:
+                del thing[name]
+            else:
+                thing[name] = before
+        elif before is _ABSENT:
+            delattr(thing, name)
+        else:
+            setattr(thing, name, before)
+
+
+def _patch(builder: Any, operator: str) -> None:
+    """Overrides on the class itself, so that everyone who has imported it is served."""
+    _set(builder, "load", lambda self, verbose=False: _operator(operator))
+    _set(builder, "is_compatible", lambda self, verbose=False: _is_compatible(operator))
+
+
+def _builder(operator: str) -> type:
+    class SwapperBuilder:
+        NAME = operator
+
+        def load(self, verbose: bool = False) -> Any:
+            return _operator(operator)
+
+        def is_compatible(self, verbose: bool = False) -> bool:
+            return _is_compatible(operator)
+
+    return SwapperBuilder
+
+
+def _replace(name: str, before: Any, after: type) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "deepspeed" and vars(module).get(name) is before:
+            _set(module, name, after)
+
+
+def _set(thing: Any, name: str, value: Any) -> None:
+    _undo.append((thing, name, vars(thing).get(name, _ABSENT)))
+    setattr(thing, name, value)
+
+
+def _set_item(thing: dict[str, Any], name: str, value: Any) -> None:
+    _undo.append((thing, name, thing.get(name, _ABSENT)))
+    thing[name] = value
+
+
+def _is_compatible(operator: str) -> bool:
+    if operator != "gds":
+        return True
+    try:
+        open_cufile()
+    except UnsupportedError:
+        return False
+    return True
+
+
+# --- the operators ------------------------------------------------------------------------------------------------------
+
+
+class _PinHandle:
+    """DeepSpeed's pin_handle: page-locked memory without a handle for I/O."""
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        return new_locked_tensor(num_elem, example_tensor.dtype)
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        return free_locked_tensor(locked_tensor)
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        return free_locked_address(address)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
+
+
+def aio_read(
+    buffer: torch.Tensor,
+    filename: Target,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """DeepSpeed's module function: reads at once, by a handle of its own. Returns 0."""
+    with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
+        return handle.read(buffer, filename, validate)
+
+
+def aio_write(
+    buffer: torch.Tensor,
+    filename: Target,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """DeepSpeed's module function: writes at once. Returns 0."""
+    with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
+        return handle.write(buffer, filename, validate)
+
+
+def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
+    """Copies all of `src` to `dest`, of any strides. Returns 0."""
+    dest.copy_(src)
+    return 0
+
+
+def _operator(name: str) -> Any:
+    operator: Any = ModuleType(f"swapper_{name}", "DeepSpeed's operator, by swapper.")
+    if name == "pin_memory":
+        operator.pin_handle = _PinHandle
+        return operator
+    operator.aio_read, operator.aio_write, operator.deepspeed_memcpy = aio_read, aio_write, deepspeed_memcpy
+    if name == "gds":
+        operator.gds_handle = GdsHandle
+    else:
+        operator.aio_handle = AioHandle
+    return operator
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Becomes `python ARGUMENTS` with swapper behind DeepSpeed, there and in every Python that it starts."""
+    arguments = arguments[1:] if arguments[:1] == ["--"] else arguments
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("usage: python -m swapper.integrations.deepspeed SCRIPT | -m MODULE [ARGUMENT ...]", file=sys.stderr)
+        raise SystemExit(0 if arguments else 2)
+    start = str(Path(__file__).parent / "autostart")
+    paths = [start, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, AUTOSTART: "1", "PYTHONPATH": os.pathsep.join(paths)}
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *arguments], environment)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
