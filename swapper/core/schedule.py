@@ -9,11 +9,15 @@ cycle at the end of the step.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 NEVER = 1 << 62
 """The next use of a page that the schedule does not know."""
+
+LONGEST_STEP = 1 << 18
+"""Of more accesses than this in one step the last ones are recorded: a long evaluation between two steps is not a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Schedule:
 
     def __init__(self, cycle: Sequence[Access]) -> None:
         self._position = 0
-        self._recording: list[Access] = []
+        self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
         self._install(cycle)
 
     @property
@@ -76,7 +80,8 @@ class Schedule:
 
     def end_step(self) -> bool:
         """The step is over: what was recorded becomes the cycle. Returns True if that changed anything."""
-        recorded, self._recording = self._recording, []
+        recorded = list(self._recording)
+        self._recording.clear()
         if not recorded or recorded == list(self._cycle):
             return False
         self._install(recorded)

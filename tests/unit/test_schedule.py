@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+import swapper.core.schedule as schedule_module
 from swapper.core.schedule import NEVER, Access, Schedule
 
 PAGES = range(6)
@@ -151,6 +152,17 @@ def test_a_key_used_twice_is_found_at_its_next_place():
     schedule = Schedule(cycle)
     assert [schedule.advance(access) for access in (cycle[0], cycle[2], cycle[3])] == [True, False, True]
     assert schedule.position == 4
+
+
+def test_evaluations_without_end_are_not_remembered_without_end(monkeypatch):
+    monkeypatch.setattr(schedule_module, "LONGEST_STEP", 5)
+    cycle = [use("a", 0), use("b", 1)]
+    schedule = Schedule(cycle)
+    for _ in range(100):
+        schedule.advance(cycle[0])
+    schedule.advance(cycle[1])
+    assert schedule.end_step()
+    assert list(schedule.cycle) == [cycle[0]] * 4 + [cycle[1]]
 
 
 def test_a_schedule_that_knows_nothing_expects_nothing():
