@@ -10,7 +10,7 @@ import os
 import pytest
 from programs import train, wander
 
-SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "100")))
+SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "60")))
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one thread", "threads"])
