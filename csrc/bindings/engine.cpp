@@ -4,13 +4,16 @@
 #include "io/engine.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <map>
 #include <mutex>
 #include <vector>
 
 #include "bindings/handles.h"
+#include "io/backend_chaos.h"
 
 using namespace nanobind::literals;
 
@@ -112,15 +115,36 @@ TicketHandle submit_transfer(const EngineHandle& self, const FileHandle& file, s
   return submit(self, std::move(request));
 }
 
+void check_ticket(const TicketHandle& self, const char* op) {
+  const Ticket& ticket = *self.ticket;
+  if (!ticket.is_usable()) throw IoError(op, "", 0, ticket.nbytes(), 0, "used in a forked child");
+}
+
 bool wait_ticket(const TicketHandle& self, std::optional<double> timeout_s) {
   Ticket& ticket = *self.ticket;
   if (!ticket.finished()) {
-    if (!ticket.is_usable()) throw IoError("wait", "", 0, ticket.nbytes(), 0, "used in a forked child");
+    check_ticket(self, "wait");
     const auto attempt = [&](Clock::duration patience) { return ticket.wait_for(patience); };
     if (!wait_in_slices(attempt, timeout_s)) return false;
   }
   if (ticket.error()) throw IoError(*ticket.error());
   return true;
+}
+
+nb::object ticket_error(const TicketHandle& self) {
+  if (!self.ticket->finished() || !self.ticket->error()) return nb::none();
+  return to_python_error(*self.ticket->error());
+}
+
+nb::object ticket_exception(const TicketHandle& self, std::optional<double> timeout_s) {
+  try {
+    if (wait_ticket(self, timeout_s)) return nb::none();
+  } catch (const IoError&) {
+    if (!self.ticket->finished()) throw;  // a forked child
+    return ticket_error(self);
+  }
+  PyErr_SetString(PyExc_TimeoutError, "the transfer is still under way");
+  throw nb::python_error();
 }
 
 std::uint32_t ticket_crc32(const TicketHandle& self) {
@@ -131,9 +155,19 @@ std::uint32_t ticket_crc32(const TicketHandle& self) {
   return ticket.crc32();
 }
 
-nb::object ticket_error(const TicketHandle& self) {
-  if (!self.ticket->finished() || !self.ticket->error()) return nb::none();
-  return to_python_error(*self.ticket->error());
+EngineOptions engine_options(const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
+                             const ArenaHandle* arena, std::uint64_t staging_bytes, std::optional<bool> stage,
+                             const std::optional<std::map<std::string, double>>& chaos, bool debug) {
+  EngineOptions options;
+  options.backend = backend;
+  options.depth = depth;
+  options.piece_bytes = piece_bytes;
+  if (arena != nullptr) options.arena = arena->get("engine");
+  options.staging_bytes = staging_bytes;
+  options.stage = stage;
+  if (chaos) options.chaos = parse_chaos(*chaos);
+  options.debug = debug;
+  return options;
 }
 
 }  // namespace
@@ -150,22 +184,39 @@ void bind_engine(nb::module_& module) {
                      if (!self.ticket->finished()) throw nb::value_error("not finished yet: wait() first");
                      return seconds(self.ticket->completed());
                    })
-      .def("wait", &wait_ticket, "timeout_s"_a = nb::none());
+      .def("wait", &wait_ticket, "timeout_s"_a = nb::none())
+      .def("exception", &ticket_exception, "timeout_s"_a = nb::none())
+      .def_prop_ro("cancelled", [](const TicketHandle& self) { return self.ticket->cancelled(); })
+      .def("cancel",
+           [](const TicketHandle& self) {
+             check_ticket(self, "cancel");
+             return self.ticket->cancel();
+           })
+      .def(
+          "notify",
+          [](const TicketHandle& self, int fd) {
+            check_ticket(self, "notify");
+            self.ticket->notify(fd);
+          },
+          "fd"_a);
 
   nb::class_<EngineHandle>(module, "Engine")
       .def(
           "__init__",
           [](EngineHandle* self, const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
-             const ArenaHandle* arena) {
-            EngineOptions options{backend, depth, piece_bytes, nullptr};
-            if (arena != nullptr) options.arena = arena->get("engine");
+             const ArenaHandle* arena, std::uint64_t staging_bytes, std::optional<bool> stage,
+             const std::optional<std::map<std::string, double>>& chaos, bool debug) {
+            const EngineOptions options =
+                engine_options(backend, depth, piece_bytes, arena, staging_bytes, stage, chaos, debug);
             const nb::gil_scoped_release released;  // registering the arena takes time
             auto engine = std::make_shared<Engine>(options);
             remember(engine);
             new (self) EngineHandle{std::move(engine)};
           },
           nb::kw_only(), "backend"_a = "auto", "depth"_a = 32, "piece_bytes"_a = std::uint64_t{1} << 20,
-          "arena"_a = nb::none())
+          "arena"_a = nb::none(), "staging_bytes"_a = std::uint64_t{32} << 20, "stage"_a = nb::none(),
+          "chaos"_a = nb::none(), "debug"_a = false)
+      .def_prop_ro("staging_bytes", [](const EngineHandle& self) { return self.engine->staging_bytes(); })
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })
       .def_prop_ro("reason", [](const EngineHandle& self) { return self.engine->reason(); })
       .def("read", &submit_transfer<Direction::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,

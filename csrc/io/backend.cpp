@@ -2,7 +2,13 @@
 // makers.
 #include "io/backend.h"
 
+#include <fcntl.h>
+
+#include <cerrno>
+#include <utility>
+
 #include "base/error.h"
+#include "io/backend_chaos.h"
 
 namespace swapper {
 namespace {
@@ -30,11 +36,9 @@ ChosenBackend first_that_works(const BackendOptions& options) {
   throw ConfigError("no backend works on this machine: " + refusals);
 }
 
-}  // namespace
-
-ChosenBackend choose_backend(const std::string& name, const BackendOptions& options) {
+ChosenBackend choose_plain(const std::string& name, const BackendOptions& options) {
   if (name == "auto") return first_that_works(options);
-  std::string known = "\"auto\"";
+  std::string known = "\"auto\", \"chaos\"";
   for (const Maker& maker : kMakers) {
     known += std::string(", \"") + maker.name + "\"";
     if (name != maker.name) continue;
@@ -47,6 +51,29 @@ ChosenBackend choose_backend(const std::string& name, const BackendOptions& opti
     }
   }
   throw ConfigError("unknown backend \"" + name + "\"; there are " + known);
+}
+
+}  // namespace
+
+ChosenBackend choose_backend(const std::string& name, const BackendOptions& options,
+                             const std::optional<ChaosOptions>& chaos) {
+  const std::string prefix = "chaos:";
+  const bool named = name == "chaos" || name.starts_with(prefix);
+  if (!named && !chaos) return choose_plain(name, options);
+  const std::string inner = name == "chaos" ? "auto" : named ? name.substr(prefix.size()) : name;
+  ChosenBackend chosen = choose_plain(inner, options);
+  chosen.backend = make_chaos_backend(std::move(chosen.backend), chaos.value_or(ChaosOptions{}));
+  chosen.name = prefix + chosen.name;
+  chosen.reason = "chaos around " + chosen.reason;
+  return chosen;
+}
+
+std::int64_t flush_range(const Transfer& transfer) {
+  constexpr unsigned kWaitForAll =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  const int result = ::sync_file_range(transfer.fd, static_cast<off64_t>(transfer.offset),
+                                       static_cast<off64_t>(transfer.nbytes), kWaitForAll);
+  return result == 0 ? 0 : -errno;
 }
 
 }  // namespace swapper

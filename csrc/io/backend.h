@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -20,16 +21,27 @@ namespace swapper {
 // All backends, in the order in which "auto" tries them.
 #define SWAPPER_BACKENDS(X) \
   X(uring)                  \
+  X(aio)                    \
   X(threads)
 
+enum class Command : std::uint8_t {
+  read,
+  write,
+  flush,  // the page cache's dirty bytes in the range to the drive; the result is 0, or a negative errno
+};
+
 struct Transfer {
-  Direction direction;
+  Command command;
   int fd;
   std::uint64_t offset;
   std::byte* address;
   std::uint32_t nbytes;
-  std::uint32_t slot;  // comes back with the result
+  std::uint32_t slot;       // comes back with the result
+  std::uint32_t alignment;  // of the offset: a sector, or 1
 };
+
+// What every backend without an asynchronous one does for Command::flush. Gives 0 or a negative errno.
+std::int64_t flush_range(const Transfer& transfer);
 
 struct Completion {
   std::uint32_t slot;
@@ -74,7 +86,21 @@ struct ChosenBackend {
   std::string reason;
 };
 
-// Makes the backend called `name`, or for "auto" the first that works. Throws ConfigError with the reason.
-ChosenBackend choose_backend(const std::string& name, const BackendOptions& options);
+// Seed and rates, from 0 to 1, of the troubles that backend_chaos.h makes.
+struct ChaosOptions {
+  std::uint64_t seed = 0;
+  double brief = 0.1;  // short transfers
+  double interrupt = 0.1;
+  double again = 0.1;
+  double delay = 0.1;
+  double reorder = 0.1;
+  double eio = 0;
+  double enospc = 0;
+};
+
+// Makes the backend called `name`, or for "auto" the first that works; with "chaos" or "chaos:<name>", or
+// with `chaos`, the chaos backend around it. Throws ConfigError with the reason.
+ChosenBackend choose_backend(const std::string& name, const BackendOptions& options,
+                             const std::optional<ChaosOptions>& chaos = std::nullopt);
 
 }  // namespace swapper

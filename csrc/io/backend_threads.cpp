@@ -95,8 +95,9 @@ class ThreadsBackend final : public Backend {
   }
 
   static std::int64_t perform(const Transfer& transfer) {
+    if (transfer.command == Command::flush) return flush_range(transfer);
     const auto offset = static_cast<off_t>(transfer.offset);
-    const ssize_t count = transfer.direction == Direction::read
+    const ssize_t count = transfer.command == Command::read
                               ? ::pread(transfer.fd, transfer.address, transfer.nbytes, offset)
                               : ::pwrite(transfer.fd, transfer.address, transfer.nbytes, offset);
     return count >= 0 ? count : -errno;

@@ -12,6 +12,8 @@
 
 #include "base/align.h"
 #include "base/error.h"
+#include "io/watch.h"
+#include "memory/owned.h"
 
 namespace swapper {
 namespace {
@@ -19,6 +21,7 @@ namespace {
 // Operations that wait at one time before submitters are made to wait.
 constexpr std::size_t kInboxOps = 4096;
 constexpr std::uint32_t kMostDepth = 4096;
+constexpr std::uint64_t kLeastStagingBytes = 4 * kSlotUnitBytes;
 constexpr std::uint64_t kMostPieceBytes = std::uint64_t{1} << 30;  // a kernel call's result is an int
 
 void check_options(const EngineOptions& options) {
@@ -30,29 +33,14 @@ void check_options(const EngineOptions& options) {
     throw ConfigError("piece_bytes is a multiple of 4096 up to 1 GiB, not " +
                       std::to_string(options.piece_bytes));
   }
+  if (options.staging_bytes < kLeastStagingBytes) {
+    throw ConfigError("staging_bytes is at least 262144, not " + std::to_string(options.staging_bytes));
+  }
 }
 
 [[noreturn]] void refuse(const Request& request, int code, std::string detail) {
   throw IoError(name_of(request.direction), request.file->path(), request.offset, request.nbytes, code,
                 std::move(detail));
-}
-
-void check_alignment(const Request& request) {
-  // Here is the place for bounce slots: a request that does not fit could go through an aligned slot of the
-  // arena.
-  const File& file = *request.file;
-  if (!file.direct()) return;
-  if (!is_aligned(request.offset, file.alignment()) || !is_aligned(request.nbytes, file.alignment())) {
-    refuse(request, EINVAL,
-           "direct I/O on this file needs offset and nbytes in multiples of " +
-               std::to_string(file.alignment()));
-  }
-  const auto address = reinterpret_cast<std::uint64_t>(request.address);
-  if (!is_aligned(address, file.memory_alignment())) {
-    refuse(request, EINVAL,
-           "direct I/O on this file needs memory aligned to " + std::to_string(file.memory_alignment()) +
-               ", and the address is " + std::to_string(address));
-  }
 }
 
 void check_request(const Request& request) {
@@ -62,7 +50,6 @@ void check_request(const Request& request) {
   if (!in_range(request.offset, request.nbytes, std::numeric_limits<std::int64_t>::max())) {
     refuse(request, EINVAL, "the range ends beyond what a file can hold");
   }
-  check_alignment(request);
 }
 
 }  // namespace
@@ -72,8 +59,13 @@ struct Engine::Start {
 };
 
 Engine::Engine(const EngineOptions& options)
-    : depth_(options.depth), piece_bytes_(options.piece_bytes), inbox_(std::make_shared<Inbox>(kInboxOps)) {
+    : depth_(options.depth),
+      piece_bytes_(options.piece_bytes),
+      stage_(options.stage),
+      debug_(options.debug),
+      inbox_(std::make_shared<Inbox>(kInboxOps)) {
   check_options(options);
+  staging_ = choose_staging(options.staging_bytes, piece_bytes_, depth_);
   Start start;
   std::future<void> result = start.result.get_future();
   {
@@ -102,7 +94,7 @@ void Engine::run(const EngineOptions& options, Start& start) {
   pthread_setname_np(pthread_self(), "swapper-io");
   ChosenBackend chosen;
   try {
-    chosen = choose_backend(options.backend, {options.depth, options.arena});
+    chosen = choose_backend(options.backend, {options.depth, options.arena}, options.chaos);
     backend_ = chosen.name;
     reason_ = chosen.reason;
     inbox_->set_bell([backend = chosen.backend.get()] { backend->wake(); });
@@ -116,9 +108,10 @@ void Engine::run(const EngineOptions& options, Start& start) {
 }
 
 // The order of the steps matters: new pieces reach the drive (the reap begins them) before this thread spends
-// time on a checksum, one piece at a time, so that checksums hide behind transfers.
+// time on a copy or a checksum, a little at a time, so that those hide behind transfers.
 void Engine::serve(Backend& backend) {
-  Scheduler scheduler(backend, inbox_, totals_, depth_);
+  Staging staging(staging_, staging_bytes_);
+  Scheduler scheduler(backend, inbox_, totals_, staging, depth_);
   std::vector<std::shared_ptr<Op>> ops;
   std::vector<Completion> completions(depth_);
   while (!inbox_->may_leave()) {
@@ -126,19 +119,37 @@ void Engine::serve(Backend& backend) {
     if (inbox_->is_abandoned()) scheduler.abandon();
     scheduler.accept(ops);
     scheduler.fill();
-    const bool wait = !scheduler.has_checksums() && inbox_->may_sleep();
+    const bool wait = !scheduler.has_work() && inbox_->may_sleep();
     const std::size_t count = backend.reap(completions, wait);
     scheduler.complete(std::span<const Completion>(completions).first(count));
     scheduler.fill();
-    scheduler.checksum_one();
+    scheduler.work();
   }
+}
+
+// Transfers that go through slots though their alignment would not ask for it: all reads in debug mode (see
+// watch.h); into memory that a fork may take away; or what the user says.
+bool Engine::must_stage(const Request& request) const {
+  const bool reading = request.direction == Direction::read;
+  if (debug_ && reading) return true;
+  if (!request.file->direct()) return false;
+  if (!stage_.value_or(reading && !kernel_keeps_memory_at_fork())) return false;
+  return !is_owned(request.address, request.nbytes);
 }
 
 std::shared_ptr<Op> Engine::prepare(Request request) {
   check_process(name_of(request.direction));
   check_request(request);
+  const Plan plan = make_plan(
+      request.direction, request.offset, reinterpret_cast<std::uint64_t>(request.address), request.nbytes,
+      request.file->demands(), {piece_bytes_, staging_.slot_bytes}, must_stage(request));
+  if (plan.has_edges()) request.file->ready_edges();
   auto ticket = std::make_shared<Ticket>(request.nbytes, request.checksum);
-  return std::make_shared<Op>(std::move(request), std::move(ticket), piece_bytes_);
+  auto op = std::make_shared<Op>(std::move(request), std::move(ticket), plan);
+  op->ticket->attach(inbox_, op);
+  op->watch.wanted = debug_ && op->request.nbytes > 0;
+  if (!op->request.after) begin_watch(*op);
+  return op;
 }
 
 bool Engine::enqueue(const std::shared_ptr<Op>& op, Clock::duration patience) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -15,6 +16,7 @@
 #include "io/inbox.h"
 #include "io/op.h"
 #include "io/scheduler.h"
+#include "io/staging.h"
 #include "io/ticket.h"
 
 namespace swapper {
@@ -24,6 +26,10 @@ struct EngineOptions {
   std::uint32_t depth = 32;                            // pieces in flight
   std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // what one kernel call gets
   std::shared_ptr<Arena> arena;
+  std::uint64_t staging_bytes = std::uint64_t{32} << 20;
+  std::optional<bool> stage;  // see must_stage in engine.cpp
+  std::optional<ChaosOptions> chaos;
+  bool debug = false;
 };
 
 class Engine {
@@ -44,6 +50,7 @@ class Engine {
 
   std::uint64_t bytes(Direction direction) const;
   std::uint64_t in_flight() const;
+  std::uint64_t staging_bytes() const { return staging_bytes_.load(std::memory_order_relaxed); }
   bool wait_until_drained(Clock::duration patience);
 
   void refuse_submissions();  // from now on enqueue throws
@@ -58,10 +65,15 @@ class Engine {
   struct Start;  // what the I/O thread reports when its backend is up, or why it is not
   void run(const EngineOptions& options, Start& start);
   void serve(Backend& backend);
+  bool must_stage(const Request& request) const;
 
   Creator creator_;
   std::uint32_t depth_;
   std::uint64_t piece_bytes_;
+  StagingOptions staging_;
+  std::atomic<std::uint64_t> staging_bytes_{0};
+  std::optional<bool> stage_;
+  bool debug_;
   std::string backend_;
   std::string reason_;
   Totals totals_{};

@@ -3,11 +3,15 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
+#include "base/align.h"
 #include "base/error.h"
 
 namespace swapper {
@@ -50,14 +54,29 @@ int retry_interrupted(Call call) {
 File::File(std::string path, const FileOptions& options)
     : path_(std::move(path)), read_only_(options.read_only) {
   if (options.create && options.read_only) throw ConfigError("create and read_only exclude each other");
-  int flags = O_CLOEXEC | (options.read_only ? O_RDONLY : O_RDWR);
+  // Not blocking, or opening a FIFO to read would wait for somebody to write.
+  int flags = O_CLOEXEC | O_NONBLOCK | (options.read_only ? O_RDONLY : O_RDWR);
   if (options.create) flags |= O_CREAT | O_EXCL;
   fd_ = UniqueFd(::open(path_.c_str(), flags, 0600));
   if (!fd_) throw IoError("open", path_, 0, 0, errno);
+  identify();
+  choose_direct(options.direct);
+  choose_granule();
+}
+
+void File::identify() {
   struct stat status{};
   if (::fstat(fd_.get(), &status) != 0) throw IoError("open", path_, 0, 0, errno);
   if (S_ISDIR(status.st_mode)) throw IoError("open", path_, 0, 0, EISDIR);
-  choose_direct(options.direct);
+  if (!S_ISREG(status.st_mode) && !S_ISBLK(status.st_mode)) {
+    throw IoError("open", path_, 0, 0, EINVAL, "neither a regular file nor a block device");
+  }
+  identity_ = {status.st_dev, status.st_ino};
+  // io_uring would take it as a wish to be told EAGAIN.
+  const int flags = ::fcntl(fd_.get(), F_GETFL);
+  if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags & ~O_NONBLOCK) != 0) {
+    throw IoError("open", path_, 0, 0, errno);
+  }
 }
 
 void File::choose_direct(std::optional<bool> wish) {
@@ -81,6 +100,9 @@ void File::choose_direct(std::optional<bool> wish) {
 std::string File::refusal_of_direct() {
   const DirectAlignment alignment = ask_alignment(fd_.get());
   if (alignment.known && alignment.offset == 0) return "the filesystem takes no direct I/O on this file";
+  if (alignment.known && alignment.offset > kSlotUnitBytes) {
+    return "direct I/O on this file needs multiples of " + std::to_string(alignment.offset);
+  }
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags | O_DIRECT) != 0) {
     return "the filesystem refuses O_DIRECT: " + errno_text(errno);
@@ -90,6 +112,36 @@ std::string File::refusal_of_direct() {
     memory_alignment_ = alignment.memory;
   }
   return "";
+}
+
+// The page cache writes back whole pages, or whole blocks of the filesystem.
+void File::choose_granule() {
+  struct statvfs filesystem{};
+  std::uint64_t block = ::fstatvfs(fd_.get(), &filesystem) == 0 ? filesystem.f_frsize : kPageBytes;
+  block = std::min<std::uint64_t>(std::bit_ceil(block), kSlotUnitBytes);
+  const auto page = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  granule_ = static_cast<std::uint32_t>(std::max({block, page, std::uint64_t{alignment_}}));
+}
+
+Demands File::demands() const {
+  if (!direct_) return {};
+  return {alignment_, granule_, memory_alignment_};
+}
+
+// By way of /proc, which leads to the same file also when its name is gone.
+void File::ready_edges() {
+  std::call_once(edges_once_, [this] {
+    const std::string self = "/proc/self/fd/" + std::to_string(fd_.get());
+    UniqueFd fd(::open(self.c_str(), O_RDWR | O_CLOEXEC));
+    if (!fd) fd = UniqueFd(::open(path_.c_str(), O_RDWR | O_CLOEXEC));
+    if (!fd) throw IoError("open", path_, 0, 0, errno, "a second time, for the edges of writes");
+    struct stat status{};
+    if (::fstat(fd.get(), &status) != 0) throw IoError("open", path_, 0, 0, errno);
+    if (FileIdentity{status.st_dev, status.st_ino} != identity_) {
+      throw IoError("open", path_, 0, 0, ESTALE, "the name now belongs to another file");
+    }
+    edge_fd_ = std::move(fd);
+  });
 }
 
 std::uint64_t File::nbytes() const {

@@ -1,16 +1,28 @@
 // An open file as the engine sees it: a descriptor, whether it is direct, and the alignment that direct
 // transfers need. Which of the two it is, is decided once, at open, and the reason is kept for the user to
-// read. Shared by the handle in Python and by every operation in flight, so that closing the handle never
-// pulls a descriptor from under the kernel. Owns the descriptor.
+// read. A direct file gets a second, buffered descriptor when the first write with an edge comes (see
+// [Note: three ways] in plan.h). Shared by the handle in Python and by every operation in flight, so that
+// closing the handle never pulls a descriptor from under the kernel. Owns the descriptors.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
+#include <mutex>
 #include <optional>
 #include <string>
 
 #include "base/fd.h"
+#include "io/plan.h"
 
 namespace swapper {
+
+// Which file it is, whatever descriptor or name leads to it.
+struct FileIdentity {
+  dev_t device = 0;
+  ino_t inode = 0;
+  bool operator==(const FileIdentity&) const = default;
+};
 
 struct FileOptions {
   bool create = false;  // O_CREAT | O_EXCL, mode 0600
@@ -30,14 +42,24 @@ class File {
   std::uint32_t alignment() const { return alignment_; }                // of offsets and lengths, if direct
   std::uint32_t memory_alignment() const { return memory_alignment_; }  // of addresses, if direct
 
+  std::uint32_t granule() const { return granule_; }  // of direct writes, if direct
+  Demands demands() const;                            // of the descriptor `fd`
+  const FileIdentity& identity() const { return identity_; }
+
+  // The buffered descriptor, which ready_edges must have opened before. Throws IoError.
+  void ready_edges();
+  int edge_fd() const { return edge_fd_.get(); }
+
   std::uint64_t nbytes() const;
   void allocate(std::uint64_t nbytes);
   void truncate(std::uint64_t nbytes);
   void sync();
 
  private:
+  void identify();
   void choose_direct(std::optional<bool> wish);
   std::string refusal_of_direct();
+  void choose_granule();
 
   std::string path_;
   bool read_only_;
@@ -46,6 +68,10 @@ class File {
   std::string reason_;
   std::uint32_t alignment_ = 4096;
   std::uint32_t memory_alignment_ = 4096;
+  std::uint32_t granule_ = 4096;
+  FileIdentity identity_;
+  std::once_flag edges_once_;
+  UniqueFd edge_fd_;
 };
 
 }  // namespace swapper

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "io/file.h"
+#include "io/plan.h"
 #include "io/progress.h"
 
 namespace swapper {
@@ -28,9 +29,21 @@ struct Request {
   std::shared_ptr<Ticket> after;  // may be empty
 };
 
+struct PieceChecksum {
+  std::uint32_t crc = 0;
+  std::uint64_t nbytes = 0;
+};
+
+// What debug mode remembers of an operation's memory; see watch.h.
+struct Watch {
+  bool wanted = false;
+  bool begun = false;
+  std::uint32_t crc = 0;  // of a write's memory when it began
+};
+
 struct Op {
-  Op(Request request_, std::shared_ptr<Ticket> ticket_, std::uint64_t piece_bytes)
-      : request(std::move(request_)), ticket(std::move(ticket_)), cutter(request.nbytes, piece_bytes) {}
+  Op(Request request_, std::shared_ptr<Ticket> ticket_, const Plan& plan)
+      : request(std::move(request_)), ticket(std::move(ticket_)), cutter(plan) {}
 
   IoError error_at(std::uint64_t position, int code, std::string detail) const {
     return IoError(name_of(request.direction), request.file->path(), request.offset + position,
@@ -39,16 +52,21 @@ struct Op {
 
   // True once nothing more will be handed to the backend.
   bool is_spent() const { return error.has_value() || cutter.finished(); }
+  bool wants_checksums() const {
+    return request.checksum || (watch.wanted && request.direction == Direction::read);
+  }
 
   Request request;
   std::shared_ptr<Ticket> ticket;
   std::uint64_t sequence = 0;  // order of submission, given by the inbox
 
   Cutter cutter;
+  Watch watch;
   bool started = false;
-  std::uint32_t outstanding = 0;  // pieces at the backend, and pieces still to be checksummed
+  bool finished = false;
+  std::uint32_t outstanding = 0;  // pieces on their way, and pieces still to be checksummed
   std::optional<IoError> error;   // the first one
-  std::vector<std::uint32_t> checksums;
+  std::vector<PieceChecksum> checksums;
 };
 
 }  // namespace swapper

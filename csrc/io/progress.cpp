@@ -4,18 +4,11 @@
 // that brings nothing new has the file ended.
 #include "io/progress.h"
 
-#include <algorithm>
 #include <cerrno>
 
 #include "base/align.h"
 
 namespace swapper {
-
-Piece Cutter::cut() {
-  const Piece piece{next_, std::min(piece_bytes_, nbytes_ - next_)};
-  next_ += piece.nbytes;
-  return piece;
-}
 
 Step PieceProgress::fail(int error_number, const char* detail) {
   error_number_ = error_number;
@@ -42,7 +35,7 @@ Step PieceProgress::advance(std::int64_t result) {
   if (reached <= transferred_) return stalled();
   retries_ = 0;
   transferred_ = reached;
-  if (reached == nbytes_) return Step::finished;
+  if (reached >= needed_) return Step::finished;
   begin_ = align_down(reached, alignment_);
   return Step::again;
 }

@@ -1,6 +1,6 @@
-// How far an operation has come: cutting it into pieces, and judging what the kernel says about each. Pure:
-// no system calls, no threads, no clocks, so that short transfers, ends of files and error numbers can be
-// tested by feeding numbers in. Owns nothing.
+// How far a piece of an operation has come: judging what the kernel says about it. Pure: no system calls, no
+// threads, no clocks, so that short transfers, ends of files and error numbers can be tested by feeding
+// numbers in. Owns nothing.
 #pragma once
 
 #include <cstdint>
@@ -20,29 +20,9 @@ constexpr const char* name_of(Direction direction) {
   return direction == Direction::read ? "read" : "write";
 }
 
-// A part of an operation, in bytes from the operation's beginning.
-struct Piece {
-  std::uint64_t begin = 0;
-  std::uint64_t nbytes = 0;
-};
-
-// Cuts [0, nbytes) into pieces of piece_bytes, the last one shorter.
-class Cutter {
- public:
-  Cutter(std::uint64_t nbytes, std::uint64_t piece_bytes) : nbytes_(nbytes), piece_bytes_(piece_bytes) {}
-  bool finished() const { return next_ == nbytes_; }
-  std::uint64_t piece_bytes() const { return piece_bytes_; }
-  Piece cut();
-
- private:
-  std::uint64_t nbytes_;
-  std::uint64_t piece_bytes_;
-  std::uint64_t next_ = 0;
-};
-
 enum class Step : std::uint8_t {
   again,     // transfer what remains (see PieceProgress::begin and remaining)
-  finished,  // every byte of the piece is where it belongs
+  finished,  // every byte that is needed is where it belongs
   failed,    // see error_number and detail
 };
 
@@ -50,9 +30,12 @@ enum class Step : std::uint8_t {
 class PieceProgress {
  public:
   PieceProgress() = default;
-  // `alignment` is what the file's offsets need: 1 for a buffered file.
+  // `alignment` is what the file's offsets need: 1 for a buffered file. Of a read that was rounded out to
+  // sectors only the first `needed` bytes must come: the file may end behind them.
+  PieceProgress(Direction direction, std::uint64_t nbytes, std::uint32_t alignment, std::uint64_t needed)
+      : direction_(direction), alignment_(alignment), nbytes_(nbytes), needed_(needed) {}
   PieceProgress(Direction direction, std::uint64_t nbytes, std::uint32_t alignment)
-      : direction_(direction), alignment_(alignment), nbytes_(nbytes) {}
+      : PieceProgress(direction, nbytes, alignment, nbytes) {}
 
   // Takes the result of transferring [begin(), begin() + remaining()): a byte count or a negative errno.
   Step advance(std::int64_t result);
@@ -77,6 +60,7 @@ class PieceProgress {
   int error_number_ = 0;
   const char* detail_ = "";
   std::uint64_t nbytes_ = 0;
+  std::uint64_t needed_ = 0;
   std::uint64_t begin_ = 0;        // where the next transfer starts: aligned
   std::uint64_t transferred_ = 0;  // the furthest byte reached: may lie up to an alignment beyond begin_
 };

@@ -1,33 +1,51 @@
-// The life of an operation on the I/O thread: accepted, ready, cut and handed over, completed, checksummed,
-// finished. Owns nothing beyond scheduler.h.
+// The life of an operation on the I/O thread: accepted, ready, cut, copied if need be and handed over,
+// completed, checksummed, finished. Owns nothing beyond scheduler.h.
 #include "io/scheduler.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
+#include "base/align.h"
 #include "base/check.h"
 #include "base/crc32.h"
+#include "io/watch.h"
 
 namespace swapper {
 namespace {
 
 constexpr char kAbandoned[] = "cancelled: the program ended";
 
-std::uint32_t combined_checksum(const Op& op, std::uint64_t piece_bytes) {
+constexpr char kCancelled[] = "cancelled before it began";
+
+// What work() does before it looks after the backend again.
+constexpr std::uint64_t kWorkBytes = std::uint64_t{256} << 10;
+
+std::uint32_t combined_checksum(const Op& op) {
   std::uint32_t crc = 0;
-  std::uint64_t begin = 0;
-  for (const std::uint32_t piece : op.checksums) {
-    const std::uint64_t nbytes = std::min(piece_bytes, op.request.nbytes - begin);
-    crc = crc32_combine(crc, piece, nbytes);
-    begin += nbytes;
-  }
+  for (const PieceChecksum& piece : op.checksums) crc = crc32_combine(crc, piece.crc, piece.nbytes);
   return crc;
+}
+
+// The bytes of the file before the piece that share its first sector.
+std::uint64_t lead_of(const Op& op, const Piece& piece) {
+  return (op.request.offset + piece.begin) % op.request.file->demands().sector;
+}
+
+bool overlap(std::uint64_t a_begin, std::uint64_t a_end, std::uint64_t b_begin, std::uint64_t b_end) {
+  return a_begin < b_end && b_begin < a_end;
 }
 
 }  // namespace
 
-Scheduler::Scheduler(Backend& backend, std::shared_ptr<Inbox> inbox, Totals& totals, std::uint32_t depth)
-    : backend_(backend), inbox_(std::move(inbox)), totals_(totals), depth_(depth), slots_(depth) {
+Scheduler::Scheduler(Backend& backend, std::shared_ptr<Inbox> inbox, Totals& totals, Staging& staging,
+                     std::uint32_t depth)
+    : backend_(backend),
+      inbox_(std::move(inbox)),
+      totals_(totals),
+      staging_(staging),
+      depth_(depth),
+      slots_(depth) {
   for (std::uint32_t slot = depth; slot-- > 0;) free_slots_.push_back(slot);
 }
 
@@ -37,6 +55,11 @@ void Scheduler::accept(std::vector<OpPtr>& ops) {
 }
 
 void Scheduler::accept_one(OpPtr op) {
+  if (op->finished) return;  // called off before, and now what it waited for has finished too
+  if (op->ticket->cancelled()) {
+    drop_cancelled(*op);
+    return;
+  }
   if (op->request.after) {
     if (op->request.after->subscribe(inbox_, op)) return;  // it comes back through the inbox
     const bool failed = op->request.after->error().has_value();
@@ -49,6 +72,11 @@ void Scheduler::accept_one(OpPtr op) {
   } else {
     ready_[index_of(op->request.direction)].emplace(op->sequence, std::move(op));
   }
+}
+
+void Scheduler::drop_cancelled(Op& op) {
+  fail(op, op.error_at(0, 0, kCancelled));
+  finish_if_done(op);
 }
 
 void Scheduler::abandon() {
@@ -70,10 +98,39 @@ bool Scheduler::has_room(Direction direction) const {
   return !ready_[index_of(direction)].empty() && in_flight_[index_of(direction)] < limit;
 }
 
+bool Scheduler::can_start(Direction direction) const {
+  if (!has_room(direction)) return false;
+  const Op& op = *ready_[index_of(direction)].begin()->second;
+  const Piece piece = op.cutter.peek();
+  if (direction == Direction::write && meets_an_edge(op, piece)) return false;
+  if (piece.way != Way::staged) return true;
+  const bool shared = !ready_[index_of(opposite(direction))].empty();
+  const std::uint32_t limit = shared ? staging_.slots() / 2 : staging_.slots();
+  return staging_.has_free() && staged_[index_of(direction)] < limit;
+}
+
+// True if an edge and a direct write would be under way in one granule. See [Note: three ways].
+bool Scheduler::meets_an_edge(const Op& op, const Piece& piece) const {
+  const File& file = *op.request.file;
+  const bool edge = piece.way == Way::edge;
+  if (!file.direct() || (!edge && edges_ == 0)) return false;
+  const std::uint64_t begin = align_down(op.request.offset + piece.begin, file.granule());
+  const std::uint64_t end = align_up(op.request.offset + piece.begin + piece.nbytes, file.granule());
+  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    if (!slot.op || slot.op->request.direction == Direction::read) return false;
+    if ((slot.piece.way == Way::edge) == edge)
+      return false;  // edges among each other are the kernel's affair
+    const std::uint64_t other = slot.op->request.offset + slot.piece.begin;
+    return slot.op->request.file->identity() == file.identity() &&
+           overlap(begin, end, align_down(other, file.granule()),
+                   align_up(other + slot.piece.nbytes, file.granule()));
+  });
+}
+
 void Scheduler::fill() {
   while (!free_slots_.empty()) {
-    if (!has_room(turn_)) turn_ = opposite(turn_);
-    if (!has_room(turn_)) return;
+    if (!can_start(turn_)) turn_ = opposite(turn_);
+    if (!can_start(turn_)) return;
     start_piece(turn_);
     turn_ = opposite(turn_);
   }
@@ -82,6 +139,10 @@ void Scheduler::fill() {
 void Scheduler::start_piece(Direction direction) {
   auto& ready = ready_[index_of(direction)];
   const OpPtr op = ready.begin()->second;
+  if (!op->started && !op->ticket->claim()) {
+    drop_cancelled(*op);
+    return;
+  }
   note_started(*op);
   const std::uint32_t number = free_slots_.back();
   free_slots_.pop_back();
@@ -89,26 +150,65 @@ void Scheduler::start_piece(Direction direction) {
   slot.op = op;
   slot.piece = op->cutter.cut();
   slot.index = static_cast<std::uint32_t>(op->checksums.size());
-  slot.progress = PieceProgress(direction, slot.piece.nbytes,
-                                op->request.file->direct() ? op->request.file->alignment() : 1);
   if (op->is_spent()) ready.erase(ready.begin());
   ++op->outstanding;
   ++in_flight_[index_of(direction)];
-  if (op->request.checksum) op->checksums.push_back(0);
+  if (op->wants_checksums()) op->checksums.push_back({0, slot.piece.nbytes});
+  if (slot.piece.way == Way::edge) ++edges_;
+  try {
+    place(slot);
+  } catch (const IoError& error) {
+    fail(*op, error);
+    release(number);
+    return;
+  }
+  if (slot.stage != nullptr && direction == Direction::write) {
+    copies_.push_back(number);
+    return;
+  }
   hand_over(number);
-  if (op->request.checksum && direction == Direction::write) {
+  if (op->wants_checksums() && direction == Direction::write) {
     ++op->outstanding;
     checksums_.push_back({op, slot.piece, slot.index});
   }
 }
 
+// Where the transfer goes, in the file and in memory. A staged piece is rounded out to sectors.
+void Scheduler::place(Slot& slot) {
+  const Request& request = slot.op->request;
+  const std::uint32_t sector = slot.piece.way == Way::edge ? 1 : request.file->demands().sector;
+  const std::uint64_t lead = slot.piece.way == Way::staged ? lead_of(*slot.op, slot.piece) : 0;
+  const std::uint64_t needed = lead + slot.piece.nbytes;
+  const std::uint64_t nbytes = slot.piece.way == Way::staged ? align_up(needed, sector) : needed;
+  slot.offset = request.offset + slot.piece.begin - lead;
+  slot.address = request.address + slot.piece.begin;
+  slot.progress = PieceProgress(request.direction, nbytes, sector, needed);
+  if (slot.piece.way != Way::staged) return;
+  slot.stage = slot.address = staging_.take();
+  ++staged_[index_of(request.direction)];
+}
+
 void Scheduler::hand_over(std::uint32_t number) {
   const Slot& slot = slots_[number];
-  const Request& request = slot.op->request;
-  const std::uint64_t position = slot.piece.begin + slot.progress.begin();
-  backend_.submit({request.direction, request.file->fd(), request.offset + position,
-                   request.address + position, static_cast<std::uint32_t>(slot.progress.remaining()),
-                   number});
+  const File& file = *slot.op->request.file;
+  const bool edge = slot.piece.way == Way::edge;
+  const std::uint64_t begin = slot.offset + slot.progress.begin();
+  const std::uint64_t end = begin + slot.progress.remaining();
+  Transfer transfer{Command::read,
+                    edge ? file.edge_fd() : file.fd(),
+                    begin,
+                    slot.address + slot.progress.begin(),
+                    static_cast<std::uint32_t>(end - begin),
+                    number,
+                    edge ? 1 : file.demands().sector};
+  if (slot.op->request.direction == Direction::write) transfer.command = Command::write;
+  if (slot.flushing) {
+    transfer.command = Command::flush;
+    transfer.offset = align_down(slot.offset, file.granule());
+    transfer.nbytes = static_cast<std::uint32_t>(align_up(slot.offset + slot.piece.nbytes, file.granule()) -
+                                                 transfer.offset);
+  }
+  backend_.submit(transfer);
 }
 
 void Scheduler::complete(std::span<const Completion> completions) {
@@ -116,35 +216,107 @@ void Scheduler::complete(std::span<const Completion> completions) {
 }
 
 void Scheduler::complete_one(const Completion& completion) {
-  SWAPPER_CHECK(completion.slot < slots_.size() && slots_[completion.slot].op, "a result for no piece");
-  Slot& slot = slots_[completion.slot];
-  const Step step = slot.progress.advance(completion.result);
+  const std::uint32_t number = completion.slot;
+  SWAPPER_CHECK(number < slots_.size() && slots_[number].op, "a result for no piece");
+  Slot& slot = slots_[number];
+  const Step step = judge(slot, completion.result);
   if (step == Step::again && !slot.op->error) {
-    hand_over(completion.slot);
-    return;
+    hand_over(number);
+  } else if (step == Step::finished && slot.stage != nullptr &&
+             slot.op->request.direction == Direction::read && !slot.op->error) {
+    copies_.push_back(number);
+  } else {
+    end_piece(number, step);
   }
-  end_piece(slot, step);
-  --in_flight_[index_of(slot.op->request.direction)];
-  const OpPtr op = std::move(slot.op);
-  slot = Slot{};
-  free_slots_.push_back(completion.slot);
-  --op->outstanding;
-  finish_if_done(*op);
 }
 
-void Scheduler::end_piece(Slot& slot, Step step) {
+Step Scheduler::judge(Slot& slot, std::int64_t result) {
+  if (slot.flushing) {
+    // Files that are always where they belong do not know the call.
+    if (result == 0 || result == -ESPIPE || result == -ENOSYS) return Step::finished;
+    return slot.progress.advance(result);
+  }
+  const Step step = slot.progress.advance(result);
+  if (step != Step::finished || slot.piece.way != Way::edge) return step;
+  slot.flushing = true;
+  return Step::again;
+}
+
+void Scheduler::work() {
+  for (std::uint64_t budget = kWorkBytes; budget > 0 && has_work();) {
+    const std::uint64_t nbytes =
+        copies_.empty() ? checksums_.front().piece.nbytes : slots_[copies_.front()].piece.nbytes;
+    if (copies_.empty()) {
+      checksum_one();
+    } else {
+      copy_one();
+    }
+    budget -= std::min(budget, nbytes);
+  }
+}
+
+void Scheduler::copy_one() {
+  const std::uint32_t number = copies_.front();
+  copies_.pop_front();
+  Slot& slot = slots_[number];
+  Op& op = *slot.op;
+  if (op.error) {
+    release(number);
+  } else if (op.request.direction == Direction::read) {
+    copy_out(slot);
+    end_piece(number, Step::finished);
+  } else {
+    std::memcpy(slot.stage, op.request.address + slot.piece.begin, slot.piece.nbytes);
+    if (op.wants_checksums()) op.checksums[slot.index].crc = crc32(slot.stage, slot.piece.nbytes);
+    hand_over(number);
+  }
+}
+
+void Scheduler::copy_out(Slot& slot) {
+  Op& op = *slot.op;
+  std::byte* target = op.request.address + slot.piece.begin;
+  const std::byte* source = slot.stage + lead_of(op, slot.piece);
+  if (op.watch.wanted && !is_untouched(target, slot.piece.nbytes)) {
+    fail(op,
+         op.error_at(slot.piece.begin, 0, "debug: the memory was written to while it was being read into"));
+    return;
+  }
+  std::memcpy(target, source, slot.piece.nbytes);
+  if (op.wants_checksums()) op.checksums[slot.index].crc = crc32(source, slot.piece.nbytes);
+}
+
+void Scheduler::end_piece(std::uint32_t number, Step step) {
+  Slot& slot = slots_[number];
   Op& op = *slot.op;
   const Direction direction = op.request.direction;
   if (step == Step::failed) {
-    fail(op, op.error_at(slot.piece.begin + slot.progress.transferred(), slot.progress.error_number(),
-                         slot.progress.detail()));
-  } else if (step == Step::finished) {
+    const std::uint64_t lead = slot.stage != nullptr ? lead_of(op, slot.piece) : 0;
+    const std::uint64_t done = std::max(slot.progress.transferred(), lead) - lead;
+    fail(op, op.error_at(slot.piece.begin + done, slot.progress.error_number(), slot.progress.detail()));
+  } else if (step == Step::finished && !(slot.stage != nullptr && op.error)) {
     totals_[index_of(direction)].fetch_add(slot.piece.nbytes, std::memory_order_relaxed);
-    if (op.request.checksum && direction == Direction::read) {
+    if (op.wants_checksums() && direction == Direction::read && slot.stage == nullptr) {
       ++op.outstanding;
       checksums_.push_back({slot.op, slot.piece, slot.index});
     }
   }
+  release(number);
+}
+
+void Scheduler::release(std::uint32_t number) {
+  Slot& slot = slots_[number];
+  const OpPtr op = std::move(slot.op);
+  const int direction = index_of(op->request.direction);
+  --in_flight_[direction];
+  if (slot.piece.way == Way::edge) --edges_;
+  if (slot.stage != nullptr) {
+    staging_.give_back(slot.stage);
+    --staged_[direction];
+  }
+  slot = Slot{};
+  free_slots_.push_back(number);
+  --op->outstanding;
+  finish_if_done(*op);
 }
 
 // The first error stays; pieces not yet handed over never will be, those at the backend are waited for.
@@ -153,19 +325,21 @@ void Scheduler::fail(Op& op, IoError error) {
   ready_[index_of(op.request.direction)].erase(op.sequence);
 }
 
-bool Scheduler::checksum_one() {
-  if (checksums_.empty()) return false;
+void Scheduler::checksum_one() {
   const Checksum task = std::move(checksums_.front());
   checksums_.pop_front();
   Op& op = *task.op;
-  if (!op.error) op.checksums[task.index] = crc32(op.request.address + task.piece.begin, task.piece.nbytes);
+  if (!op.error) {
+    op.checksums[task.index].crc = crc32(op.request.address + task.piece.begin, task.piece.nbytes);
+  }
   --op.outstanding;
   finish_if_done(op);
-  return true;
 }
 
 void Scheduler::note_started(Op& op) {
-  if (!std::exchange(op.started, true)) inbox_->note_started();
+  if (std::exchange(op.started, true)) return;
+  inbox_->note_started();
+  if (!op.error) begin_watch(op);
 }
 
 void Scheduler::finish_if_done(Op& op) {
@@ -174,7 +348,14 @@ void Scheduler::finish_if_done(Op& op) {
 
 void Scheduler::finish(Op& op) {
   note_started(op);
-  const std::uint32_t crc = op.error ? 0 : combined_checksum(op, op.cutter.piece_bytes());
+  op.finished = true;
+  const std::uint32_t crc = op.error ? 0 : combined_checksum(op);
+  if (op.watch.wanted && !op.error && !is_as_expected(op, crc)) {
+    const bool writing = op.request.direction == Direction::write;
+    fail(op, op.error_at(0, 0,
+                         writing ? "debug: the memory was changed while it was being written out"
+                                 : "debug: the memory was written to while it was being read into"));
+  }
   inbox_->note_finishing();
   op.request.file.reset();
   const std::shared_ptr<Ticket> ticket = std::move(op.ticket);

@@ -1,7 +1,7 @@
 // What the engine's I/O thread does, apart from being a thread: it keeps the operations that are ready, cuts
-// them into pieces, shares the depth between reads and writes, judges every result, checksums, and finishes
-// tickets. Lives on one thread and takes no lock but the inbox's. Owns the operations between the inbox and
-// their end.
+// them into pieces, shares the depth between reads and writes, judges every result, copies and checksums, and
+// finishes tickets. Lives on one thread and takes no lock but the inbox's. Owns the operations between the
+// inbox and their end, and the slots of staged pieces.
 //
 // [Note: sharing the depth] A drive reads and writes at once, but a queue filled with reads makes writes wait
 // for all of them. So while there is work in both directions, each may have at most half of the depth in
@@ -20,7 +20,9 @@
 #include "io/backend.h"
 #include "io/inbox.h"
 #include "io/op.h"
+#include "io/plan.h"
 #include "io/progress.h"
+#include "io/staging.h"
 
 namespace swapper {
 
@@ -29,7 +31,8 @@ using Totals = std::array<std::atomic<std::uint64_t>, kDirections>;
 
 class Scheduler {
  public:
-  Scheduler(Backend& backend, std::shared_ptr<Inbox> inbox, Totals& totals, std::uint32_t depth);
+  Scheduler(Backend& backend, std::shared_ptr<Inbox> inbox, Totals& totals, Staging& staging,
+            std::uint32_t depth);
 
   // Takes over operations that are new, or released because what they waited for has finished.
   void accept(std::vector<std::shared_ptr<Op>>& ops);
@@ -39,18 +42,25 @@ class Scheduler {
   void fill();
   // Takes the results of pieces.
   void complete(std::span<const Completion> completions);
-  // Checksums one piece; false if there is none to do.
-  bool checksum_one();
-  bool has_checksums() const { return !checksums_.empty(); }
+  // Copies or checksums, about as much as a piece at a time, so that the caller can look after the backend in
+  // between. Copies come first: the drive waits for them.
+  void work();
+  bool has_work() const { return !copies_.empty() || !checksums_.empty(); }
 
  private:
   using OpPtr = std::shared_ptr<Op>;
 
+  // A piece on its way. Not to be confused with the slots of the staging ring, of which a staged piece holds
+  // one.
   struct Slot {
     OpPtr op;
     Piece piece;
-    std::uint32_t index = 0;  // of the piece in its operation
+    std::uint32_t index = 0;  // of the piece among the operation's checksums
     PieceProgress progress;
+    std::uint64_t offset = 0;      // where the transfer begins in the file
+    std::byte* address = nullptr;  // and in memory
+    std::byte* stage = nullptr;
+    bool flushing = false;  // an edge that is written and on its way from the page cache
   };
 
   struct Checksum {
@@ -60,11 +70,20 @@ class Scheduler {
   };
 
   void accept_one(OpPtr op);
+  void drop_cancelled(Op& op);
   bool has_room(Direction direction) const;
+  bool can_start(Direction direction) const;
+  bool meets_an_edge(const Op& op, const Piece& piece) const;
   void start_piece(Direction direction);
+  void place(Slot& slot);
   void hand_over(std::uint32_t slot);
   void complete_one(const Completion& completion);
-  void end_piece(Slot& slot, Step step);
+  Step judge(Slot& slot, std::int64_t result);
+  void copy_one();
+  void copy_out(Slot& slot);
+  void checksum_one();
+  void end_piece(std::uint32_t slot, Step step);
+  void release(std::uint32_t slot);
   void fail(Op& op, IoError error);
   void note_started(Op& op);
   void finish_if_done(Op& op);
@@ -73,13 +92,17 @@ class Scheduler {
   Backend& backend_;
   std::shared_ptr<Inbox> inbox_;
   Totals& totals_;
+  Staging& staging_;
   const std::uint32_t depth_;
 
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_slots_;
   std::array<std::map<std::uint64_t, OpPtr>, kDirections> ready_;  // by order of submission
   std::array<std::uint32_t, kDirections> in_flight_{};             // pieces
+  std::array<std::uint32_t, kDirections> staged_{};                // of these, those with a stage
+  std::uint32_t edges_ = 0;                                        // and the edges among them
   Direction turn_ = Direction::read;                               // who is asked first
+  std::deque<std::uint32_t> copies_;                               // pieces to be copied in or out
   std::deque<Checksum> checksums_;
   bool abandoned_ = false;
 };

@@ -1,7 +1,8 @@
 // A ticket: the completion of one operation, seen from outside. Written once by the I/O thread, read by
 // anybody: asking `finished()` takes no lock, because the pager asks all the time. Also the place where
-// operations that wait for this one (after=) leave word; they may belong to another engine. Owns the error,
-// if there was one.
+// operations that wait for this one (after=) leave word, which may belong to another engine, and event loops
+// (notify). Whether the operation may begin or is called off is settled here, by whoever comes first. Owns
+// the error, if there was one.
 #pragma once
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/fd.h"
 #include "base/process.h"
 
 namespace swapper {
@@ -49,6 +51,20 @@ class Ticket {
   // Hands `op` back to `inbox` when this ticket finishes. False if it already has, and then nothing is kept.
   bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
 
+  // Calls the operation off if it has not begun; true if it is called off. It finishes a little later.
+  bool cancel();
+  bool cancelled() const { return claim_.load(std::memory_order_acquire) == Claim::cancelled; }
+
+  // Writes 1 into the eventfd `fd`, by a duplicate of its own, when this ticket finishes, or now if it has.
+  // Throws IoError.
+  void notify(int fd);
+
+  // By the engine, before the operation is enqueued: where to send word that it is called off.
+  void attach(std::weak_ptr<Inbox> inbox, std::weak_ptr<Op> op);
+
+  // By the I/O thread, before it touches anything: false if the operation is called off.
+  bool claim();
+
   // Once, by the I/O thread that did the work.
   void finish(std::optional<IoError> error, std::uint32_t crc32);
 
@@ -68,9 +84,15 @@ class Ticket {
   std::uint32_t crc32_ = 0;
   Clock::time_point completed_{};
 
+  enum class Claim : std::uint8_t { waiting, begun, cancelled };
+  std::atomic<Claim> claim_{Claim::waiting};
+  std::weak_ptr<Inbox> inbox_;
+  std::weak_ptr<Op> op_;
+
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Subscription> subscriptions_;
+  std::vector<UniqueFd> listeners_;
 };
 
 }  // namespace swapper

@@ -34,6 +34,7 @@ enum Opcode : std::uint8_t {
   kReadFixed = 4,
   kWriteFixed = 5,
   kPollAdd = 6,
+  kSyncFileRange = 8,
   kRead = 22,
   kWrite = 23
 };

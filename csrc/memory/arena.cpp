@@ -16,6 +16,7 @@
 #include "base/align.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "memory/owned.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22  // Linux 5.14
@@ -110,6 +111,7 @@ void Arena::map() {
   }
   address_ = place;
   advise_transfer_memory(address_, nbytes_, huge_pages_);
+  note_owned(address_, nbytes_);
 }
 
 void Arena::lock() {
@@ -126,7 +128,9 @@ void Arena::lock() {
 
 Arena::~Arena() {
   // In a forked child these addresses may by now be somebody else's. See Creator.
-  if (creator_.is_this_process()) ::munmap(address_, nbytes_);
+  if (!creator_.is_this_process()) return;
+  forget_owned(address_);
+  ::munmap(address_, nbytes_);
 }
 
 }  // namespace swapper

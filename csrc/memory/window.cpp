@@ -10,6 +10,7 @@
 
 #include "base/align.h"
 #include "base/error.h"
+#include "memory/owned.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22  // Linux 5.14
@@ -30,10 +31,13 @@ Window::Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes)
   if (nbytes == 0) throw ConfigError("a window needs at least one byte");
   address_ = reserve_addresses(nbytes_);
   advise_transfer_memory(address_, nbytes_, false);
+  note_owned(address_, nbytes_);
 }
 
 Window::~Window() {
-  if (creator_.is_this_process()) ::munmap(address_, nbytes_);
+  if (!creator_.is_this_process()) return;
+  forget_owned(address_);
+  ::munmap(address_, nbytes_);
 }
 
 void Window::check_range(std::uint64_t offset, std::uint64_t nbytes) const {

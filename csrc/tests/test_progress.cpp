@@ -1,4 +1,4 @@
-// Pieces and the judging of results, fed with numbers. Owns nothing.
+// The judging of results, fed with numbers. Owns nothing.
 #include <cerrno>
 #include <cstring>
 
@@ -7,20 +7,6 @@
 
 namespace swapper {
 namespace {
-
-TEST(pieces_cover_the_operation_once) {
-  for (std::uint64_t nbytes : {0ull, 1ull, 4095ull, 4096ull, 4097ull, 12288ull, 100000ull}) {
-    Cutter cutter(nbytes, 4096);
-    std::uint64_t covered = 0;
-    while (!cutter.finished()) {
-      const Piece piece = cutter.cut();
-      EXPECT(piece.begin == covered);
-      EXPECT(piece.nbytes > 0 && piece.nbytes <= 4096);
-      covered += piece.nbytes;
-    }
-    EXPECT(covered == nbytes);
-  }
-}
 
 TEST(a_whole_transfer_finishes) {
   PieceProgress progress(Direction::read, 8192, 512);
@@ -51,6 +37,17 @@ TEST(a_file_that_ends_between_sectors_has_ended) {
   EXPECT(progress.advance(392) == Step::failed);  // the same 5000 bytes again
   EXPECT(progress.error_number() == 0 && progress.transferred() == 5000);
   EXPECT(std::strstr(progress.detail(), "unexpected end of file") != nullptr);
+}
+
+TEST(what_was_read_only_to_round_out_may_be_missing) {
+  PieceProgress progress(Direction::read, 8192, 512, 5000);
+  EXPECT(progress.advance(4000) == Step::again);
+  EXPECT(progress.begin() == 3584 && progress.remaining() == 4608);
+  EXPECT(progress.advance(1416) == Step::finished);
+  PieceProgress missing(Direction::read, 8192, 512, 5000);
+  EXPECT(missing.advance(4999) == Step::again);
+  EXPECT(missing.advance(391) == Step::failed);
+  EXPECT(missing.transferred() == 4999);
 }
 
 TEST(nothing_read_is_the_end_and_nothing_written_is_an_error) {

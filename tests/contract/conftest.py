@@ -16,7 +16,7 @@ import pytest
 
 from swapper import _C
 
-BACKENDS = ["uring", "threads"]
+BACKENDS = ["uring", "aio", "threads", "chaos"]
 PAGE = 4096
 MIB = 1 << 20
 
@@ -120,3 +120,31 @@ def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
     yield mount_point
     subprocess.run(["umount", "--lazy", str(mount_point)], check=True)  # lazily: a failed test keeps files open
+
+
+@pytest.fixture
+def large_sectors(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 on a drive of 4096-byte sectors; skips where loop devices are not permitted."""
+    image, mount_point = tmp_path / "image", tmp_path / "mounted"
+    with image.open("wb") as stream:
+        stream.truncate(64 * MIB)
+    mount_point.mkdir()
+    device = ""
+
+    def command(*words: object) -> str:
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            pytest.skip(f"not permitted here: {' '.join(map(str, words))}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    try:
+        device = command("losetup", "--sector-size", 4096, "--direct-io=on", "--find", "--show", image)
+        command("mkfs.ext4", "-q", device)
+        command("mount", device, mount_point)
+        yield mount_point
+        subprocess.run(["umount", "--lazy", mount_point], check=True)
+    except FileNotFoundError as missing:
+        pytest.skip(f"no such command here: {missing.filename}")
+    finally:
+        if device:
+            subprocess.run(["losetup", "--detach", device], check=True)

@@ -15,7 +15,7 @@ import torch
 from swapper import _C
 from swapper.errors import ConfigError, IoError
 
-BACKENDS = ["uring", "threads"]
+BACKENDS = ["uring", "aio", "threads", "chaos"]
 MIB = 1 << 20
 PAGE = 4096
 

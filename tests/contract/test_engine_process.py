@@ -15,7 +15,7 @@ import pytest
 
 from swapper import _C
 
-BACKENDS = ["uring", "threads"]
+BACKENDS = ["uring", "aio", "threads", "chaos"]
 MIB = 1 << 20
 PAGE = 4096
 

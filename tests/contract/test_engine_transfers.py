@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swapper import _C
 from swapper.errors import ConfigError, IoError
 
-BACKENDS = ["uring", "threads"]
+BACKENDS = ["uring", "aio", "threads", "chaos"]
 MIB = 1 << 20
 PAGE = 4096
 
@@ -241,6 +241,11 @@ def test_auto_says_what_it_chose_and_why() -> None:
         ({"depth": 100_000}, "depth"),
         ({"piece_bytes": 1000}, "piece_bytes"),
         ({"piece_bytes": 1 << 40}, "piece_bytes"),
+        ({"staging_bytes": 1000}, "staging_bytes"),
+        ({"backend": "chaos:carrier-pigeon"}, "carrier-pigeon"),
+        ({"chaos": {"locusts": 0.5}}, "locusts"),
+        ({"chaos": {"eio": 1.5}}, "eio"),
+        ({"chaos": {"seed": -1}}, "seed"),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(options: dict[str, object], named: str) -> None:

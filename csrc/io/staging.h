@@ -1,0 +1,44 @@
+// The ring of slots through which transfers go that the file cannot take as they are (see [Note: three
+// ways]). Bounded, so that memory stays the same whatever is asked for; taken when the first transfer needs
+// it, because most engines never do. It is an arena: shared memory that forked children do not inherit.
+// Lives on the I/O thread; only `nbytes` may be asked by others. Owns the memory.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "io/plan.h"
+#include "memory/arena.h"
+
+namespace swapper {
+
+struct StagingOptions {
+  std::uint64_t slot_bytes = kSlotUnitBytes;
+  std::uint32_t slots = 2;
+};
+
+// The slots for an engine of `depth` pieces of `piece_bytes` that may take `nbytes` of memory for them.
+StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, std::uint32_t depth);
+
+class Staging {
+ public:
+  explicit Staging(const StagingOptions& options, std::atomic<std::uint64_t>& nbytes)
+      : options_(options), nbytes_(nbytes), free_(options.slots) {}
+
+  bool has_free() const { return free_ > 0; }
+  std::uint32_t slots() const { return options_.slots; }
+  std::byte* take();  // throws IoError if there is no memory
+  void give_back(std::byte* slot);
+
+ private:
+  const StagingOptions options_;
+  std::atomic<std::uint64_t>& nbytes_;
+  std::uint32_t free_;
+  std::unique_ptr<Arena> memory_;
+  std::vector<std::byte*> idle_;  // once there is memory; last given, first taken: it is in the cache
+};
+
+}  // namespace swapper
