@@ -82,8 +82,14 @@ class Window:
             IoError: out of memory, or of mappings (`vm.max_map_count`).
         """
 
-    def unmap(self, window_offset: int, nbytes: int) -> None:
-        """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes."""
+    def unmap(self, window_offset: int, nbytes: int, file: File | None = None, file_offset: int = 0) -> None:
+        """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes.
+
+        Args:
+            file: has the same bytes from `file_offset` on: until the next `map`, code that reads the addresses all the
+                same gets them from there. Without it, and for every write, that is a segmentation fault. The window
+                keeps the file open.
+        """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 

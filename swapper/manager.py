@@ -315,6 +315,7 @@ class SwapManager:
         )  # fmt: skip
         if record is not None:
             restore(record, self._sections, self._store, self._pool)
+            self._pager.back_cold_pages()
             self._model.restore_settings(record.param_groups)
             self._stats.step = record.step
         paged = self._model.adopt(self._run_step, fill=record is None)

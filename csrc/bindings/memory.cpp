@@ -84,12 +84,18 @@ void bind_memory(nb::module_& module) {
           "window_offset"_a, "arena_offset"_a, "nbytes"_a)
       .def(
           "unmap",
-          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes,
+             const FileHandle* file, std::uint64_t file_offset) {
             Window& window = usable(self, "unmap");
+            Backing backing;
+            if (file != nullptr) {
+              const std::shared_ptr<File>& open = file->get("unmap");
+              backing = {open, open->fd(), file_offset};
+            }
             const nb::gil_scoped_release released;
-            window.unmap(window_offset, nbytes);
+            window.unmap(window_offset, nbytes, std::move(backing));
           },
-          "window_offset"_a, "nbytes"_a);
+          "window_offset"_a, "nbytes"_a, "file"_a.none() = nb::none(), "file_offset"_a = 0);
 
   nb::class_<ArenaHandle>(module, "Arena")
       .def(

@@ -37,6 +37,7 @@ Window::Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes)
 Window::~Window() {
   if (!creator_.is_this_process()) return;
   forget_owned(address_);
+  back_range(address_, nbytes_, {});
   ::munmap(address_, nbytes_);
 }
 
@@ -59,6 +60,7 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
   }
   if (nbytes == 0) return;
   std::byte* place = address_ + window_offset;
+  back_range(place, nbytes, {});
   if (::mmap(place, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, arena_->memfd(),
              static_cast<off_t>(arena_offset)) == MAP_FAILED) {
     throw map_failure("map", window_offset, nbytes, errno);
@@ -74,7 +76,7 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
   }
 }
 
-void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes) {
+void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;
   std::byte* place = address_ + window_offset;
@@ -83,6 +85,7 @@ void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes) {
     throw map_failure("unmap", window_offset, nbytes, errno);
   }
   advise_transfer_memory(place, nbytes, false);
+  back_range(place, nbytes, std::move(backing));
 }
 
 }  // namespace swapper

@@ -10,6 +10,7 @@
 
 #include "base/process.h"
 #include "memory/arena.h"
+#include "memory/fault.h"
 
 namespace swapper {
 
@@ -28,8 +29,9 @@ class Window {
   // filled in.
   void map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
 
-  // Takes the memory away again: touching it is a segmentation fault until the next map().
-  void unmap(std::uint64_t window_offset, std::uint64_t nbytes);
+  // Takes the memory away again. Until the next map(), reading it gives the bytes of `backing`, if there is
+  // one; anything else is a segmentation fault (memory/fault.h).
+  void unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing = {});
 
  private:
   void check_range(std::uint64_t offset, std::uint64_t nbytes) const;

@@ -129,9 +129,9 @@ class Committer:
         if self._durable:
             self._store.sync()
         self._store.check_frozen()
-        record, self._record, self._due = self._record, None, None
-        data = encode_commit(CommitRecord(**{**vars(record), "files": self._store.names, "sections": self._places()}))
-        publish_commit(self._directory, data, self._durable)
+        places = {"files": self._store.names, "sections": self._places()}
+        publish_commit(self._directory, encode_commit(CommitRecord(**{**vars(self._record), **places})), self._durable)
+        self._record = self._due = None  # only now: what fails before is tried again
         self._store.commit()
 
     def _places(self) -> list[SectionRecord]:

@@ -125,6 +125,17 @@ class Frames:
         self._pool.give(page.frame)  # type: ignore[arg-type]
         page.frame = None
 
+    def back_cold_pages(self) -> None:
+        """Pages that were never in memory, as where a run goes on: as if they had just left."""
+        for page in self._pages:
+            if page.residency is Residency.COLD:
+                self._unmap(page)
+
+    def forget_files(self) -> None:
+        """Nothing is in memory any more, and the files are about to be closed: let the windows forget them."""
+        for page in self._pages:
+            page.section.window.unmap(page.offset, page.nbytes)
+
     # --- who leaves next ------------------------------------------------------------------------------------------
 
     def offer(self, page: Page) -> None:
@@ -228,7 +239,8 @@ class Frames:
         page.section.window.map(page.offset, self._pool.offset(page.frame), page.nbytes)  # type: ignore[arg-type]
 
     def _unmap(self, page: Page) -> None:
-        page.section.window.unmap(page.offset, page.nbytes)
+        """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
+        page.section.window.unmap(page.offset, page.nbytes, self._store.file_of(page), page.file_offset)
 
     # --- for people and tests -------------------------------------------------------------------------------------
 

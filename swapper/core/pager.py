@@ -148,6 +148,11 @@ class Pager:
             writing = any(page.residency is Residency.WRITING for page in self._frames.in_flight.values())
             return not writing and not self._put_off and not self._frames.unsaved
 
+    def back_cold_pages(self) -> None:
+        """Where a run goes on: what was never in memory can be read past the guard too. See csrc/memory/fault.h."""
+        with self._lock:
+            self._frames.back_cold_pages()
+
     def end_step(self) -> None:
         """The step is over: what it did is what the next one is expected to do."""
         with self._lock:
@@ -182,6 +187,7 @@ class Pager:
                     self._frames.evict(page)
                 elif page.residency is Residency.READING:
                     self._frames.give_up_claim(page)
+            self._frames.forget_files()
 
     def describe(self) -> str:
         """Return a dump of leases, frames and tickets, for a person."""

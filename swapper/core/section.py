@@ -1,8 +1,8 @@
-"""A section at run time: its memory and, where it is paged, its pages.
+"""A section at run time: what lies where, its memory and, where it is paged, its pages.
 
 On a CPU a section has a fixed range of addresses for good. A *resident* section's range is backed by memory all the time.
-A *paged* one's range is a window: its pages are backed while they have a frame, and any touch of the others is a fault;
-what stands in front of that fault is the guard on cold parameters (train/cold.py).
+A *paged* one's range is a window: its pages are backed while they have a frame. A touch of the others is a fault: what stands in
+front of it is the guard on cold parameters (train/cold.py), and what goes past that reads the file (csrc/memory/fault.h).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Window(Protocol):
     """What a paged section needs of `swapper._C.Window`."""
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
-    def unmap(self, window_offset: int, nbytes: int, /) -> None: ...
+    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None: ...
 
 
 class Page:

@@ -114,6 +114,10 @@ class Store:
         file = self._files[page.location]
         return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, checksum=checksum)
 
+    def file_of(self, page: Page) -> Any:
+        """Return the file that has the newest content of `page`, at `page.file_offset`; None if it was never written."""
+        return None if page.location is None else self._files[page.location]
+
     def write(self, page: Page, address: int) -> Any:
         """Submit a write of `page` from memory at `address`; returns its ticket, which carries the CRC-32."""
         self._targets[page] = self._target(page)

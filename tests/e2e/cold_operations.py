@@ -384,7 +384,15 @@ unasked("torch.tensor", lambda p: torch.tensor(p))
 unasked("torch.as_tensor", lambda p: torch.as_tensor(p, dtype=torch.float64))
 unasked("torch.vmap", lambda p: torch.vmap(lambda row: row.sum())(p))
 unasked("torch.func.grad", lambda p: torch.func.grad(lambda w: w.square().sum())(p))
-unasked("to_dlpack", lambda p: torch.from_dlpack(torch.utils.dlpack.to_dlpack(p.requires_grad_(False))).sum())
+def through_dlpack(p: torch.Tensor) -> torch.Tensor:
+    p.requires_grad_(False)  # dlpack asks for it
+    try:
+        return torch.from_dlpack(torch.utils.dlpack.to_dlpack(p)).sum()
+    finally:
+        p.requires_grad_(True)
+
+
+unasked("to_dlpack", through_dlpack)
 
 
 # --- what was made while the data was there, used when it is not ------------------------------------------------------

@@ -1,0 +1,141 @@
+"""Reading a window where nothing is mapped: answered from the file that backs the place, or a death with a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from swapper import _C
+
+CHUNK_BYTES = 256 << 10
+NBYTES = 4 * CHUNK_BYTES + 8192
+
+
+@pytest.fixture
+def content() -> bytes:
+    return os.urandom(NBYTES)
+
+
+@pytest.fixture
+def file(tmp_path: Path, content: bytes) -> _C.File:
+    path = tmp_path / "backing"
+    path.write_bytes(bytes(4096) + content)
+    return _C.File(str(path))
+
+
+@pytest.fixture
+def window() -> _C.Window:
+    arena = _C.Arena(8 << 20, lock=False)
+    return arena.window(NBYTES)
+
+
+def test_what_is_read_is_what_the_file_has(window: _C.Window, file: _C.File, content: bytes) -> None:
+    window.unmap(0, NBYTES, file, 4096)
+    view = memoryview(window)
+    assert view[NBYTES - 1] == content[-1]
+    assert bytes(view[CHUNK_BYTES - 100 : CHUNK_BYTES + 100]) == content[CHUNK_BYTES - 100 : CHUNK_BYTES + 100]
+    assert bytes(view[:NBYTES]) == content
+
+
+def test_each_place_has_its_own_backing(window: _C.Window, file: _C.File, content: bytes) -> None:
+    window.unmap(0, 4096, file, 4096 + 8192)
+    window.unmap(4096, 8192, file, 4096)
+    assert bytes(memoryview(window)[: 4096 + 8192]) == content[8192 : 8192 + 4096] + content[:8192]
+
+
+def test_a_map_takes_the_place_of_what_was_read(file: _C.File) -> None:
+    arena = _C.Arena(8 << 20, lock=False)
+    window = arena.window(NBYTES)
+    memoryview(arena.view(0, 4096))[:] = b"m" * 4096
+    window.unmap(0, 8192, file, 4096)
+    before = bytes(memoryview(window)[:8192])
+    window.map(0, 0, 4096)
+    window.unmap(4096, 4096, file, 8192)
+    assert bytes(memoryview(window)[:8192]) == b"m" * 4096 + before[4096:]
+
+
+def test_the_window_keeps_the_file_open(window: _C.Window, file: _C.File, content: bytes) -> None:
+    window.unmap(0, NBYTES, file, 4096)
+    file.close()
+    Path(file.path).unlink()
+    assert bytes(memoryview(window)[:NBYTES]) == content
+
+
+def test_many_threads_may_read_at_one_time(window: _C.Window, file: _C.File, content: bytes) -> None:
+    wrong: list[int] = []
+
+    def read(start: threading.Barrier) -> None:
+        start.wait()
+        if bytes(memoryview(window)[:NBYTES]) != content:
+            wrong.append(1)
+
+    for _ in range(20):
+        window.unmap(0, NBYTES, file, 4096)
+        barrier = threading.Barrier(4)
+        threads = [threading.Thread(target=read, args=(barrier,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+
+
+PROGRAM = """
+import os, sys
+from swapper import _C
+file = _C.File(sys.argv[1])
+window = _C.Arena(1 << 20, lock=False).window(8192)
+view = memoryview(window)
+{action}
+"""
+
+
+def run(path: str, action: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM.format(action=action), path]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("before", ["", "view[0];"])
+def test_a_write_ends_the_process_and_says_what_to_do(file: _C.File, before: str) -> None:
+    done = run(file.path, f"window.unmap(0, 8192, file, 4096); {before} view[0] = 1")
+    assert done.returncode == -11
+    assert "manager.gather(..., write=True)" in done.stderr
+
+
+@pytest.mark.parametrize("action", ["view[0]", "window.unmap(0, 8192, file, 4096); window.unmap(0, 8192); view[0]"])
+def test_without_backing_a_read_ends_the_process(file: _C.File, action: str) -> None:
+    assert run(file.path, action).returncode == -11
+
+
+def test_other_faults_are_passed_on(file: _C.File) -> None:
+    done = run(file.path, "import faulthandler, ctypes; faulthandler.enable(); ctypes.string_at(0)")
+    assert done.returncode == -11
+    assert "Segmentation fault" in done.stderr
+    done = run(file.path, "import ctypes; window.unmap(0, 8192, file, 4096); ctypes.string_at(0)")
+    assert done.returncode == -11
+    assert "gather" not in done.stderr
+
+
+def test_a_file_that_is_too_short_is_not_taken_for_zeros(file: _C.File) -> None:
+    os.truncate(file.path, 4096)
+    assert run(file.path, "window.unmap(0, 8192, file, 4096); view[0]").returncode == -11
+
+
+def test_a_forked_child_is_not_served(file: _C.File) -> None:
+    action = """
+window.unmap(0, 8192, file, 4096)
+child = os.fork()
+if child == 0:
+    view[0]
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert os.WTERMSIG(status) == 11, status
+view[0]
+"""
+    done = run(file.path, action)
+    assert done.returncode == 0, done.stderr
