@@ -59,7 +59,8 @@ def test_a_step_reads_and_writes_what_the_pool_cannot_hold_and_no_more(twins: Ma
     sections = pair.manager._sections
     params = sum(p.nbytes for s in sections if s.plan.family == "param" for p in s.pages)
     state = sum(p.nbytes for s in sections if s.plan.family == "state" for p in s.pages)
-    written = (after["bytes_written"] - before["bytes_written"]) / 4
+    small = sum(section.plan.nbytes for section in sections if section.resident)  # written by each commit
+    written = (after["bytes_written"] - before["bytes_written"]) / 4 - small
     assert params + state <= written <= 1.03 * (params + state)  # once; a page that two slices share at most twice
     read = (after["bytes_read"] - before["bytes_read"]) / 4
     assert read <= 3 * params + state  # forward, backward and update; what stays in the pool is read less often
