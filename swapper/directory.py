@@ -33,6 +33,7 @@ class RunDirectory:
     """
 
     def __init__(self, directory: str | os.PathLike[str], resume: str, rank: int, world_size: int) -> None:
+        self._lock = -1
         parent = Path(directory).absolute()
         if not parent.exists():
             raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
@@ -51,7 +52,7 @@ class RunDirectory:
         try:
             self._take(resume)
         except BaseException:
-            os.close(self._lock)
+            self.close()
             raise
 
     def _take(self, resume: str) -> None:
@@ -94,3 +95,6 @@ class RunDirectory:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+    def __del__(self) -> None:
+        self.close()

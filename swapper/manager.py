@@ -36,6 +36,7 @@ from swapper.core.section import Section
 from swapper.core.store import TURNS, Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
+from swapper.interrupts import held_back
 from swapper.stats import Stats
 from swapper.train.inventory import (
     Inventory,
@@ -229,7 +230,11 @@ class SwapManager:
         content["registered"] = {name: value.state_dict() for name, value in self._registered.items()}
         content["swapper"] = {"format": 1, "step": self._stats.step}
         publisher = Publisher(self._sections, self._layout, self._pager, self._pool.address, self._engine, self._store)
-        publisher.publish(target, content)
+        try:
+            publisher.publish(target, content)
+        except BaseException:
+            self._pager.drop_leases()  # of what an exception or Ctrl-C has cut short
+            raise
         return target
 
     @property
@@ -255,12 +260,14 @@ class SwapManager:
         try:
             if self._model is not None and self._failure is None:
                 self._model.abandon_pass()
+                self._model.end_gathers()
                 self._pager.flush()
                 self._committer.finish()
         finally:
-            self._closed = True
-            self._release_resources()
-            self._directory.close()
+            with held_back:
+                self._closed = True
+                self._release_resources()
+                self._directory.close()
 
     def __enter__(self) -> SwapManager:
         return self

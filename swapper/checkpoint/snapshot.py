@@ -70,7 +70,12 @@ class Publisher:
         if not path.parent.is_dir():
             raise CheckpointError(f"directory {path.parent} does not exist: create it first")
         temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        temporary.unlink(missing_ok=True)  # of an earlier process of the same number
+        try:
+            temporary.unlink(missing_ok=True)  # of an earlier process of the same number
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write to {path.parent}: {error.strerror}. Choose a directory that you may write to"
+            ) from error
         try:
             if not self._share(temporary, content):
                 self._copy(temporary, content)

@@ -10,7 +10,6 @@ One mutex guards all page and frame state. It is never held while waiting.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -22,6 +21,7 @@ from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page
 from swapper.errors import BudgetError, InvariantError, IoError
+from swapper.interrupts import SteadyLock
 from swapper.stats import Stats
 
 SOON_ACCESSES = 8
@@ -44,7 +44,7 @@ class Pager:
         self._frames = Frames(pages, pool, store)
         self._schedule = schedule
         self._stats = stats
-        self._lock = threading.Lock()
+        self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
         self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, about to be changed again
 

@@ -37,8 +37,9 @@ class Keeper(Protocol):
         ...
 
 
-# By id of the parameter, which its manager keeps alive until it is forgotten.
-_keepers: dict[int, Keeper] = {}
+# By id of the parameter. A model's hooks keep its manager alive; what is kept here must not, or a manager that nobody closes
+# would never go.
+_keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
 _guarded: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
@@ -183,7 +184,7 @@ class ColdParameter(nn.Parameter):
             return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __format__(self, specification: str) -> str:
-        return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]  # type: ignore[no-untyped-call]
+        return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _refusal(self, _keepers.get(id(self)), "deepcopy")

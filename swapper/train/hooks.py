@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from swapper.core.schedule import Access
 from swapper.errors import StateError
+from swapper.interrupts import held_back
 from swapper.train.groups import Unit
 from swapper.train.storage import GroupParameters
 
@@ -108,8 +109,9 @@ class Hooks:
             return False
         for call in reversed(self._forward):
             if any(parameter is inside for inside in call.unit.module.parameters()):
-                group.lease()
-                call.groups.append(group)
+                with held_back:
+                    group.lease()
+                    call.groups.append(group)
                 return True
         return False
 
@@ -171,7 +173,7 @@ class Hooks:
         if paged and torch.is_grad_enabled():
             watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
             for tensor in watched:
-                tensor.register_hook(self._before_backward(call))  # type: ignore[no-untyped-call]
+                tensor.register_hook(OwnHook(self._before_backward(call)))  # type: ignore[no-untyped-call]
             if not watched and any(p.requires_grad for group in call.groups for p in group.parameters):
                 held = Call(call.unit, list(call.groups), call.start)
                 for group in held.groups:
@@ -196,9 +198,10 @@ class Hooks:
         def hook(gradient: torch.Tensor) -> None:
             if call.backward_task is not None and call in self._backward:
                 return
+            self._check_usable()
             task = torch._C._current_graph_task_id()
             if all(other.backward_task != task for other in self._backward):
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+                torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
             for other in list(self._backward):  # [Note: when a backward lease ends]
                 if other.start > call.end:
                     self._end_call(other)
@@ -252,7 +255,8 @@ class OwnHook:
         self._function = function
 
     def __call__(self, *arguments: Any) -> Any:
-        return self._function(*arguments)
+        with held_back:
+            return self._function(*arguments)
 
     def __reduce__(self) -> Any:
         return OwnHook, (_do_nothing,)

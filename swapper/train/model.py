@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import StateError
+from swapper.interrupts import held_back
 from swapper.stats import Stats
 from swapper.train.cold import aliases
 from swapper.train.grads import HostGradients
@@ -67,6 +68,7 @@ class OffloadedModel:
         self._sweep = Sweep(self._trainables, Shadow(optimizer), pager, page_bytes, stats)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._gathered = 0
+        self._closed = False
         self.groups: list[GroupParameters] = []
         self._hooks: Hooks | None = None
         self._load_hooks: LoadHooks | None = None
@@ -152,6 +154,15 @@ class OffloadedModel:
             self._load_hooks.forget()
             self._hooks.abandon_pass()
 
+    def end_gathers(self) -> None:
+        """Let go of what is gathered, as leaving the contexts would: the manager closes inside of them."""
+        for group in self.groups:
+            for access in list(group.holds):
+                group.let_go(write=bool(access.writes))
+                if access.writes:
+                    self._refresh_masters([group])
+        self._closed = True
+
     # --- looking at it --------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -164,21 +175,23 @@ class OffloadedModel:
         groups = [g for g in self.groups if any(id(p) in wanted for p in g.parameters)]
         leased: list[GroupParameters] = []
         versions = {id(p): p._version for group in groups for p in group.parameters}
+        changed: list[GroupParameters] = []
+        self._gathered += 1
         try:
-            for group in groups:
-                group.hold(write)
-                leased.append(group)
-            self._gathered += 1
-            try:
-                yield
-            finally:
-                self._gathered -= 1
+            with held_back:
+                for group in groups:
+                    group.hold(write)
+                    leased.append(group)
+            yield
         finally:
-            changed = [g for g in leased if any(p._version != versions[id(p)] for p in g.parameters)]
-            for group in leased:
-                group.let_go(write)
-            if write:
-                self._refresh_masters(leased)
+            with held_back:
+                self._gathered -= 1
+                if not self._closed:  # then `close` has let go of them
+                    changed = [g for g in leased if any(p._version != versions[id(p)] for p in g.parameters)]
+                    for group in leased:
+                        group.let_go(write)
+                    if write:
+                        self._refresh_masters(leased)
         if changed and not write:
             names = [n for g in changed for n, p in g.group.parameters if p._version != versions[id(p)]]
             raise StateError(
@@ -221,6 +234,7 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Take the hooks out. Paged parameters stay cold for good if `keep_cold`."""
+        self._closed = True
         if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
             self._load_hooks.remove()

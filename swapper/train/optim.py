@@ -6,15 +6,13 @@ both; its `step` is the sweep over the paged state.
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from swapper.interrupts import held_back
 
 
 class PagedOptimizer(Optimizer):
@@ -60,7 +58,7 @@ class PagedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with _interrupt_deferred():
+        with held_back:
             self._run_step()
         self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
         return loss
@@ -72,7 +70,9 @@ class PagedOptimizer(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        state_dict: dict[str, Any] = {"state": self._save_state(), "param_groups": packed_groups(self.param_groups)}
+        with held_back:
+            state = self._save_state()
+        state_dict: dict[str, Any] = {"state": state, "param_groups": packed_groups(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
         return state_dict
@@ -93,9 +93,10 @@ class PagedOptimizer(Optimizer):
                 "the state_dict's parameter groups differ from this optimizer's: "
                 f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
             )
-        self._load_state(state_dict["state"])
-        for saved, group in zip(theirs, ours, strict=True):
-            group.update({key: value for key, value in saved.items() if key != "params"})
+        with held_back:
+            self._load_state(state_dict["state"])
+            for saved, group in zip(theirs, ours, strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -118,26 +119,3 @@ def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         packed.append({**settings, "params": list(range(start, start + count))})
         start += count
     return packed
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Hold the first Ctrl-C back until the end, so that a step is whole or was never begun. The second goes through."""
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(previous):
-        yield
-        return
-    pending: list[tuple[int, FrameType | None]] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if pending:
-            previous(number, frame)
-        pending.append((number, frame))
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if pending:
-        previous(*pending[0])
