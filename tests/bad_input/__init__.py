@@ -1,0 +1,1 @@
+"""What goes wrong outside of swapper: each gets a clear error, nothing hangs, nothing leaks."""

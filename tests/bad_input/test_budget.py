@@ -1,0 +1,104 @@
+"""A budget that is too small is refused at once, with the smallest that works: and that one does, and less does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from e2e.models import Net, train_step
+from e2e.twins import Twins, adamw, assert_same, named_budget, smallest_budget
+from torch import nn
+
+import swapper
+
+MakeTwins = Callable[..., Twins]
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "nvme": (Net, {"params": "nvme", "optimizer_state": "nvme"}),
+    "host": (Net, {"params": "host", "optimizer_state": "host"}),
+    "state on nvme": (Net, {"params": "host", "optimizer_state": "nvme"}),
+    "auto": (Net, {}),
+    "deep": (lambda: Net(depth=8), {"params": "nvme", "optimizer_state": "nvme"}),
+    "tied": (lambda: Net(tied=True), {"params": "nvme", "optimizer_state": "nvme"}),
+    "masters": (
+        lambda: Net().bfloat16(),
+        {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_smallest_that_is_named_works_and_a_bit_less_does_not(twins: MakeTwins, tmp_path: Path, case: str) -> None:
+    make_model, options = CASES[case][0], dict(CASES[case][1])
+    master = "master_weights" in options
+    model = make_model()
+    optimizer = adamw(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    smallest = smallest_budget(tmp_path, model, optimizer, **options)
+
+    with swapper.SwapManager(tmp_path, host_memory=smallest - 4096) as manager:
+        with pytest.raises(swapper.BudgetError) as caught:
+            manager.offload(model, optimizer, **options)
+        assert named_budget(caught.value) == smallest
+        assert "raise host_memory" in str(caught.value)
+        assert "stay in memory" in str(caught.value)
+    assert_same(dict(model.state_dict()), before)  # a refused offload changes nothing
+    train_step(model, optimizer)
+    assert not list(tmp_path.rglob("*.swap"))
+
+    options.pop("master_weights", None)
+    pair = twins(
+        make_model(), budget=smallest, master=master, **{"params": "auto", "optimizer_state": "auto", **options}
+    )
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)
+
+
+def test_the_arena_stays_within_the_budget(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    stats = pair.manager.stats
+    assert stats.pool_bytes + stats.resident_bytes <= pair.manager._host_bytes
+    pair.train(train_step, steps=2)
+    held = sum(arena.nbytes for arena in pair.manager._arenas)
+    assert held <= pair.manager._host_bytes
+
+
+@pytest.mark.parametrize("size", ["0", 0, -5, "12 parsecs", "", None, 3.5, True])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
+    with pytest.raises(swapper.ConfigError, match="host_memory"):
+        swapper.SwapManager(tmp_path, host_memory=size)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"resume": "maybe"}, "resume"), ({"backend": "floppy"}, "backend"), ({"commit_every": 0}, "commit_every")],
+)
+def test_an_option_that_is_not_known_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(swapper.ConfigError, match=named):
+        swapper.SwapManager(tmp_path, host_memory="32MiB", **options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"params": "moon"},
+        {"optimizer_state": "disk"},
+        {"gradients": "nvme"},
+        {"params": "device"},
+        {"master_weights": 16},
+    ],
+)
+def test_an_option_of_offload_that_is_not_known_is_refused_and_the_manager_stays_usable(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    model = Net()
+    optimizer = adamw(model.parameters())
+    with swapper.SwapManager(tmp_path, host_memory="32MiB") as manager:
+        with pytest.raises(swapper.ConfigError, match=next(iter(options))):
+            manager.offload(model, optimizer, **options)
+        model, optimizer = manager.offload(model, optimizer)
+        assert train_step(model, optimizer).isfinite()

@@ -1,0 +1,166 @@
+"""A directory that cannot hold the run is refused with what to do, and nothing of the attempt is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.models import Net, train_step
+from e2e.processes import environment
+from e2e.twins import Twins, adamw
+
+import swapper
+
+BUDGET = "32MiB"
+
+
+def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(swapper.DirectoryError, match="does not exist: create it"):
+        swapper.SwapManager(tmp_path / "missing", host_memory=BUDGET)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    with pytest.raises(swapper.DirectoryError, match="not a directory"):
+        swapper.SwapManager(path, host_memory=BUDGET)
+    assert path.read_text() == "mine"
+
+
+def test_a_read_only_filesystem_is_refused(mount: Callable[..., Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    point = mount("--bind", str(source))
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(point)], check=True)
+    with pytest.raises(swapper.DirectoryError, match="Choose a directory that you may write to"):
+        swapper.SwapManager(point, host_memory=BUDGET)
+    assert not list(source.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="permission bits do not bind root")
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(swapper.DirectoryError, match="may write to"):
+            swapper.SwapManager(tmp_path, host_memory=BUDGET)
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("nbytes", [64 << 10, 6 << 20, 16 << 20])
+def test_a_drive_that_is_too_small_is_refused_before_anything_is_moved(
+    small_drive: Callable[[int], Path], nbytes: int
+) -> None:
+    drive = small_drive(nbytes)
+    model = Net()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = adamw(model.parameters())
+    with swapper.SwapManager(drive, host_memory=BUDGET) as manager:
+        with pytest.raises((swapper.DirectoryError, swapper.IoError)) as caught:
+            manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        assert "room" in str(caught.value) or "No space left" in str(caught.value)
+    assert not list(drive.rglob("*.swap"))
+    assert all((p == q).all() for p, q in zip(model.parameters(), before, strict=True))
+    assert train_step(model, optimizer).isfinite()  # plain torch goes on with both
+
+
+def test_a_drive_that_others_fill_meanwhile_costs_commits_and_nothing_else(
+    small_drive: Callable[[int], Path], twins: Callable[..., Twins]
+) -> None:
+    """The swap files take their room at the start; what else is written are commits."""
+    drive = small_drive(32 << 20)
+    pair = twins(Net(), wait=True)
+    pair.directory = drive
+    pair.offload()
+    others = drive / "others"
+    with others.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(1 << 12))
+    steps, refusals = 0, []
+    while steps < 3:
+        random_state = torch.get_rng_state()
+        try:
+            loss = train_step(pair.swapped, pair.optimizer)
+        except swapper.IoError as error:
+            refusals.append(error)
+            assert len(refusals) <= steps + 1
+            assert "make room on the drive" in str(error)
+            assert error.errno == errno.ENOSPC
+            pair.swapped.zero_grad()
+            torch.set_rng_state(random_state)
+            continue
+        torch.set_rng_state(random_state)
+        assert torch.equal(loss, train_step(pair.plain, pair.plain_optimizer))
+        steps += 1
+    assert refusals
+    assert not list(drive.rglob("*.partial"))
+    others.unlink()
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+HOLDER = """
+import sys
+import swapper
+manager = swapper.SwapManager(sys.argv[1], host_memory="32MiB")
+print("holding", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_directory_in_use_by_another_process_is_refused_until_it_ends(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "holding\n"
+        for resume in ("error", "auto", "discard"):
+            with pytest.raises(swapper.DirectoryError, match=rf"in use by another run \(process {process.pid}\)"):
+                swapper.SwapManager(tmp_path, host_memory=BUDGET, resume=resume)
+        process.kill()  # a lock does not outlive its holder, however it ends
+        process.wait()
+    swapper.SwapManager(tmp_path, host_memory=BUDGET).close()
+
+
+def test_a_directory_in_use_in_this_process_is_refused(tmp_path: Path) -> None:
+    with (
+        swapper.SwapManager(tmp_path, host_memory=BUDGET),
+        pytest.raises(swapper.DirectoryError, match="in use"),
+    ):
+        swapper.SwapManager(tmp_path, host_memory=BUDGET, resume="discard")
+    swapper.SwapManager(tmp_path, host_memory=BUDGET).close()
+
+
+def test_a_directory_that_holds_a_run_is_refused_unless_it_is_said_what_to_do(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path, host_memory=BUDGET) as manager:
+        model = Net()
+        model, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+        train_step(model, optimizer)
+    before = {file.name: file.stat().st_ino for file in (tmp_path / "rank-0-of-1").glob("*.swap")}
+    assert before
+    with pytest.raises(swapper.DirectoryError, match=r'holds a run .* resume="discard"'):
+        swapper.SwapManager(tmp_path, host_memory=BUDGET)
+    assert {file.name: file.stat().st_ino for file in (tmp_path / "rank-0-of-1").glob("*.swap")} == before
+    with swapper.SwapManager(tmp_path, host_memory=BUDGET, resume="discard") as manager:
+        assert not list(tmp_path.rglob("*.swap"))
+        model = Net()
+        model, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+        assert train_step(model, optimizer).isfinite()
+
+
+def test_other_files_in_the_directory_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "old.swap").write_text("mine too")
+    with swapper.SwapManager(tmp_path, host_memory=BUDGET, resume="discard") as manager:
+        model = Net()
+        manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "old.swap").read_text() == "mine too"
