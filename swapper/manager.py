@@ -8,10 +8,9 @@ waits for all transfers; engine; files; arenas; lock. Tensors that still alias a
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,11 @@ from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
 from swapper.checkpoint.snapshot import Publisher
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import Budget, resident_bytes
-from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.core.budget import Budget
+from swapper.core.memory import HostMemory, return_free_memory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
-from swapper.core.section import Section
 from swapper.core.store import TURNS, Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
@@ -95,7 +93,7 @@ class SwapManager:
         self._stats = Stats()
         self._registered: dict[str, Any] = {}
         self._model: OffloadedModel | None = None
-        self._arenas: list[Any] = []
+        self._memory = HostMemory()
         self._engine: Any = None
         self._store: Store | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -295,7 +293,7 @@ class SwapManager:
         existing = record.files if record is not None else {}
         turns = max(TURNS if every else 1, len(existing))
         self._directory.require_space((turns - len(existing)) * self._layout.tail_offset)
-        arena, frames_offset = self._attach_memory(self._sections, budget.pool_bytes)
+        arena, frames_offset = self._memory.attach(self._sections, budget.pool_bytes)
         self._engine = _C.Engine(backend=self._backend, arena=arena)
         self._store = Store(
             self._engine,
@@ -329,31 +327,11 @@ class SwapManager:
         self._pager.flush()
         if record is None:
             self._committer.step_done(0)
-        _return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
+        return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
         grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
-        self._attach_memory(grad_sections, 0)
+        self._memory.attach(grad_sections, 0)
         self._model.start(grad_sections)
         return paged
-
-    def _attach_memory(self, sections: Sequence[Section], pool_bytes: int) -> tuple[Any, int]:
-        """Make an arena: resident sections one after the other, then the pool. The other sections get a window each.
-
-        Returns the arena and where in it the pool begins.
-        """
-        kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
-        arena = _C.Arena(max(kept_bytes + pool_bytes, SECTOR_BYTES))
-        self._arenas.append(arena)
-        cursor = 0
-        for section in sections:
-            nbytes = section.plan.nbytes
-            if section.resident:
-                memory = torch.frombuffer(arena.view(cursor, nbytes), dtype=torch.uint8)
-                section.attach(memory, None)
-                cursor += round_up(nbytes, SECTOR_BYTES)
-            else:
-                window = arena.window(nbytes)
-                section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
-        return arena, kept_bytes
 
     def _note_sizes(self, inventory: Inventory, budget: Budget, places: dict[str, str]) -> None:
         self._stats.pool_bytes = budget.page_bytes * budget.frame_count
@@ -364,7 +342,7 @@ class SwapManager:
             "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
             places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
             self._engine.backend, self._engine.reason, self._store.io_mode if self._store else "",
-            "page-locked" if self._arenas[0].locked else f"not page-locked ({self._arenas[0].lock_reason})",
+            self._memory.describe(),
         )  # fmt: skip
 
     def _release_resources(self) -> None:
@@ -378,9 +356,7 @@ class SwapManager:
             self._engine.close()
         if self._store is not None:
             self._store.close()
-        for arena in self._arenas:
-            arena.close()
-        self._arenas.clear()
+        self._memory.close()
         self._engine = self._store = None
 
     # --- a step ---------------------------------------------------------------------------------------------------
@@ -442,10 +418,3 @@ class SwapManager:
                 f"step {self._stats.step + 1} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and go on from the last commit (resume='auto') or snapshot"
             ) from self._failure
-
-
-def _return_free_memory() -> None:
-    """Have the C library give freed heap memory back to the system, where it can (glibc): it keeps hundreds of MB otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

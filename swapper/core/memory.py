@@ -1,0 +1,59 @@
+"""Host memory: the arenas, and which part of them each section has."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.core.budget import resident_bytes
+from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.core.section import Section
+
+
+class HostMemory:
+    """Owns the arenas of one run. Tensors that alias one keep its memory alive after `close`."""
+
+    def __init__(self) -> None:
+        self._arenas: list[Any] = []
+
+    def attach(self, sections: Sequence[Section], pool_bytes: int) -> tuple[Any, int]:
+        """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
+
+        Returns the arena and where in it the pool begins.
+        """
+        kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
+        arena = _C.Arena(max(kept_bytes + pool_bytes, SECTOR_BYTES))
+        self._arenas.append(arena)
+        cursor = 0
+        for section in sections:
+            nbytes = section.plan.nbytes
+            if section.resident:
+                section.attach(torch.frombuffer(arena.view(cursor, nbytes), dtype=torch.uint8), None)
+                cursor += round_up(nbytes, SECTOR_BYTES)
+            else:
+                window = arena.window(nbytes)
+                section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
+        return arena, kept_bytes
+
+    def describe(self) -> str:
+        """Return "page-locked", or why it is not."""
+        for arena in self._arenas:
+            if not arena.locked:
+                return f"not page-locked ({arena.lock_reason})"
+        return "page-locked"
+
+    def close(self) -> None:
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
+
+def return_free_memory() -> None:
+    """Have the C library give freed heap memory back to the system, where it can (glibc): it keeps hundreds of MB otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
