@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from swapper.errors import SwapperError, UnsupportedError
+from swapper.errors import UnsupportedError
 
 
 def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
@@ -30,6 +30,8 @@ def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
         raise UnsupportedError(f"a tensor on {device} cannot be transferred: torch finds no CUDA device here")
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"tensors on {device} cannot be transferred; copy to the CPU first")
+    if device.type == "cpu" and not _has_memory(tensor):
+        raise UnsupportedError("this tensor has no memory behind it: it is a fake one, or its storage was taken away")
     if writes_into and has_overlap(tensor):
         raise UnsupportedError("an expanded tensor cannot be read into: several elements are one place in memory")
 
@@ -39,19 +41,19 @@ def has_overlap(tensor: torch.Tensor) -> bool:
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def run_address(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor whose bytes lie in host memory in row-major order; None of any other.
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the storage reaches as far as the elements do: one that was resized to nothing would be read beyond its end."""
+    if tensor.numel() == 0:
+        return True
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes() and tensor.data_ptr() != 0
 
-    Raises UnsupportedError for a tensor that has no memory behind it (a FakeTensor).
-    """
+
+def run_address(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor whose bytes lie in host memory in row-major order; None of any other."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
-    try:
-        return tensor.data_ptr()
-    except SwapperError:
-        raise
-    except RuntimeError as error:
-        raise UnsupportedError(f"this tensor has no memory of its own: {error}") from error
+    return tensor.data_ptr()
 
 
 def byte_count(tensor: torch.Tensor) -> int:
