@@ -33,8 +33,7 @@ class OpenFile:
 class OpenFiles:
     """The files with operations in flight, by inode and direction."""
 
-    def __init__(self, direct: bool | None = None) -> None:
-        self._direct = direct
+    def __init__(self) -> None:
         self._files: dict[tuple[int, int, bool], OpenFile] = {}
         self._lock = threading.Lock()
 
@@ -54,7 +53,7 @@ class OpenFiles:
                     shared.users += 1
                     return shared
             try:
-                file = _C.File(path, create=status is None, read_only=not writing, direct=self._direct)
+                file = _C.File(path, create=status is None, read_only=not writing)
             except IoError as error:
                 if error.errno == (errno.EEXIST if status is None else errno.ENOENT) and writing:
                     continue

@@ -91,10 +91,9 @@ class AioHandle:
             backend=parse_choice(backend, "backend", BACKENDS),
             depth=min(self._queue_depth * self._parallelism, MOST_DEPTH),
             piece_bytes=-(-self._block_size // PIECE) * PIECE,
-            **({"debug": True} if self.debug else {}),  # type: ignore[arg-type]
+            debug=self.debug,
         )
-        # TODO: an engine that takes any alignment
-        self._files = OpenFiles(direct=None if hasattr(_C.File, "granule") else False)
+        self._files = OpenFiles()
         self._staging: Staging | None = None
         self._lock = threading.Lock()
         self._in_flight: deque[Operation] = (

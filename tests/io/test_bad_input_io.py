@@ -147,9 +147,10 @@ def test_a_cuda_tensor_where_there_is_no_cuda(handle: AioHandle, path: Path, wri
 def test_a_tensor_without_memory(handle: AioHandle, path: Path) -> None:
     with FakeTensorMode():
         fake = torch.empty(10)
-    emptied = torch.zeros(1000)
+    emptied, strided = torch.zeros(1000), torch.zeros(10, 100).t()
     emptied.untyped_storage().resize_(0)
-    for tensor in (fake, emptied, emptied.view(10, 100).t()):
+    strided.untyped_storage().resize_(0)
+    for tensor in (fake, emptied, strided):
         with pytest.raises(UnsupportedError, match="no memory"):
             handle.sync_pwrite(tensor, path)
     assert not path.exists()
