@@ -62,9 +62,10 @@ ChosenBackend choose_backend(const std::string& name, const BackendOptions& opti
   if (!named && !chaos) return choose_plain(name, options);
   const std::string inner = name == "chaos" ? "auto" : named ? name.substr(prefix.size()) : name;
   ChosenBackend chosen = choose_plain(inner, options);
-  chosen.backend = make_chaos_backend(std::move(chosen.backend), chaos.value_or(ChaosOptions{}));
+  const ChaosOptions troubles = chaos.value_or(ChaosOptions{});
+  chosen.backend = make_chaos_backend(std::move(chosen.backend), troubles);
   chosen.name = prefix + chosen.name;
-  chosen.reason = "chaos around " + chosen.reason;
+  chosen.reason = "troubles from seed " + std::to_string(troubles.seed) + " around " + chosen.reason;
   return chosen;
 }
 

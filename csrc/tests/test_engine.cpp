@@ -2,21 +2,26 @@
 // across engines, waiting, draining and closing at the same time. Owns a temporary file.
 #include <unistd.h>
 
+#include <algorithm>
+#include <optional>
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
 #include "io/engine.h"
 #include "tests/testing.h"
 
 namespace swapper {
 namespace {
 
-std::shared_ptr<File> scratch_file(std::uint64_t nbytes) {
+constexpr const char* kBackends[] = {"uring", "aio", "threads", "chaos:threads", "chaos"};
+
+std::shared_ptr<File> scratch_file(std::uint64_t nbytes, std::optional<bool> direct = false) {
   char path[] = "/tmp/swapper-test-XXXXXX";
   const int fd = ::mkstemp(path);
   ::close(fd);
   FileOptions options;
-  options.direct = false;
+  options.direct = direct;
   auto file = std::make_shared<File>(path, options);
   ::unlink(path);
   file->truncate(nbytes);
@@ -37,7 +42,7 @@ void submit_many(Engine& engine, Engine& other, const std::shared_ptr<File>& fil
 }
 
 TEST(engines_serve_many_threads) {
-  for (const char* backend : {"uring", "threads"}) {
+  for (const char* backend : kBackends) {
     EngineOptions options;
     options.backend = backend;
     options.piece_bytes = 4096;
@@ -56,6 +61,51 @@ TEST(engines_serve_many_threads) {
       std::thread closer([&] { one.close(); });
       one.close();
       closer.join();
+    } catch (const ConfigError& refusal) {
+      std::printf("  skipped: %s\n", refusal.what());
+    }
+  }
+}
+
+// Each thread writes tensors of odd sizes side by side, with neighbours of other threads, and reads them
+// back.
+void write_and_read(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t thread) {
+  constexpr std::uint64_t kBytes = 30'011, kThreads = 3;
+  std::vector<std::byte> out(kBytes + 1, static_cast<std::byte>(thread + 1)), in(kBytes + 1);
+  for (std::uint64_t n = 0; n < 20; ++n) {
+    const std::uint64_t offset = (n * kThreads + thread) * kBytes;
+    const auto write =
+        engine.prepare({Direction::write, file, offset, out.data() + 1, kBytes, true, nullptr});
+    const auto read =
+        engine.prepare({Direction::read, file, offset, in.data() + 1, kBytes, true, write->ticket});
+    const auto unwanted =
+        engine.prepare({Direction::read, file, offset, in.data() + 1, kBytes, true, write->ticket});
+    const std::shared_ptr<Ticket> ticket = read->ticket, called_off = unwanted->ticket;
+    while (!engine.enqueue(write, std::chrono::milliseconds(1))) continue;
+    while (!engine.enqueue(unwanted, std::chrono::milliseconds(1))) continue;
+    while (!engine.enqueue(read, std::chrono::milliseconds(1))) continue;
+    called_off->cancel();
+    while (!ticket->wait_for(std::chrono::milliseconds(10))) continue;
+    while (!called_off->wait_for(std::chrono::milliseconds(10))) continue;
+    EXPECT(!ticket->error() && called_off->cancelled() == called_off->error().has_value());
+    EXPECT(std::equal(in.begin() + 1, in.end(), out.begin() + 1));
+  }
+}
+
+TEST(odd_neighbours_are_served_side_by_side) {
+  for (const char* backend : kBackends) {
+    EngineOptions options;
+    options.backend = backend;
+    options.depth = 6;
+    options.piece_bytes = 8192;
+    try {
+      Engine engine(options);
+      const auto file = scratch_file(0, std::nullopt);
+      std::vector<std::thread> threads;
+      for (std::uint64_t n = 0; n < 3; ++n) threads.emplace_back([&, n] { write_and_read(engine, file, n); });
+      for (std::thread& thread : threads) thread.join();
+      engine.close();
+      EXPECT(file->nbytes() == 60 * 30'011);
     } catch (const ConfigError& refusal) {
       std::printf("  skipped: %s\n", refusal.what());
     }
