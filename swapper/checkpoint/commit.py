@@ -113,7 +113,7 @@ def publish_commit(directory: Path, data: bytes, durable: bool) -> None:
         _publish(directory, temporary, data, durable)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        detail = "the step was taken but not committed; make room on the drive, and the next step will be"
+        detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.models import Net, train_step
+from e2e.leaks import held_by_swapper
+from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import environment
 from e2e.twins import Twins, adamw
 
@@ -71,11 +73,8 @@ def test_a_drive_that_is_too_small_is_refused_before_anything_is_moved(
     assert train_step(model, optimizer).isfinite()  # plain torch goes on with both
 
 
-def test_a_drive_that_others_fill_meanwhile_costs_commits_and_nothing_else(
-    small_drive: Callable[[int], Path], twins: Callable[..., Twins]
-) -> None:
-    """The swap files take their room at the start; what else is written are commits."""
-    drive = small_drive(32 << 20)
+def begin_and_fill(drive: Path, twins: Callable[..., Twins]) -> tuple[Twins, Path]:
+    """Return a run on a drive that others have filled since it began, and the file of theirs."""
     pair = twins(Net(), wait=True)
     pair.directory = drive
     pair.offload()
@@ -83,27 +82,44 @@ def test_a_drive_that_others_fill_meanwhile_costs_commits_and_nothing_else(
     with others.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
         while True:
             file.write(bytes(1 << 12))
-    steps, refusals = 0, []
-    while steps < 3:
-        random_state = torch.get_rng_state()
-        try:
-            loss = train_step(pair.swapped, pair.optimizer)
-        except swapper.IoError as error:
-            refusals.append(error)
-            assert len(refusals) <= steps + 1
-            assert "make room on the drive" in str(error)
-            assert error.errno == errno.ENOSPC
-            pair.swapped.zero_grad()
-            torch.set_rng_state(random_state)
-            continue
-        torch.set_rng_state(random_state)
-        assert torch.equal(loss, train_step(pair.plain, pair.plain_optimizer))
-        steps += 1
-    assert refusals
-    assert not list(drive.rglob("*.partial"))
+    return pair, others
+
+
+def test_a_drive_that_others_fill_meanwhile_stops_commits_and_the_run_goes_on_when_there_is_room(
+    small_drive: Callable[[int], Path], twins: Callable[..., Twins]
+) -> None:
+    """The swap files take their room at the start; what else is written are commits."""
+    pair, others = begin_and_fill(small_drive(32 << 20), twins)
+    steps = 0
+    with pytest.raises(swapper.IoError, match="make room on the drive") as caught:
+        for steps in range(3):  # noqa: B007
+            pair.train(train_step, steps=1)
+    assert caught.value.errno == errno.ENOSPC
+    assert steps < 2
+    assert not list(others.parent.rglob("*.partial"))
+    random_state = torch.get_rng_state()
+    with pytest.raises(swapper.IoError, match="make room on the drive"):
+        train_step(pair.swapped, pair.optimizer)
+    pair.check_pager()
     others.unlink()
-    pair.train(train_step, steps=2)
+    torch.set_rng_state(random_state)
+    pair.swapped.load_state_dict(pair.plain.state_dict())  # the plain one is a step ahead
+    pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
+    pair.both(lambda model, _: model.zero_grad())
+    pair.train(train_step, steps=3)
     pair.finish()
+
+
+def test_closing_on_a_full_drive_says_so_and_lets_everything_go(
+    small_drive: Callable[[int], Path], twins: Callable[..., Twins]
+) -> None:
+    pair, _ = begin_and_fill(small_drive(32 << 20), twins)
+    with contextlib.suppress(swapper.IoError):
+        loss_of(pair.swapped, tokens())
+    with pytest.raises(swapper.IoError, match="make room on the drive"):
+        pair.close()
+    pair.close()
+    assert not [thing for thing in held_by_swapper() if "swapper-arena" not in thing]
 
 
 HOLDER = """

@@ -53,8 +53,10 @@ def test_every_backend_is_bit_equal(twins: MakeTwins, backend: str) -> None:
 def test_a_step_reads_and_writes_what_the_pool_cannot_hold_and_no_more(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=3)
+    pair.manager._pager.flush()
     before = pair.manager.stats.snapshot()
     pair.train(train_step, steps=4)
+    pair.manager._pager.flush()
     after = pair.manager.stats.snapshot()
     sections = pair.manager._sections
     params = sum(p.nbytes for s in sections if s.plan.family == "param" for p in s.pages)
