@@ -384,6 +384,8 @@ unasked("torch.tensor", lambda p: torch.tensor(p))
 unasked("torch.as_tensor", lambda p: torch.as_tensor(p, dtype=torch.float64))
 unasked("torch.vmap", lambda p: torch.vmap(lambda row: row.sum())(p))
 unasked("torch.func.grad", lambda p: torch.func.grad(lambda w: w.square().sum())(p))
+
+
 def through_dlpack(p: torch.Tensor) -> torch.Tensor:
     p.requires_grad_(False)  # dlpack asks for it
     try:
