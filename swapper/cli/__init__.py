@@ -7,7 +7,10 @@ from typing import Annotated
 
 import typer
 
+from swapper.cli.bench import bench
 from swapper.cli.demo import demo
+from swapper.cli.doctor import doctor
+from swapper.cli.tune import tune
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -15,7 +18,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
+for command in (demo, doctor, bench, tune):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,226 @@
+"""`swapper doctor`: what of swapper works on this machine, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from swapper import _C
+from swapper.cli.place import IN_MEMORY, filesystem_of
+from swapper.config import format_bytes, parse_host_memory
+from swapper.errors import SwapperError, UnsupportedError
+from swapper.io.cufile import open_cufile
+from swapper.io.tuning import find_tuning
+
+GOOD, SLOW, BAD = "good", "slow", "bad"
+LOCK_BYTES = 64 << 20
+MARKS = {GOOD: "[green]good[/green]", SLOW: "[yellow]slow[/yellow]", BAD: "[red]bad[/red]"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at. `state`: good; slow (works, another way or not as fast); bad (swapper does not work)."""
+
+    what: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def doctor(
+    directory: Annotated[Path, typer.Argument(help="A directory on the drive to look at.")] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Look at kernel, memory, drive and GPU: what works, what does not, what to do."""
+    findings = list(look(directory))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = Table(show_header=False)
+        for finding in findings:
+            text = escape(finding.found) + (f"\n[bold]→ {escape(finding.remedy)}[/bold]" if finding.remedy else "")
+            table.add_row(finding.what, MARKS[finding.state], text)
+        Console().print(table)
+    if any(finding.state == BAD for finding in findings):
+        raise typer.Exit(1)
+
+
+def look(directory: Path) -> Iterator[Finding]:
+    """Every finding. A look that itself goes wrong is a bad finding, and the others go on."""
+    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("Versions", _versions),
+        ("Kernel calls", _backends),
+        ("Locked memory", _locked_memory),
+        ("Mappings", _mappings),
+        ("Memory", _memory),
+        ("Directory", lambda: _directory(directory)),
+        ("Drive", lambda: _drive(directory)),
+        ("CUDA", _cuda),
+        ("Peers", _peers),
+    ]
+    for what, act in looks:
+        try:
+            yield from act()
+        except Exception as error:
+            yield Finding(what, BAD, f"{type(error).__name__}: {error}")
+
+
+def _versions() -> Iterator[Finding]:
+    python = sys.version.split()[0]
+    yield Finding(
+        "Versions",
+        GOOD,
+        f"swapper {importlib.metadata.version('swapper')}, torch {torch.__version__}, Python {python}, "
+        f"Linux {platform.release()} on {platform.machine()}, {os.cpu_count()} processors",
+    )
+
+
+def _backends() -> Iterator[Finding]:
+    remedies = {
+        "uring": "allow io_uring: in Docker --security-opt seccomp=unconfined, or sysctl kernel.io_uring_disabled=0",
+        "aio": "raise fs.aio-max-nr if other programs use all of it",
+        "threads": "raise the limit on threads (ulimit -u)",
+    }
+    works = []
+    for name, remedy in remedies.items():
+        try:
+            engine = _C.Engine(backend=name)
+        except SwapperError as error:
+            yield Finding(f"Backend {name}", SLOW, str(error), remedy)
+            continue
+        works.append(name)
+        yield Finding(f"Backend {name}", GOOD, engine.reason)
+        engine.close()
+    if not works:
+        yield Finding("Backends", BAD, "none works", remedies["threads"])
+
+
+def _locked_memory() -> Iterator[Finding]:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    said = "no limit" if limit == resource.RLIM_INFINITY else f"limit {format_bytes(limit)}"
+    arena = _C.Arena(LOCK_BYTES)
+    locked, reason = arena.locked, arena.lock_reason
+    arena.close()
+    if locked:
+        yield Finding(
+            "Locked memory", GOOD, f"{format_bytes(LOCK_BYTES)} were locked; {said} for processes without rights"
+        )
+    else:
+        yield Finding(
+            "Locked memory",
+            SLOW,
+            f"{reason}; {said}",
+            "ulimit -l unlimited, memlock in /etc/security/limits.conf, LimitMEMLOCK=infinity in a systemd unit, or "
+            "docker --ulimit memlock=-1",
+        )
+    with suppress(OSError):
+        pages = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+        chosen = pages.split("[")[-1].split("]")[0]
+        if chosen in ("never", "deny"):
+            advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled spares some processor time"
+            yield Finding("Huge pages", SLOW, f"{chosen} for shared memory", advice)
+        else:
+            yield Finding("Huge pages", GOOD, f"{chosen} for shared memory")
+
+
+def _mappings() -> Iterator[Finding]:
+    most = int(Path("/proc/sys/vm/max_map_count").read_text())
+    state, remedy = (GOOD, "") if most >= 65530 else (SLOW, "sysctl vm.max_map_count=262144")
+    yield Finding("Mappings", state, f"{most} for a process", remedy)
+
+
+def _memory() -> Iterator[Finding]:
+    free = parse_host_memory("auto")
+    state, remedy = (GOOD, "") if free >= 512 << 20 else (SLOW, "free memory, or raise the cgroup's limit")
+    yield Finding("Memory", state, f'host_memory="auto" would be {format_bytes(free)}', remedy)
+
+
+def _directory(directory: Path) -> Iterator[Finding]:
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        yield Finding("Directory", BAD, f"{directory} is not a directory that can be written", "name another")
+        return
+    kind = filesystem_of(directory)
+    free = format_bytes(shutil.disk_usage(directory).free)
+    if kind in IN_MEMORY:
+        yield Finding("Directory", SLOW, f"{directory.resolve()} is memory ({kind})", "name a directory on a drive")
+    else:
+        yield Finding("Directory", GOOD, f"{directory.resolve()}, {kind or 'unknown filesystem'}, {free} free")
+    with tempfile.TemporaryDirectory(prefix="swapper-doctor-", dir=directory) as scratch:
+        file = _C.File(Path(scratch) / "file", create=True)
+        file.allocate(1 << 20)
+        if file.direct:
+            text = f"offsets in multiples of {file.alignment}, addresses of {file.memory_alignment}"
+            yield Finding("Direct I/O", GOOD, f"{file.reason}; {text}")
+        else:
+            remedy = "use ext4, xfs or btrfs on a local drive; everything goes through the page cache here"
+            yield Finding("Direct I/O", SLOW, file.reason, remedy)
+        file.close()
+
+
+def _drive(directory: Path) -> Iterator[Finding]:
+    device = directory.stat().st_dev
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if not entry.exists():
+        yield Finding("Drive", SLOW, "the filesystem is on no drive of this machine (network, memory, or stacked)")
+        return
+    entry = entry.resolve()
+    disk = entry.parent if (entry / "partition").exists() else entry
+
+    def said(name: str) -> str:
+        with suppress(OSError):
+            return (disk / name).read_text().strip()
+        return "?"
+
+    text = (
+        f"{disk.name} {said('device/model').replace('?', '')}, sectors of {said('queue/logical_block_size')}, "
+        f"scheduler {said('queue/scheduler').split('[')[-1].split(']')[0]}, {said('queue/nr_requests')} requests"
+    )
+    if said("queue/rotational") == "1":
+        yield Finding(
+            "Drive", GOOD, text + ", which says that it turns, as virtual drives do; swapper is made for NVMe"
+        )
+    else:
+        yield Finding("Drive", GOOD, text)
+    tuning = find_tuning(directory)
+    if tuning is None:
+        yield Finding("Tuning", GOOD, f"none kept: the defaults are used (swapper tune {directory})")
+    else:
+        yield Finding("Tuning", GOOD, f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}")
+
+
+def _cuda() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        built = "this build of torch is without it" if torch.version.cuda is None else "no device or driver is found"
+        yield Finding("CUDA", GOOD, f"none: {built}. Tensors on the CPU work")
+        return
+    yield Finding("CUDA", GOOD, f"{torch.cuda.get_device_name(0)}, CUDA {torch.version.cuda}")
+    try:
+        open_cufile()
+        yield Finding("GPUDirect Storage", GOOD, "cuFile opens")
+    except UnsupportedError as error:
+        yield Finding("GPUDirect Storage", SLOW, f"{error}. CUDA tensors go through host memory")
+
+
+def _peers() -> Iterator[Finding]:
+    for name, package in (("DeepSpeed", "deepspeed"), ("transformers", "transformers")):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            yield Finding(name, GOOD, importlib.metadata.version(package))
+    if shutil.which("fio"):
+        yield Finding("fio", GOOD, "installed; swapper bench runs it beside")

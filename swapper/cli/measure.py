@@ -1,0 +1,184 @@
+"""How fast files move here: by swapper's engine, by fio, and by DeepNVMe, each in the same pattern.
+
+The pattern: one direction after the other, or both at once into two files; `depth` pieces of `piece_bytes` in flight, direct,
+from page-locked memory. Files are filled before, and removed after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swapper import _C
+
+KINDS = ("read", "write", "both")
+OPERATIONS_AHEAD = 4
+START_S = 0.2
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What is moved, and how."""
+
+    kind: str
+    piece_bytes: int
+    depth: int
+    file_bytes: int
+    duration_s: float
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return ("read", "write") if self.kind == "both" else (self.kind,)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Bytes a second, both directions together, and processor seconds for each GB."""
+
+    bytes_per_s: float
+    cpu_s_per_gb: float | None = None
+
+
+@contextlib.contextmanager
+def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
+    """One filled file for each direction. Blocks that were never written would read back without a transfer."""
+    with tempfile.TemporaryDirectory(prefix="swapper-bench-", dir=directory) as scratch:
+        paths = {kind: Path(scratch) / kind for kind in ("read", "write")}
+        arena = _C.Arena(min(file_bytes, 16 << 20))
+        torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8).random_(0, 256)
+        engine = _C.Engine(arena=arena)
+        for path in paths.values():
+            file = _C.File(path, create=True)
+            file.allocate(file_bytes)
+            for at in range(0, file_bytes, arena.nbytes):
+                engine.write(file, at, arena.address, min(arena.nbytes, file_bytes - at)).wait()
+            file.sync()
+            file.close()
+        engine.close()
+        arena.close()
+        yield paths
+
+
+def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "auto", ordinary: bool = False) -> Speed:
+    """By swapper's engine, from an arena that it registered, or from `ordinary` memory."""
+    # Twice `depth` pieces are submitted, so that the engine is never short of any.
+    pieces = max(2 * pattern.depth // OPERATIONS_AHEAD, 1)
+    span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
+    span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
+    lanes = len(pattern.directions)
+    arena = None if ordinary else _C.Arena(span_bytes * OPERATIONS_AHEAD * lanes)
+    memory = torch.ones(span_bytes * OPERATIONS_AHEAD * lanes + 4096, dtype=torch.uint8) if arena is None else None
+    address = arena.address if arena is not None else -(-memory.data_ptr() // 4096) * 4096  # type: ignore[union-attr]
+    engine = _C.Engine(backend=backend, depth=pattern.depth, piece_bytes=pattern.piece_bytes, arena=arena)
+    files = {kind: _C.File(paths[kind]) for kind in pattern.directions}
+    moves = {"read": engine.read, "write": engine.write}
+    tickets: dict[str, deque[_C.Ticket]] = {kind: deque() for kind in files}
+    at = dict.fromkeys(files, 0)
+    try:
+        began_s = time.perf_counter()
+        start_bytes, start_s, start_cpu_s = 0, 0.0, 0.0
+        while True:
+            now_s = time.perf_counter()
+            if not start_s and now_s - began_s >= START_S:
+                start_bytes, start_s, start_cpu_s = _moved(engine), now_s, time.process_time()
+            elif start_s and now_s - start_s >= pattern.duration_s:
+                moved = _moved(engine) - start_bytes
+                return Speed(moved / (now_s - start_s), (time.process_time() - start_cpu_s) / moved * 1e9)
+            for lane, (kind, file) in enumerate(files.items()):
+                while len(tickets[kind]) < OPERATIONS_AHEAD:
+                    offset = at[kind] * span_bytes % (pattern.file_bytes // span_bytes * span_bytes)
+                    slot = lane * OPERATIONS_AHEAD + at[kind] % OPERATIONS_AHEAD
+                    tickets[kind].append(moves[kind](file, offset, address + slot * span_bytes, span_bytes))
+                    at[kind] += 1
+            _wait_any(tickets)
+    finally:
+        engine.close()
+        for file in files.values():
+            file.close()
+        if arena is not None:
+            arena.close()
+
+
+def _moved(engine: _C.Engine) -> int:
+    return engine.bytes_read + engine.bytes_written
+
+
+def _wait_any(tickets: dict[str, deque[_C.Ticket]]) -> None:
+    """Waits for the first of each direction's oldest, in turns, and takes away what is done."""
+    if len(tickets) == 1:
+        next(iter(tickets.values()))[0].wait()
+    else:
+        while not any(queue[0].done for queue in tickets.values()):
+            for queue in tickets.values():
+                if queue[0].wait(0.0005):
+                    break
+    for queue in tickets.values():
+        while queue and queue[0].done:
+            queue.popleft().wait()
+
+
+def has_fio() -> bool:
+    return shutil.which("fio") is not None
+
+
+def measure_fio(pattern: Pattern, paths: dict[str, Path]) -> Speed:
+    """By fio: io_uring, fixed buffers, registered files, O_DIRECT."""
+    command = ["fio", "--output-format=json"]
+    for kind in pattern.directions:
+        depth = max(pattern.depth // len(pattern.directions), 1)
+        command += [
+            f"--name={kind}", f"--filename={paths[kind]}", f"--rw={kind}", f"--bs={pattern.piece_bytes}",
+            f"--size={pattern.file_bytes}", f"--iodepth={depth}", "--ioengine=io_uring", "--fixedbufs", "--registerfiles",
+            "--direct=1", "--time_based", f"--runtime={pattern.duration_s}", f"--ramp_time={START_S}", "--thread",
+            "--group_reporting=0", "--overwrite=1",
+        ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise OSError(f"fio failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    jobs = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]
+    rate = sum(job[job["jobname"]]["bw_bytes"] for job in jobs)
+    cpu_share = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 for job in jobs)
+    return Speed(rate, cpu_share / rate * 1e9)
+
+
+DEEPNVME = """
+import json, sys, time, torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
+kind, path, block, depth, size, duration = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:6]), float(sys.argv[6])
+handle = AsyncIOBuilder().load().aio_handle(block, depth, False, True, 1)
+tensor = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+move = getattr(handle, "sync_p" + kind)
+move(tensor, path, 0)
+began, cpu, moved = time.perf_counter(), time.process_time(), 0
+while time.perf_counter() - began < duration:
+    assert move(tensor, path, 0) == 1
+    moved += size
+took = time.perf_counter() - began
+print("RESULT", moved / took, (time.process_time() - cpu) / moved * 1e9)
+"""
+
+
+def measure_deepnvme(pattern: Pattern, paths: dict[str, Path], python: str = sys.executable) -> Speed:
+    """By DeepNVMe's aio_handle, with overlap_events, in a process of its own. One direction only."""
+    path = paths[pattern.kind]
+    environment = {key: value for key, value in os.environ.items() if key != "SWAPPER_DEEPSPEED"}
+    arguments = [pattern.kind, str(path), pattern.piece_bytes, pattern.depth, pattern.file_bytes, pattern.duration_s]
+    command = [python, "-c", textwrap.dedent(DEEPNVME), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    found = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    if not found:
+        raise OSError(f"DeepNVMe failed: {(done.stderr or done.stdout).strip()[-300:]}")
+    return Speed(float(found[0][0]), float(found[0][1]))

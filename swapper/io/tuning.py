@@ -1,0 +1,86 @@
+"""What `swapper tune` found out about a drive, where handles and managers find it.
+
+One JSON file for a user, `$XDG_CONFIG_HOME/swapper/drives.json`, with an entry for each drive, by an identity that stays over
+restarts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swapper.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings that were best on one drive, and the bytes a second that they reached."""
+
+    piece_bytes: int
+    depth: int
+    backend: str
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+    def engine_options(self) -> dict[str, Any]:
+        """For `swapper._C.Engine`."""
+        return {"piece_bytes": self.piece_bytes, "depth": self.depth, "backend": self.backend}
+
+    def deepspeed_config(self) -> dict[str, dict[str, int | bool]]:
+        """What goes into a DeepSpeed configuration, in JSON types that its loader takes."""
+        return {
+            "aio": {
+                "block_size": self.piece_bytes,
+                "queue_depth": self.depth,
+                "intra_op_parallelism": 1,
+                "single_submit": False,
+                "overlap_events": True,
+            }
+        }
+
+
+def tuning_path() -> Path:
+    root = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(root) / "swapper" / "drives.json"
+
+
+def find_tuning(directory: Path) -> Tuning | None:
+    """What is known about the drive of `directory`; None of a drive that nobody tuned, and where the file cannot be read."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        entry = json.loads(tuning_path().read_text()).get(drive_of(directory))
+        return None if entry is None else Tuning(**entry)
+    return None
+
+
+def keep_tuning(directory: Path, tuning: Tuning) -> Path:
+    """Writes down what is best for the drive of `directory`, beside what is known of others. Returns the file.
+
+    Raises:
+        ConfigError: the file cannot be written, or holds something else.
+    """
+    path = tuning_path()
+    try:
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[drive_of(directory)] = asdict(tuning)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
+            stream.write(json.dumps(known, indent=2) + "\n")
+        Path(stream.name).replace(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+    return path
+
+
+def drive_of(directory: Path) -> str:
+    """A name of the filesystem under `directory` that outlives a restart: its UUID, else its device number."""
+    device = directory.stat().st_dev
+    with contextlib.suppress(OSError):
+        for link in Path("/dev/disk/by-uuid").iterdir():
+            if link.stat().st_rdev == device:
+                return f"uuid:{link.name}"
+    return f"device:{os.major(device)}:{os.minor(device)}"

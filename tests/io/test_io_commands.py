@@ -1,0 +1,94 @@
+"""`swapper doctor`, `bench` and `tune`, and where tune's results are kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from swapper.cli import app
+from swapper.cli.tune import search
+from swapper.io.tuning import Tuning, find_tuning, keep_tuning, tuning_path
+
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+
+
+def test_doctor_finds_what_the_engine_needs(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["doctor", str(tmp_path), "--json"])
+    findings = {finding["what"]: finding for finding in json.loads(done.stdout)}
+    assert done.exit_code == 0
+    assert findings["Backend threads"]["state"] == "good"
+    assert {"Versions", "Locked memory", "Memory", "Directory", "Direct I/O", "Drive", "CUDA"} <= set(findings)
+    assert all(finding["remedy"] for finding in findings.values() if finding["state"] == "bad")
+
+
+def test_doctor_says_what_is_bad(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["doctor", str(tmp_path / "missing")])
+    assert done.exit_code == 1
+    assert "bad" in done.output and "name another" in done.output
+
+
+def test_bench_measures_and_writes_figures(tmp_path: Path) -> None:
+    arguments = [
+        "bench", str(tmp_path), "--seconds", "0.05", "--file-size", "16MiB", "--sizes", "64KiB", "--depths", "4", "--no-peers",
+        "--json", str(tmp_path / "figures"), "--chart", str(tmp_path / "chart.html"),
+    ]  # fmt: skip
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures").read_text())
+    assert [row["kind"] for row in figures] == ["read", "write", "both"]
+    assert all(row["programs"]["swapper"][0]["bytes_per_s"] > 1e6 for row in figures)
+    assert "GB/s" in (tmp_path / "chart.html").read_text()
+    assert {path.name for path in tmp_path.iterdir()} <= {"figures", "chart.html", "config"}, "nothing is left behind"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--kinds", "sideways"], ["--sizes", "1000"], ["--depths", "0"], ["--chart", "x.gif"], ["--sizes", "x"]],
+)
+def test_bench_names_a_wrong_option(tmp_path: Path, arguments: list[str]) -> None:
+    done = runner.invoke(app, ["bench", str(tmp_path), "--no-peers", *arguments])
+    assert done.exit_code == 2
+    assert arguments[0] in done.output
+
+
+def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
+    done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
+    assert done.exit_code == 0, done.output
+    aio = json.loads(done.stdout)["aio"]
+    found = find_tuning(tmp_path)
+    assert found is not None
+    assert (found.piece_bytes, found.depth) == (aio["block_size"], aio["queue_depth"])
+    assert aio["single_submit"] is False and aio["overlap_events"] is True
+
+
+def test_the_search_takes_the_smallest_of_the_good_settings() -> None:
+    def speeds(piece_bytes: int, depth: int) -> tuple[float, float]:
+        full = min(piece_bytes / (512 << 10), 1) * min(depth / 16, 1)
+        return 2e9 * full, 1e9 * full
+
+    found = search(speeds, "uring")
+    assert (found.piece_bytes, found.depth, found.read_bytes_per_s) == (512 << 10, 16, 2e9)
+
+
+def test_tuning_of_a_drive_that_nobody_tuned_is_none(tmp_path: Path) -> None:
+    assert find_tuning(tmp_path) is None
+    tuning_path().parent.mkdir(parents=True)
+    tuning_path().write_text("{ broken")
+    assert find_tuning(tmp_path) is None
+
+
+def test_tuning_of_other_drives_stays(tmp_path: Path) -> None:
+    tuning_path().parent.mkdir(parents=True)
+    tuning_path().write_text('{"uuid:other": {}}')
+    tuning = Tuning(1 << 20, 32, "uring", 1e9, 2e9)
+    keep_tuning(tmp_path, tuning)
+    assert find_tuning(tmp_path) == tuning
+    assert "uuid:other" in json.loads(tuning_path().read_text())
