@@ -62,6 +62,10 @@ class Backend {
   // a result or a wake(), and may then give none.
   virtual std::size_t reap(std::span<Completion> results, bool wait) = 0;
 
+  // Says that many transfers will come from and into this memory, which outlives the backend's last reap().
+  // Called at most once.
+  virtual void expect_memory(std::byte*, std::uint64_t) {}
+
   // Ends a sleep in reap(), the present one or the next. From any thread.
   virtual void wake() noexcept = 0;
 };

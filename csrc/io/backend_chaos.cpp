@@ -53,6 +53,10 @@ class ChaosBackend final : public Backend {
     }
   }
 
+  void expect_memory(std::byte* address, std::uint64_t nbytes) override {
+    inner_->expect_memory(address, nbytes);
+  }
+
   void wake() noexcept override {
     woken_ = true;
     inner_->wake();

@@ -1,8 +1,8 @@
-// The preferred backend: one io_uring. The arena is registered with the kernel, in slabs, so that transfers
-// from and into it skip looking up and pinning their pages; where that is refused, or memory lies elsewhere,
-// plain reads and writes do. Files are not registered: that would save tens of nanoseconds on a transfer of a
-// megabyte, and keep closed files open until this thread gets round to letting go of them. Owns the ring and
-// the bell.
+// The preferred backend: one io_uring. The arena is registered with the kernel, in slabs, and so are staging
+// slots when they come, so that transfers from and into them skip looking up and pinning their pages; where
+// that is refused, or memory lies elsewhere, plain reads and writes do. Files are not registered: that would
+// save tens of nanoseconds on a transfer of a megabyte, and keep closed files open until this thread gets
+// round to letting go of them. Owns the ring and the bell.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "base/error.h"
@@ -75,6 +76,19 @@ class UringBackend final : public Backend {
     return count;
   }
 
+  // Into the place that was kept free for it.
+  void expect_memory(std::byte* address, std::uint64_t nbytes) override {
+    if (!spare_ || nbytes > kSlabBytes) return;
+    const iovec vector{address, nbytes};
+    uring::BuffersUpdate update{};
+    update.first = *spare_;
+    update.vectors = reinterpret_cast<std::uint64_t>(&vector);
+    update.count = 1;
+    if (ring_.register_with(uring::kRegisterBuffersUpdate, &update, sizeof update) >= 0) {
+      extra_ = {address, nbytes};
+    }
+  }
+
   void wake() noexcept override {
     const std::uint64_t one = 1;
     const ssize_t written = ::write(bell_.get(), &one, sizeof one);
@@ -97,20 +111,29 @@ class UringBackend final : public Backend {
   }
 
   void register_arena() {
-    if (!arena_) return;
     std::vector<iovec> slabs;
-    for (std::uint64_t begin = 0; begin < arena_->nbytes(); begin += kSlabBytes) {
+    for (std::uint64_t begin = 0; arena_ && begin < arena_->nbytes(); begin += kSlabBytes) {
       slabs.push_back({arena_->address() + begin, std::min(kSlabBytes, arena_->nbytes() - begin)});
     }
-    const int result =
-        ring_.register_with(uring::kRegisterBuffers, slabs.data(), static_cast<std::uint32_t>(slabs.size()));
+    const auto count = static_cast<std::uint32_t>(slabs.size());
+    slabs.push_back({nullptr, 0});  // kept free for expect_memory; before 5.13 there was no such thing
+    int result = ring_.register_with(uring::kRegisterBuffers, slabs.data(), count + 1);
+    if (result == 0) {
+      spare_ = count;
+    } else if (arena_) {
+      result = ring_.register_with(uring::kRegisterBuffers, slabs.data(), count);
+    }
     registered_ = result == 0;
+    if (!arena_) return;
     arena_note_ = registered_ ? ", arena registered" : ", arena not registered: " + errno_text(-result);
   }
 
   // The registered slab that holds the whole transfer, or -1.
   int slab_of(const Transfer& transfer) const {
-    if (!registered_ || transfer.address < arena_->address()) return -1;
+    if (transfer.address >= extra_.address && transfer.address < extra_.address + extra_.nbytes) {
+      return static_cast<int>(*spare_);
+    }
+    if (!registered_ || !arena_ || transfer.address < arena_->address()) return -1;
     const auto begin = static_cast<std::uint64_t>(transfer.address - arena_->address());
     if (begin >= arena_->nbytes() || transfer.nbytes > arena_->nbytes() - begin) return -1;
     const std::uint64_t slab = begin / kSlabBytes;
@@ -146,7 +169,12 @@ class UringBackend final : public Backend {
   std::shared_ptr<Arena> arena_;
   UniqueFd bell_;
   uring::Ring ring_;  // after the bell, on which it polls
+  struct {
+    std::byte* address = nullptr;
+    std::uint64_t nbytes = 0;
+  } extra_;
   bool registered_ = false;
+  std::optional<std::uint32_t> spare_;  // the free place among the registered slabs
   bool woken_ = false;
   std::string arena_note_;
 };

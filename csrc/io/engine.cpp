@@ -110,7 +110,7 @@ void Engine::run(const EngineOptions& options, Start& start) {
 // The order of the steps matters: new pieces reach the drive (the reap begins them) before this thread spends
 // time on a copy or a checksum, a little at a time, so that those hide behind transfers.
 void Engine::serve(Backend& backend) {
-  Staging staging(staging_, staging_bytes_);
+  Staging staging(staging_, backend, staging_bytes_);
   Scheduler scheduler(backend, inbox_, totals_, staging, depth_);
   std::vector<std::shared_ptr<Op>> ops;
   std::vector<Completion> completions(depth_);

@@ -19,18 +19,21 @@ StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, s
   return options;
 }
 
+void Staging::make() {
+  ArenaOptions options;
+  options.nbytes = options_.slot_bytes * options_.slots;
+  options.lock = options.huge_pages = false;
+  memory_ = std::make_unique<Arena>(options);
+  backend_.expect_memory(memory_->address(), memory_->nbytes());
+  nbytes_.store(memory_->nbytes(), std::memory_order_relaxed);
+  for (std::uint32_t n = options_.slots; n-- > 0;) {
+    idle_.push_back(memory_->address() + n * options_.slot_bytes);
+  }
+}
+
 std::byte* Staging::take() {
   SWAPPER_CHECK(has_free(), "no slot is free");
-  if (!memory_) {
-    ArenaOptions options;
-    options.nbytes = options_.slot_bytes * options_.slots;
-    options.lock = options.huge_pages = false;
-    memory_ = std::make_unique<Arena>(options);
-    nbytes_.store(memory_->nbytes(), std::memory_order_relaxed);
-    for (std::uint32_t n = options_.slots; n-- > 0;) {
-      idle_.push_back(memory_->address() + n * options_.slot_bytes);
-    }
-  }
+  if (!memory_) make();
   --free_;
   std::byte* slot = idle_.back();
   idle_.pop_back();

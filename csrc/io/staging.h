@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "io/backend.h"
 #include "io/plan.h"
 #include "memory/arena.h"
 
@@ -25,8 +26,8 @@ StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, s
 
 class Staging {
  public:
-  explicit Staging(const StagingOptions& options, std::atomic<std::uint64_t>& nbytes)
-      : options_(options), nbytes_(nbytes), free_(options.slots) {}
+  Staging(const StagingOptions& options, Backend& backend, std::atomic<std::uint64_t>& nbytes)
+      : options_(options), backend_(backend), nbytes_(nbytes), free_(options.slots) {}
 
   bool has_free() const { return free_ > 0; }
   std::uint32_t slots() const { return options_.slots; }
@@ -34,7 +35,10 @@ class Staging {
   void give_back(std::byte* slot);
 
  private:
+  void make();
+
   const StagingOptions options_;
+  Backend& backend_;
   std::atomic<std::uint64_t>& nbytes_;
   std::uint32_t free_;
   std::unique_ptr<Arena> memory_;

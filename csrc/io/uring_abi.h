@@ -28,6 +28,7 @@ inline constexpr std::uint32_t kEnterGetEvents = 1u << 0;
 inline constexpr std::uint32_t kRegisterBuffers = 0;
 inline constexpr std::uint32_t kUnregisterBuffers = 1;
 inline constexpr std::uint32_t kRegisterProbe = 8;
+inline constexpr std::uint32_t kRegisterBuffersUpdate = 16;  // 5.13
 
 enum Opcode : std::uint8_t {
   kNop = 0,
@@ -71,6 +72,13 @@ struct Submission {
   std::uint64_t reserved[2];
 };
 static_assert(sizeof(Submission) == 64);
+
+struct BuffersUpdate {
+  std::uint32_t first, reserved;
+  std::uint64_t vectors, tags;
+  std::uint32_t count, reserved2;
+};
+static_assert(sizeof(BuffersUpdate) == 32);
 
 struct CompletionEntry {
   std::uint64_t user_data;

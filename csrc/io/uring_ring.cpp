@@ -96,7 +96,7 @@ bool Ring::supports(std::span<const Opcode> opcodes) const {
 }
 
 int Ring::register_with(std::uint32_t opcode, const void* argument, std::uint32_t count) {
-  return ::syscall(kSysRegister, fd_.get(), opcode, argument, count) == 0 ? 0 : -errno;
+  return ::syscall(kSysRegister, fd_.get(), opcode, argument, count) >= 0 ? 0 : -errno;
 }
 
 void Ring::push(const Submission& submission) {

@@ -84,7 +84,7 @@ class SimulatedDrive final : public Backend {
 struct Rig {
   Rig(std::uint32_t seed, std::uint32_t depth)
       : drive(seed, depth),
-        staging({kSlotUnitBytes, 2}, staging_bytes),
+        staging({kSlotUnitBytes, 2}, drive, staging_bytes),
         scheduler(drive, inbox, totals, staging, depth),
         random(seed) {
     char path[] = "/tmp/swapper-test-XXXXXX";
