@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -60,6 +60,7 @@ class AioHandle:
         backend: str = "auto",
         strict: bool = True,
         debug: bool | None = None,
+        chaos: Mapping[str, float] | None = None,
     ) -> None:
         """Starts an engine, whose one thread keeps the drive busy.
 
@@ -74,6 +75,7 @@ class AioHandle:
             strict: False makes DeepNVMe's methods log a failure and return -1, and lets locked tensors go unlocked.
             debug: fail an operation whose tensor is changed while it is in flight. The default is whether SWAPPER_IO_DEBUG
                 is set. Costs time.
+            chaos: troubles to put in the way of transfers, for tests; see `swapper._C.Engine`.
 
         Raises:
             ConfigError: an option is out of range, or the backend does not work here.
@@ -92,6 +94,7 @@ class AioHandle:
             depth=min(self._queue_depth * self._parallelism, MOST_DEPTH),
             piece_bytes=-(-self._block_size // PIECE) * PIECE,
             debug=self.debug,
+            chaos=chaos,
         )
         self._files = OpenFiles()
         self._staging: Staging | None = None
@@ -490,7 +493,7 @@ def _check_size(opened: OpenFile, placed: Sequence[tuple[torch.Tensor, int]]) ->
     size = opened.file.nbytes
     begin = placed[0][1]
     end = placed[-1][1] + byte_count(placed[-1][0])
-    if end > size:
+    if end > max(size, begin):  # of nothing, there is enough everywhere
         detail = f"the file has {size} bytes, {end} are needed"
         raise IoError("read", opened.file.path, begin, end - begin, 0, detail)
 

@@ -258,6 +258,59 @@ def test_a_batch_lies_in_one_file_in_order(handle: AioHandle, path: Path) -> Non
     assert path.read_bytes() == b""
 
 
+CHAOS = {"seed": 3, "short": 0.2, "interrupt": 0.2, "again": 0.2, "delay": 0.1, "reorder": 0.2}
+
+
+@pytest.mark.parametrize("backend", ["uring", "aio", "threads"])
+def test_calls_that_come_up_short_lose_nothing(tmp_path: Path, backend: str) -> None:
+    tensors = [noise(200_003), noise(400_000).view(400, 1000).t(), noise(1), noise(0), noise(65536)]
+    with AioHandle(block_size=4096, queue_depth=8, backend=backend, chaos=CHAOS) as handle:
+        for n, tensor in enumerate(tensors * 5):
+            handle.async_pwrite(tensor, tmp_path / str(n), n)
+        assert handle.wait() == 25
+        back = [
+            torch.zeros(*reversed(t.shape), dtype=t.dtype).t() if t.ndim > 1 else torch.zeros_like(t) for t in tensors
+        ]
+        for n in range(25):
+            assert handle.sync_pread(back[n % 5], tmp_path / str(n), n) == 1
+            assert torch.equal(back[n % 5], tensors[n % 5])
+
+
+def test_operations_that_fail_at_random_all_say_so(path: Path) -> None:
+    """Every byte is accounted for: what says that it is written is."""
+    source = noise(64 * 8192)
+    with AioHandle(block_size=4096, queue_depth=8, chaos={"seed": 5, "eio": 0.05, "enospc": 0.05}) as handle:
+        path.write_bytes(bytes(source.numel()))
+        pieces = source.split(8192)
+        operations = [handle.submit_write(piece, path, n * 8192) for n, piece in enumerate(pieces)]
+        failed = [operation.exception() is not None for operation in operations]
+    assert 0 < sum(failed) < 64
+    content = path.read_bytes()
+    for n, piece in enumerate(pieces):
+        assert failed[n] or content[n * 8192 :][:8192] == raw(piece)
+
+
+def test_debug_finds_a_source_that_is_changed_in_flight(tmp_path: Path) -> None:
+    source = noise(16 * MIB)
+    with AioHandle(debug=True, queue_depth=1, block_size=64 << 10) as handle:
+        operations = [handle.submit_write(source, tmp_path / str(n)) for n in range(4)]
+        source[-1] ^= 1
+        errors = [operation.exception() for operation in operations]
+    assert any(errors), "the last of four can hardly have been written before"
+
+
+def test_an_operation_that_has_not_begun_is_called_off(tmp_path: Path) -> None:
+    tensor = noise(16 * MIB)
+    with AioHandle(queue_depth=1, block_size=4096) as handle:
+        operations = [handle.submit_write(tensor, tmp_path / str(n)) for n in range(8)]
+        called_off = [operation.cancel() for operation in reversed(operations)][::-1]
+        for operation, off in zip(operations, called_off, strict=True):
+            assert operation.cancelled is off
+            assert (operation.exception() is not None) is off
+        assert called_off[-1]
+        assert handle.wait() == 0
+
+
 # --- futures ------------------------------------------------------------------------------------------------------------
 
 
