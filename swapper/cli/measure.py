@@ -87,6 +87,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
     moves = {"read": engine.read, "write": engine.write}
     tickets: dict[str, deque[_C.Ticket]] = {kind: deque() for kind in files}
     at = dict.fromkeys(files, 0)
+    news = os.eventfd(0, os.EFD_CLOEXEC)
     try:
         began_s = time.perf_counter()
         start_bytes, start_s, start_cpu_s = 0, 0.0, 0.0
@@ -102,10 +103,13 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
                     offset = at[kind] * span_bytes % (pattern.file_bytes // span_bytes * span_bytes)
                     slot = lane * OPERATIONS_AHEAD + at[kind] % OPERATIONS_AHEAD
                     tickets[kind].append(moves[kind](file, offset, address + slot * span_bytes, span_bytes))
+                    tickets[kind][-1].notify(news)
                     at[kind] += 1
-            _wait_any(tickets)
+            os.eventfd_read(news)
+            _take_done(tickets)
     finally:
         engine.close()
+        os.close(news)
         for file in files.values():
             file.close()
         if arena is not None:
@@ -116,15 +120,7 @@ def _moved(engine: _C.Engine) -> int:
     return engine.bytes_read + engine.bytes_written
 
 
-def _wait_any(tickets: dict[str, deque[_C.Ticket]]) -> None:
-    """Waits for the first of each direction's oldest, in turns, and takes away what is done."""
-    if len(tickets) == 1:
-        next(iter(tickets.values()))[0].wait()
-    else:
-        while not any(queue[0].done for queue in tickets.values()):
-            for queue in tickets.values():
-                if queue[0].wait(0.0005):
-                    break
+def _take_done(tickets: dict[str, deque[_C.Ticket]]) -> None:
     for queue in tickets.values():
         while queue and queue[0].done:
             queue.popleft().wait()
