@@ -1,4 +1,10 @@
-"""swapper pages PyTorch tensors between memory and NVMe. This file holds the public names and nothing else."""
+"""swapper pages PyTorch tensors between memory and NVMe. This file holds the public names and nothing else.
+
+What needs torch is imported when it is first asked for: the command line, and processes that only move bytes, start at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from swapper.errors import (
     BudgetError,
@@ -12,9 +18,11 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
-from swapper.io import AioHandle, GdsHandle, Operation
-from swapper.manager import SwapManager
 from swapper.stats import Stats
+
+if TYPE_CHECKING:
+    from swapper.io import AioHandle, GdsHandle, Operation
+    from swapper.manager import SwapManager
 
 __all__ = [
     "AioHandle",
@@ -33,3 +41,21 @@ __all__ = [
     "SwapperError",
     "UnsupportedError",
 ]
+
+_LATER = {
+    "AioHandle": "swapper.io",
+    "GdsHandle": "swapper.io",
+    "Operation": "swapper.io",
+    "SwapManager": "swapper.manager",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'swapper' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -69,8 +69,14 @@ def fail(pair: Twins, block: int, place: str) -> None:
     pair.both(run)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("options", [{}, {"passes": 2}, {"checkpointing": False}, {"checkpointing": True}], ids=str)
+VARIANTS: list[dict[str, Any]] = [{"passes": 2}, {"checkpointing": False}, {"checkpointing": True}]
+
+
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [*((place, {}) for place in PLACES), *((place, options) for place in PLACES[1::3] for options in VARIANTS)],
+    ids=str,
+)
 def test_an_exception_in_forward_or_backward(twins: MakeTwins, place: str, options: dict[str, Any]) -> None:
     pair = twins(Net(make_block=Fragile, **options))
     pair.train(train_step, steps=2)

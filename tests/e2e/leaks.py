@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,14 +10,19 @@ from pathlib import Path
 import pytest
 
 
+def open_files() -> dict[Path, str]:
+    """Return what each file descriptor of this process refers to."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+            found[link] = str(link.readlink())
+    return found
+
+
 def held_by_swapper() -> list[str]:
     """Return the swap files, rings, threads and mappings that this process has."""
     found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            target = str(link.readlink())
-        except FileNotFoundError:  # the listing's own descriptor
-            continue
+    for target in open_files().values():
         endings = (".swap", ".swap (deleted)", "/lock", ".partial")
         if target.endswith(endings) or "io_uring" in target or "swapper-arena" in target:
             found.append(f"file {target}")
@@ -35,6 +41,7 @@ def held_by_swapper() -> list[str]:
 def watch_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if anything of swapper's is left when everything of the test's own is gone."""
     failed_before, held_before = request.session.testsfailed, held_by_swapper()
+    gc.freeze()  # what is there now need not be looked through after each test
     yield
     if request.session.testsfailed > failed_before:
         return  # its traceback keeps what it had
