@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -382,6 +383,62 @@ def test_parametrized_and_weight_normed_layers_are_bit_equal(twins: MakeTwins) -
         nn.utils.parametrizations.spectral_norm(block.down)
     pair = twins(model)
     pair.train(train_step, steps=3)
+    pair.finish()
+
+
+def test_one_module_at_several_places_of_the_tree_is_one(twins: MakeTwins) -> None:
+    class Shared(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.blocks[1]
+            self.same = nn.ModuleList([self.blocks[2]] * 3)
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(batch) + self.position(batch.shape[1])
+            for block in (*self.blocks, self.again, *self.same):
+                hidden = block(hidden)
+            return self.head(self.norm(hidden))
+
+    pair = twins(Shared())
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+def test_parameter_lists_and_dictionaries_are_bit_equal(twins: MakeTwins) -> None:
+    class Lists(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ups = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) * 0.02) for _ in range(4))
+            self.downs = nn.ParameterDict({"down": nn.Parameter(torch.randn(4 * WIDTH, WIDTH) * 0.02)})
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            hidden = self.embedding(batch) + self.position(batch.shape[1])
+            for up in self.ups:
+                hidden = hidden + torch.relu(hidden @ up) @ self.downs["down"]
+            return self.head(self.norm(hidden))
+
+    pair = twins(Lists())
+    pair.train(train_step, steps=3)
+    pair.finish()
+
+
+def test_a_sequential_and_a_tiny_model_are_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(
+        nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
+    )
+    pair.train(train_step, steps=3)
+    pair.finish()
+    tiny = twins(nn.Sequential(nn.Embedding(VOCABULARY, 2), nn.Linear(2, VOCABULARY)))
+    tiny.train(train_step, steps=3)
+    tiny.finish(paged=False)
+
+
+def test_training_in_another_thread_is_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=1)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(pair.train, train_step, 2).result()
+    pair.train(train_step, steps=1)
     pair.finish()
 
 

@@ -144,6 +144,26 @@ def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, 
     pair.finish()
 
 
+def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins) -> None:
+    """As in methods that compare the gradients of two batches."""
+
+    def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        loss_of(model, tokens()).backward()
+        kept = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+        loss_of(model, tokens()).backward()
+        differences = [parameter.grad - old for parameter, old in zip(model.parameters(), kept, strict=True)]
+        optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, tokens()).backward()
+        optimizer.zero_grad(set_to_none=False)
+        return [*kept, *differences]
+
+    pair = twins(Net())
+    pair.train(run, steps=3)
+    pair.finish()
+
+
 def test_a_step_with_a_closure_is_bit_equal(twins: MakeTwins) -> None:
     def run(model: Any, optimizer: Any) -> torch.Tensor:
         batch = tokens()
