@@ -73,6 +73,7 @@ class OffloadedModel:
         self._hooks: Hooks | None = None
         self._load_hooks: LoadHooks | None = None
         self._gradients: HostGradients | None = None
+        self._original_guard: Any = None
 
     def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
         """Move everything to its place, group by group, and return the optimizer that works there.
@@ -86,6 +87,7 @@ class OffloadedModel:
         trained = {id(parameter) for parameter, _ in self._trained()}
         self._untrained = [parameter for parameter in order if id(parameter) not in trained]
         paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state)
+        self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
         state_sections: dict[int, list[Section]] = {}
         for section in self._state_sections:
             state_sections.setdefault(section.plan.group, []).append(section)
@@ -153,6 +155,14 @@ class OffloadedModel:
         if self._hooks is not None and self._load_hooks is not None:
             self._load_hooks.forget()
             self._hooks.abandon_pass()
+
+    def _refuse_original(self, optimizer: Optimizer, *_: Any) -> None:
+        """A step hook, which both optimizers share."""
+        if optimizer is self._optimizer:
+            raise StateError(
+                "this optimizer's state was taken over by manager.offload: step the one that it returned, "
+                "`model, optimizer = manager.offload(model, optimizer)`"
+            )
 
     def end_gathers(self) -> None:
         """Let go of what is gathered, as leaving the contexts would: the manager closes inside of them."""
@@ -240,6 +250,8 @@ class OffloadedModel:
             self._load_hooks.remove()
         if self._gradients is not None:
             self._gradients.remove()
+        if self._original_guard is not None:
+            self._original_guard.remove()
         for group in self.groups:
             group.abandon(keep_cold)
 

@@ -161,6 +161,18 @@ def test_a_second_offload_is_refused_and_the_first_goes_on(twins: MakeTwins, tmp
     pair.finish(paged=False)
 
 
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_a_step_of_the_optimizer_that_was_given_away_is_refused(twins: MakeTwins, place: str) -> None:
+    pair = twins(Net(), params=place)
+    pair.both(lambda model, _: loss_of(model, tokens()).backward())
+    with pytest.raises(swapper.StateError, match=r"step the one that it returned"):
+        pair.original.step()
+    pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad())[1])
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+    pair.original.step()  # an ordinary optimizer again: nothing has a gradient
+
+
 # --- what is changed behind the manager's back ------------------------------------------------------------------------
 
 
