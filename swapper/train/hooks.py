@@ -143,6 +143,8 @@ class Hooks:
             try:
                 if output is not None and call.groups:
                     output = self._watch(call, output)
+                if output is not None and not self._homes and not self._forward:
+                    self._check_at_backward(output)
             finally:
                 self._release(call)
             return output
@@ -180,6 +182,12 @@ class Hooks:
                     group.lease()
                 self._held.append(held)
         return rebuild(replaced) if changed else output
+
+    def _check_at_backward(self, output: Any) -> None:
+        """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
+        for tensor in _tensors_of(output)[0]:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(lambda _: self._check_usable())  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""

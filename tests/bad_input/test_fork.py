@@ -25,10 +25,6 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in HARMLESS])
 def test_touching_the_manager_in_a_child_raises_there(outcomes: dict[str, Any], way: str) -> None:
     outcome = outcomes[way]
-    if way == "backward of a parent's graph" and outcomes["parent"]["place"] == "host":
-        pytest.skip(
-            "torch itself does not allow a backward in a child: 'autograd's threading with fork-based multiprocessing'"
-        )
     assert outcome.get("type") == "StateError", outcome
     assert "forked child" in outcome["message"]
     assert outcome["status"] == 0

@@ -87,6 +87,7 @@ def test_bf16_with_fp32_masters_is_bit_equal(twins: MakeTwins, name: str) -> Non
     pair.finish()
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_their_gradient_checkpointing_is_bit_equal(twins: MakeTwins, name: str, use_reentrant: bool) -> None:
@@ -98,6 +99,7 @@ def test_their_gradient_checkpointing_is_bit_equal(twins: MakeTwins, name: str, 
     pair.finish()
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 def test_checkpointing_enabled_after_offload_is_bit_equal(twins: MakeTwins) -> None:
     pair = twins(llama())
     pair.train(step, steps=2)
