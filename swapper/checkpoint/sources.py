@@ -1,0 +1,150 @@
+"""Where the tensors of a checkpoint lie on disk: the one form that every format is brought to.
+
+A reader of a format (safetensors.py, torchfile.py, dcp.py) opens a file, believes nothing that it says, and returns a `Source`:
+for each tensor its file, offset, size, dtype, shape and stride. Nobody reads a payload byte for that. What uses a source
+(inference, which streams from the files in place; export, which copies) knows no format.
+
+A source remembers what its files looked like when their headers were read, so that a change from outside is noticed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.errors import CheckpointError, IoError
+
+ZIP_MAGIC = b"PK\x03\x04"
+PICKLE_MAGIC = b"\x80\x02"
+GGUF_MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint, as bytes of a file.
+
+    Attributes:
+        name: its key. Nested dicts are flattened: {"model": {"a.weight": t}} gives "model.a.weight".
+        path: the file.
+        offset: where in it the tensor's first element is, in bytes. Of no particular alignment.
+        nbytes: from the first element to the end of the last, in memory order: numel * itemsize if contiguous.
+        dtype, shape: of the tensor.
+        stride: in elements, not negative; None if contiguous (the last dimension runs fastest).
+    """
+
+    name: str
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What a file looked like: enough to notice that it was replaced or written to."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: int | str | os.PathLike[str]) -> FileStamp:
+        """Of a path or an open descriptor."""
+        status = os.stat(file)  # noqa: PTH116  # a descriptor too
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's tensors by name.
+
+    Attributes:
+        path: what the user named.
+        kind: "safetensors", "torch", "huggingface" or "dcp", for messages.
+        tensors: by name, in the file's order.
+        stamps: of every file that a tensor lies in, taken when its header was read.
+        metadata: the format's own remarks, text to text.
+    """
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, StoredTensor]
+    stamps: Mapping[Path, FileStamp]
+    metadata: Mapping[str, str]
+
+    def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
+        """Raise CheckpointError if one of the files (all, if None) is not what it was when its header was read."""
+        for path in self.stamps if files is None else files:
+            try:
+                now = FileStamp.of(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be looked at any more ({error}): its weights are in use"
+                ) from error
+            if now != self.stamps[path]:
+                raise CheckpointError(
+                    f"{path} was changed while its weights are in use (it had {self.stamps[path].nbytes} bytes, has "
+                    f"{now.nbytes}): load the model anew"
+                )
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Find out what `path` is and return where its tensors lie.
+
+    Args:
+        path: a safetensors file, a torch checkpoint (a zip, as torch.save and swapper's snapshots are), a Hugging Face
+            directory (safetensors or .bin, sharded or not), or a directory of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: it is none of these, or not what it claims to be.
+        IoError: it cannot be read.
+    """
+    target = Path(path).absolute()
+    if target.is_dir():
+        if (target / ".metadata").exists():
+            return _read_by("dcp", target)
+        return _read_by("huggingface", target)
+    return open_file(target)
+
+
+def open_file(path: Path) -> Source:
+    """As `open_source`, for one file."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(9)
+    except OSError as error:
+        raise IoError("open", str(path), 0, 9, error.errno or 0) from error
+    if begin[:4] == ZIP_MAGIC:
+        return _read_by("torchfile", path)
+    if begin[8:] == b"{":
+        return _read_by("safetensors", path)
+    if begin[:2] == PICKLE_MAGIC:
+        raise CheckpointError(
+            f"{path} is a torch checkpoint of the old kind, which is no zip and cannot be read in place: convert it by "
+            "`torch.save(torch.load(path, weights_only=True), new_path)`"
+        )
+    if begin[:4] == GGUF_MAGIC:
+        raise CheckpointError(f"{path} is a GGUF file, which is not supported: use the safetensors form of the model")
+    raise CheckpointError(
+        f"{path} is neither a safetensors file nor a torch checkpoint (it begins with {begin[:8].hex(' ')})"
+    )
+
+
+def _read_by(reader: str, path: Path) -> Source:
+    """Each reader is a module with a function `read(path) -> Source`; they import this one."""
+    module: Any = import_module(f"swapper.checkpoint.{reader}")
+    source: Source = module.read(path)
+    return source
