@@ -2,7 +2,7 @@
 
 On a CPU a section has a fixed range of addresses for good. A *resident* section's range is backed by memory all the time.
 A *paged* one's range is a window: its pages are backed while they have a frame. A touch of the others is a fault: what stands in
-front of it is the guard on cold parameters (train/cold.py), and what goes past that reads the file (csrc/memory/fault.h).
+front of it is the guard on cold parameters (modules/cold.py), and what goes past that reads the file (csrc/memory/fault.h).
 """
 
 from __future__ import annotations

@@ -14,18 +14,18 @@ backward is over.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from swapper.core.schedule import Access
 from swapper.errors import StateError
 from swapper.interrupts import held_back
-from swapper.train.groups import Unit
+from swapper.modules.groups import Unit
+from swapper.modules.outputs import tensors_of
+from swapper.modules.own_hook import OwnHook
 from swapper.train.storage import GroupParameters
 
 
@@ -168,7 +168,7 @@ class Hooks:
 
     def _watch(self, call: Call, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
-        tensors, rebuild = _tensors_of(output)
+        tensors, rebuild = tensors_of(output)
         paged = any(group.paged for group in call.groups)
         replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
         changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
@@ -185,7 +185,7 @@ class Hooks:
 
     def _check_at_backward(self, output: Any) -> None:
         """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
-        for tensor in _tensors_of(output)[0]:
+        for tensor in tensors_of(output)[0]:
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(lambda _: self._check_usable())  # type: ignore[no-untyped-call]
 
@@ -256,70 +256,5 @@ class Hooks:
         return self._clock
 
 
-class OwnHook:
-    """A hook that swapper puts into a module. In a copy of the module, deep or pickled, it does nothing: copies are plain."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> Any:
-        with held_back:
-            return self._function(*arguments)
-
-    def __reduce__(self) -> Any:
-        return OwnHook, (_do_nothing,)
-
-
-def _do_nothing(*arguments: Any) -> None:
-    pass
-
-
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    """Return the tensors in `output` (nested lists, tuples, dicts, dataclasses) and how to build it anew with others."""
-    if isinstance(output, torch.Tensor):
-        return [output], lambda new: new[0]
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
-        tensors, rebuild = _tensors_of([getattr(output, name) for name in fields])
-
-        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
-            for name, value in zip(fields, rebuild(new), strict=True):
-                try:
-                    setattr(output, name, value)
-                except dataclasses.FrozenInstanceError:
-                    object.__setattr__(output, name, value)
-            return output
-
-        return tensors, rebuild_dataclass
-    leaves, spec = pytree.tree_flatten(output)
-    if len(leaves) == 1 and leaves[0] is output:
-        return _tensors_of_object(output)
-    parts = [_tensors_of(leaf) for leaf in leaves]
-
-    def rebuild_tree(new: list[torch.Tensor]) -> Any:
-        taken = iter(new)
-        built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
-        return pytree.tree_unflatten(built, spec)
-
-    return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
-
-
-def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
-    """Any other object: what its attributes hold."""
-    attributes = getattr(output, "__dict__", None)
-    if not attributes or callable(output):
-        return [], lambda new: output
-    values = {
-        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
-    }
-    tensors, rebuild = _tensors_of(list(values.values()))
-
-    def rebuild_object(new: list[torch.Tensor]) -> Any:
-        attributes.update(zip(values, rebuild(new), strict=True))
-        return output
-
-    return tensors, rebuild_object

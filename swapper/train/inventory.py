@@ -15,8 +15,8 @@ from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.train.cold import is_cold, is_guarded
-from swapper.train.groups import Group, Unit, largest_working_set, partition
+from swapper.modules.cold import is_cold, is_guarded
+from swapper.modules.groups import Group, Unit, largest_working_set, partition
 from swapper.train.shadow import Shadow, StateKey, check_supported
 from swapper.train.slices import ParameterPlaces, Place, plan_slices
 from swapper.train.sweep import Trainable

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from swapper.train.cold import is_aliasing
-from swapper.train.groups import Unit
-from swapper.train.hooks import OwnHook
+from swapper.modules.cold import is_aliasing
+from swapper.modules.groups import Unit
+from swapper.modules.own_hook import OwnHook
 from swapper.train.storage import GroupParameters
 
 

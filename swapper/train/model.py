@@ -15,8 +15,8 @@ from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import StateError
 from swapper.interrupts import held_back
+from swapper.modules.cold import aliases
 from swapper.stats import Stats
-from swapper.train.cold import aliases
 from swapper.train.grads import HostGradients
 from swapper.train.hooks import Hooks
 from swapper.train.inventory import Inventory, find_places, find_trainables
@@ -42,6 +42,12 @@ class OffloadedModel:
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
     """
+
+    advice = (
+        "Look at it inside `with manager.gather(module_or_parameters):` (write=True to change it); state_dict(), "
+        "load_state_dict() and deepcopy() work there too. For the whole state use manager.snapshot(path), which plain "
+        "torch.load reads. .to(), .half() and the like cannot be applied after offload: apply them before."
+    )
 
     def __init__(
         self,
@@ -213,6 +219,10 @@ class OffloadedModel:
         """A cold parameter is touched: see Hooks.bring."""
         self._enter()
         return self._hooks is not None and self._hooks.bring(parameter)
+
+    def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Nothing: what a state_dict of cold parameters would hold is written by manager.snapshot."""
+        return None
 
     def note_change(self, group: GroupParameters, names: list[str]) -> None:
         """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass."""

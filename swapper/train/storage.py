@@ -11,8 +11,8 @@ from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import StateError
-from swapper.train.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
-from swapper.train.groups import Group
+from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
+from swapper.modules.groups import Group
 from swapper.train.visit import visit
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swapper.train.groups import MERGE_BELOW_BYTES, Group, Unit, largest_working_set, partition
+from swapper.modules.groups import MERGE_BELOW_BYTES, Group, Unit, largest_working_set, partition
 
 KIB = 1 << 10
 

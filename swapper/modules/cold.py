@@ -22,10 +22,20 @@ from swapper.errors import ColdParameterError
 
 
 class Keeper(Protocol):
-    """Who brings a cold parameter in."""
+    """Who brings a cold parameter in.
+
+    Attributes:
+        advice: what a user can do who needs the data of one; whole sentences.
+    """
+
+    advice: str
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
+        ...
+
+    def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is refused."""
         ...
 
     def note_change(self, group: Any, names: list[str]) -> None:
@@ -170,6 +180,11 @@ class ColdParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return func(args[0], _without_data(args[1]), *args[2:], **kwargs)
+        if func is torch.Tensor.detach and not is_aliasing():
+            keeper = _keepers.get(id(args[0]))
+            detached = None if keeper is None else keeper.detached(args[0])
+            if detached is not None:
+                return detached
         aliasing = func is torch.Tensor.detach and is_aliasing()
         if func not in _METADATA and not aliasing:
             for parameter in _cold_among((args, kwargs)):
@@ -218,14 +233,9 @@ def _refusal(parameter: nn.Parameter, keeper: Keeper | None, operation: Any) -> 
         operation = getattr(operation, "__qualname__", None) or getattr(operation, "__name__", str(operation))
     if keeper is None:
         return ColdParameterError(
-            f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed, and {operation} needs "
-            "its data. Before closing, copy it inside `with manager.gather(module_or_parameters):` or write everything with "
-            "manager.snapshot(path), which plain torch.load reads"
+            f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed or its model unloaded, and "
+            f"{operation} needs its data. Before closing a manager, copy it inside `with manager.gather(module_or_parameters):` "
+            "or write everything with manager.snapshot(path), which plain torch.load reads"
         )
     name = keeper.describe(parameter)
-    return ColdParameterError(
-        f"parameter {name} is away on NVMe and {operation} needs its data. Look at it inside "
-        "`with manager.gather(module_or_parameters):` (write=True to change it); state_dict(), load_state_dict() and "
-        "deepcopy() work there too. For the whole state use manager.snapshot(path), which plain torch.load reads. "
-        ".to(), .half() and the like cannot be applied after offload: apply them before."
-    )
+    return ColdParameterError(f"parameter {name} is away on NVMe and {operation} needs its data. {keeper.advice}")

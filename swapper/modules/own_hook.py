@@ -1,0 +1,26 @@
+"""The form of every hook that swapper puts into a module or a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from swapper.interrupts import held_back
+
+
+class OwnHook:
+    """A hook that swapper puts into a module. In a copy of the module, deep or pickled, it does nothing: copies are plain."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        with held_back:
+            return self._function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return OwnHook, (_do_nothing,)
+
+
+def _do_nothing(*arguments: Any) -> None:
+    pass
