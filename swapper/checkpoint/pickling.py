@@ -25,7 +25,7 @@ from swapper.errors import CheckpointError
 _PROTOCOL = 2  # torch.save's; the weights_only unpickler knows the opcodes of this one only
 _PAYLOAD_LOCATION = "cpu"  # where torch.load puts payloads unless map_location says otherwise
 
-_LEGACY_STORAGES: Mapping[torch.dtype, type] = {
+LEGACY_STORAGES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
     torch.float32: torch.FloatStorage,
     torch.float16: torch.HalfStorage,
@@ -58,7 +58,7 @@ _PLAIN_TYPES = (OrderedDict, Counter, complex, bytearray, torch.Size, torch.devi
 _PLAIN_GLOBALS = frozenset(
     {
         *(OrderedDict, Counter, complex, bytearray, set, torch.Size, torch.device, codecs.encode),
-        *(_REBUILD_LEGACY, _REBUILD_UNTYPED, torch.UntypedStorage, *_LEGACY_STORAGES.values()),
+        *(_REBUILD_LEGACY, _REBUILD_UNTYPED, torch.UntypedStorage, *LEGACY_STORAGES.values()),
     }
 )
 
@@ -161,7 +161,7 @@ class _StatePickler(pickle.Pickler):
             tensor.requires_grad,
             OrderedDict(),  # backward hooks: never any
         )
-        if tensor.dtype in _LEGACY_STORAGES:
+        if tensor.dtype in LEGACY_STORAGES:
             return _REBUILD_LEGACY, args
         return _REBUILD_UNTYPED, (*args, tensor.dtype)
 
@@ -194,14 +194,14 @@ class _StatePickler(pickle.Pickler):
         return self._storage(tensor, key, torch.serialization.location_tag(storage), storage.nbytes())
 
     def _storage(self, tensor: torch.Tensor, key: str, location: str, nbytes: int) -> _Storage:
-        storage_class = _LEGACY_STORAGES.get(tensor.dtype, torch.UntypedStorage)
+        storage_class = LEGACY_STORAGES.get(tensor.dtype, torch.UntypedStorage)
         known = self.storage_classes.setdefault(key, storage_class)
         if known is not storage_class:
             # A reader gives a record the first class that it meets, and would read this tensor as that.
             raise CheckpointError(
                 f"{_describe(tensor)} shares record {key!r} with tensors of another dtype ({known.__name__})"
             )
-        numel = nbytes // tensor.element_size() if tensor.dtype in _LEGACY_STORAGES else nbytes
+        numel = nbytes // tensor.element_size() if tensor.dtype in LEGACY_STORAGES else nbytes
         return _Storage(("storage", storage_class, key, location, numel))
 
 
