@@ -19,7 +19,7 @@ class Arena:
     """
 
     def __init__(self, nbytes: int, *, lock: bool = True, huge_pages: bool = True) -> None:
-        """Takes `nbytes` bytes, rounded up to 2 MiB if `huge_pages`, else to 4096.
+        """Takes `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
 
         If the system refuses to lock or has no huge pages, the arena goes on without; see `lock_reason`.
 
@@ -34,6 +34,9 @@ class Arena:
     def address(self) -> int: ...
     @property
     def locked(self) -> bool: ...
+    @property
+    def huge_bytes(self) -> int:
+        """How many of the bytes lie in pages of 2 MiB, which drives transfer faster."""
     @property
     def lock_reason(self) -> str:
         """Why the memory is not locked; empty if it is."""

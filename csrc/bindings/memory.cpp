@@ -111,6 +111,7 @@ void bind_memory(nb::module_& module) {
                      return reinterpret_cast<std::uintptr_t>(self.get("address")->address());
                    })
       .def_prop_ro("locked", [](const ArenaHandle& self) { return self.get("locked")->locked(); })
+      .def_prop_ro("huge_bytes", [](const ArenaHandle& self) { return self.get("huge_bytes")->huge_bytes(); })
       .def_prop_ro("lock_reason",
                    [](const ArenaHandle& self) { return self.get("lock_reason")->lock_reason(); })
       .def("view", &make_view, "offset"_a, "nbytes"_a)

@@ -22,7 +22,7 @@ StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, s
 void Staging::make() {
   ArenaOptions options;
   options.nbytes = options_.slot_bytes * options_.slots;
-  options.lock = options.huge_pages = false;
+  options.lock = false;
   memory_ = std::make_unique<Arena>(options);
   backend_.expect_memory(memory_->address(), memory_->nbytes());
   nbytes_.store(memory_->nbytes(), std::memory_order_relaxed);

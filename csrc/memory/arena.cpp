@@ -1,6 +1,6 @@
 // Makes and frees the arena's mapping. Huge pages and locking are asked for and not insisted on: an ordinary
-// user may lock 8 MiB by default, and many systems have shared-memory huge pages switched off. Owns nothing
-// beyond arena.h.
+// user may lock 8 MiB by default, and a machine may have no contiguous memory left. Owns nothing beyond
+// arena.h.
 #include "memory/arena.h"
 
 #include <sys/mman.h>
@@ -21,6 +21,9 @@
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22  // Linux 5.14
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25  // Linux 6.1
+#endif
 
 namespace swapper {
 namespace {
@@ -28,14 +31,14 @@ namespace {
 constexpr std::uint64_t kSlabBytes = std::uint64_t{64} << 20;
 constexpr unsigned kMostThreads = 8;
 
-// Takes all of the memory now, on several threads: one clears about 1.5 GB/s. Gives 0 or an errno.
-int populate(std::byte* address, std::uint64_t nbytes) {
+// Does work(begin, nbytes) for each slab of `nbytes` bytes, on several threads: one clears about 1.5 GB/s of
+// small pages.
+template <typename Work>
+void for_each_slab(std::uint64_t nbytes, Work work) {
   std::atomic<std::uint64_t> next{0};
-  std::atomic<int> code{0};
-  const auto work = [&] {
-    for (std::uint64_t begin; code == 0 && (begin = next.fetch_add(kSlabBytes)) < nbytes;) {
-      const std::uint64_t slab_bytes = std::min(kSlabBytes, nbytes - begin);
-      if (::madvise(address + begin, slab_bytes, MADV_POPULATE_READ) != 0) code = errno;
+  const auto take = [&] {
+    for (std::uint64_t begin; (begin = next.fetch_add(kSlabBytes)) < nbytes;) {
+      work(begin, std::min(kSlabBytes, nbytes - begin));
     }
   };
   const std::uint64_t slabs = align_up(nbytes, kSlabBytes) / kSlabBytes;
@@ -44,21 +47,35 @@ int populate(std::byte* address, std::uint64_t nbytes) {
   std::vector<std::thread> others;
   try {
     const SignalsBlocked blocked;
-    while (others.size() + 1 < most) others.emplace_back(work);
+    while (others.size() + 1 < most) others.emplace_back(take);
   } catch (const std::system_error&) {  // no more threads to be had: fewer will do
   }
-  work();
+  take();
   for (std::thread& other : others) other.join();
-  return code;
 }
 
-// Gives 0 or an errno. Locking on fault first asks whether it is permitted at all, before any memory is
-// taken.
-int lock_and_populate(std::byte* address, std::uint64_t nbytes) {
-  if (::mlock2(address, nbytes, MLOCK_ONFAULT) != 0 && errno != ENOSYS) return errno;
-  const int code = populate(address, nbytes);
-  if (code != EINVAL) return code;
-  return ::mlock(address, nbytes) == 0 ? 0 : errno;  // an older kernel
+// [Note: huge pages by collapse] A transfer is cut where its memory is not contiguous: a drive takes so many
+// segments at a time, and looks after each of them. Into pages of 4 KiB the drive on which this was measured
+// reads 1.2 GB/s, into pages of 2 MiB 3.6, for a sixth of the processor time. Most systems have huge pages of
+// shared memory switched off (shmem_enabled), and this is the one way that asks nobody: a page at the head of
+// each 2 MiB, and then collapsing the memory around it, which also clears ten times faster. Where it is
+// refused (before Linux 6.1, or no contiguous memory is left) pages stay small. Only whole 2 MiB within the
+// arena: it takes no more memory than it is large.
+//
+// Gives the number of bytes that lie in huge pages now.
+std::uint64_t collapse(std::byte* address, std::uint64_t nbytes) {
+  const std::uint64_t whole = align_down(nbytes, kHugePageBytes);
+  for (std::uint64_t at = 0; at < whole; at += kHugePageBytes) {
+    if (::madvise(address + at, kPageBytes, MADV_POPULATE_READ) != 0) return 0;
+  }
+  if (whole == 0 || ::madvise(address, whole, MADV_COLLAPSE) == 0) return whole;
+  if (errno == EINVAL) return 0;  // the kernel does not know it
+  std::uint64_t collapsed = 0;
+  for (std::uint64_t at = 0; at < whole; at += kHugePageBytes) {
+    if (::madvise(address + at, kHugePageBytes, MADV_COLLAPSE) != 0) break;
+    collapsed += kHugePageBytes;
+  }
+  return collapsed;
 }
 
 }  // namespace
@@ -82,18 +99,19 @@ void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_
 }
 
 Arena::Arena(const ArenaOptions& options)
-    : nbytes_(align_up(options.nbytes, options.huge_pages ? kHugePageBytes : kPageBytes)),
-      huge_pages_(options.huge_pages) {
+    : nbytes_(align_up(options.nbytes, kPageBytes)), huge_pages_(options.huge_pages) {
   if (options.nbytes == 0) throw ConfigError("an arena needs at least one byte");
   if (nbytes_ < options.nbytes || nbytes_ > (std::uint64_t{1} << 46)) {
     throw ConfigError("an arena of " + std::to_string(options.nbytes) + " bytes is beyond any machine");
   }
   map();
-  if (options.lock) {
-    lock();
-  } else {
+  if (!options.lock) {
     lock_reason_ = "locking was not asked for";
+  } else if (::mlock2(address_, nbytes_, MLOCK_ONFAULT) != 0 && errno != ENOSYS) {
+    unlock(errno);  // said before any memory is taken
   }
+  take_huge_pages();
+  if (locked()) take_the_rest();
 }
 
 void Arena::map() {
@@ -114,9 +132,26 @@ void Arena::map() {
   note_owned(address_, nbytes_);
 }
 
-void Arena::lock() {
-  const int code = lock_and_populate(address_, nbytes_);
-  if (code == 0) return;
+void Arena::take_huge_pages() {
+  if (!huge_pages_) return;
+  std::atomic<std::uint64_t> collapsed{0};
+  for_each_slab(nbytes_, [&](std::uint64_t begin, std::uint64_t slab_bytes) {
+    collapsed += collapse(address_ + begin, slab_bytes);
+  });
+  huge_bytes_ = collapsed;
+}
+
+// What is locked is taken now, all of it.
+void Arena::take_the_rest() {
+  std::atomic<int> code{0};
+  for_each_slab(nbytes_, [&](std::uint64_t begin, std::uint64_t slab_bytes) {
+    if (code == 0 && ::madvise(address_ + begin, slab_bytes, MADV_POPULATE_READ) != 0) code = errno;
+  });
+  if (code == EINVAL) code = ::mlock(address_, nbytes_) == 0 ? 0 : errno;  // an older kernel
+  if (code != 0) unlock(code);
+}
+
+void Arena::unlock(int code) {
   static_cast<void>(::munlock(address_, nbytes_));
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);

@@ -18,7 +18,7 @@ namespace swapper {
 struct ArenaOptions {
   std::uint64_t nbytes = 0;
   bool lock = true;
-  bool huge_pages = true;
+  bool huge_pages = true;  // for as much of it as is a whole one; see [Note: huge pages by collapse]
 };
 
 class Arena {
@@ -31,6 +31,7 @@ class Arena {
   std::byte* address() const { return address_; }
   std::uint64_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
+  std::uint64_t huge_bytes() const { return huge_bytes_; }  // of nbytes, those that got huge pages
   bool locked() const { return lock_reason_.empty(); }
   const std::string& lock_reason() const { return lock_reason_; }
   int memfd() const { return memfd_.get(); }
@@ -40,11 +41,14 @@ class Arena {
 
  private:
   void map();
-  void lock();
+  void take_huge_pages();
+  void take_the_rest();
+  void unlock(int code);
 
   Creator creator_;
   std::uint64_t nbytes_;
   bool huge_pages_;
+  std::uint64_t huge_bytes_ = 0;
   UniqueFd memfd_;
   std::byte* address_ = nullptr;
   std::string lock_reason_;

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,10 @@ RunPython = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def test_sizes_are_rounded_up() -> None:
-    assert _C.Arena(1, lock=False).nbytes == 2 * MIB
-    assert _C.Arena(2 * MIB, lock=False).nbytes == 2 * MIB
-    assert _C.Arena(1, lock=False, huge_pages=False).nbytes == PAGE
-    assert _C.Arena(PAGE + 1, lock=False, huge_pages=False).nbytes == 2 * PAGE
+    for huge_pages in (True, False):
+        assert _C.Arena(1, lock=False, huge_pages=huge_pages).nbytes == PAGE
+        assert _C.Arena(PAGE + 1, lock=False, huge_pages=huge_pages).nbytes == 2 * PAGE
+        assert _C.Arena(2 * MIB, lock=False, huge_pages=huge_pages).nbytes == 2 * MIB
     for nbytes in (0, 2**63):
         with pytest.raises(ConfigError):
             _C.Arena(nbytes)
@@ -218,3 +219,81 @@ def test_an_arena_that_is_not_to_be_locked_is_not() -> None:
     arena = _C.Arena(MIB, lock=False)
     assert not arena.locked
     assert arena.lock_reason == "locking was not asked for"
+
+
+def taken_bytes() -> dict[int, int]:
+    """Inode -> bytes of memory, of every arena in the process."""
+    found = {}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is gone by now
+            if "memfd:swapper-arena" in str(descriptor.readlink()):
+                status = descriptor.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def in_huge_pages(arena: _C.Arena) -> int:
+    """Bytes of the arena's own mapping that the page table holds as pages of 2 MiB."""
+    smaps = Path("/proc/self/smaps").read_text()
+    entry = smaps[smaps.index(f"{arena.address:x}-") :]
+    return int(entry[entry.index("ShmemPmdMapped:") :].split()[1]) << 10
+
+
+@pytest.mark.parametrize("lock", [True, False])
+@pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB - PAGE, 2 * MIB, 2 * MIB + PAGE, 7 * MIB, 130 * MIB + 3 * PAGE])
+def test_huge_pages_lie_within_the_arena_and_take_no_more(nbytes: int, lock: bool) -> None:
+    before = taken_bytes()
+    arena = _C.Arena(nbytes, lock=lock)
+    (taken,) = (taken for inode, taken in taken_bytes().items() if inode not in before)
+    assert taken <= nbytes
+    if arena.locked:
+        assert taken == nbytes
+    assert arena.huge_bytes <= nbytes // (2 * MIB) * 2 * MIB
+    assert not any(memoryview(arena.view(0, nbytes)).tobytes())
+
+
+@pytest.fixture
+def huge_arena() -> Iterator[_C.Arena]:
+    arena = _C.Arena(8 * MIB)
+    if arena.huge_bytes < arena.nbytes:
+        pytest.skip("no huge pages are to be had here (Linux 6.1 or later, and contiguous memory)")
+    yield arena
+    arena.close()
+
+
+def test_an_arena_that_is_not_to_have_huge_pages_has_none(huge_arena: _C.Arena) -> None:
+    assert in_huge_pages(huge_arena) == huge_arena.nbytes
+    small = _C.Arena(8 * MIB, huge_pages=False)
+    assert small.huge_bytes == 0
+    assert in_huge_pages(small) == 0
+
+
+@pytest.mark.parametrize("backend_name", BACKENDS)
+def test_frames_of_huge_pages_can_be_mapped_page_by_page(
+    huge_arena: _C.Arena, tmp_path: Path, backend_name: str
+) -> None:
+    """Frames that begin and end within huge pages, some of them shown twice, read into by direct I/O, before and after a fork."""
+    content = os.urandom(3 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    engine = _C.Engine(backend=backend_name, arena=huge_arena, piece_bytes=64 << 10)
+    file = _C.File(path)
+    window, other = huge_arena.window(4 * MIB), huge_arena.window(PAGE)
+    window.map(PAGE, MIB + PAGE, 3 * MIB)
+    other.map(0, MIB + PAGE, PAGE)
+    engine.read(file, 0, window.address + PAGE, 3 * MIB).wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert memoryview(huge_arena.view(MIB + PAGE, 3 * MIB)) == content
+    assert memoryview(other) == content[:PAGE]
+    window.unmap(PAGE, MIB)
+    window.map(PAGE, 7 * MIB, MIB)
+    engine.read(file, MIB, window.address + PAGE, MIB).wait()
+    assert memoryview(window)[PAGE : PAGE + MIB] == content[MIB : 2 * MIB]
+    assert memoryview(huge_arena.view(MIB + PAGE, 3 * MIB)) == content
+    window.unmap(0, 4 * MIB)
+    other.unmap(0, PAGE)
+    assert in_huge_pages(huge_arena) == huge_arena.nbytes, "the arena's own pages stay whole"
+    engine.close()
