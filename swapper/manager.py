@@ -26,7 +26,7 @@ from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
 from swapper.checkpoint.snapshot import Publisher
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import Budget
+from swapper.core.budget import Budget, read_ahead_pages
 from swapper.core.memory import HostMemory, return_free_memory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
@@ -308,7 +308,10 @@ class SwapManager:
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
         trainables = find_trainables(inventory, find_places(inventory, self._sections))
         schedule = Schedule(expected_cycle(inventory, self._sections, trainables, budget.page_bytes))
-        self._pager = Pager(pages, self._pool, self._store, schedule, self._stats)
+        self._pager = Pager(
+            pages, self._pool, self._store, schedule, self._stats,
+            window_pages=read_ahead_pages(budget), lazy=every != 1,
+        )  # fmt: skip
         self._note_sizes(inventory, budget, places)
         self._model = OffloadedModel(
             model, optimizer, inventory, self._sections, self._pager, budget.page_bytes, self._stats,

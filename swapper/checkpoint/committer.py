@@ -80,15 +80,14 @@ class Committer:
             self._publish()
 
     def finish(self) -> None:
-        """Wait for all writes, and publish what is due.
+        """If a commit is due, write what is changed, wait for it, and publish.
 
         Raises:
             IoError: a write failed, or the record could not be written. The commit before stays the last one.
         """
         if self._due is not None:
             self._capture()
-        self._pager.wait_for_writes()
-        if self._due is not None:
+            self._pager.flush()
             self._publish()
 
     def commit_now(self, step: int) -> None:

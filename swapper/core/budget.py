@@ -12,6 +12,9 @@ from swapper.errors import BudgetError
 ARENA_ALIGNMENT_BYTES = 2 << 20
 """Frames begin at a huge page, and an arena consists of whole ones."""
 
+READ_AHEAD_BYTES = 128 << 20
+"""Reads and the writes that they wait for keep a drive busy in both directions with this much under way."""
+
 SMALL_SECTION_BYTES = 64 << 10
 """A section this small (step counters) always stays in memory: a page of its own would waste a frame."""
 
@@ -62,6 +65,14 @@ def divide(
         smallest = kept_bytes + _smallest_pool(paged, frames_needed, page_bytes)
         raise _too_small(host_bytes, smallest, kept_bytes, explain)
     return Budget(kept_bytes, *fitted)
+
+
+def read_ahead_pages(budget: Budget) -> int:
+    """Return how many pages a training may bring in early at the cost of others ([Note: what stays], core/pager.py).
+
+    An eighth of the pool, for where phases that compute and phases that move data take turns, and what keeps a drive busy.
+    """
+    return max(budget.frame_count // 8, -(-READ_AHEAD_BYTES // budget.page_bytes))
 
 
 def resident_bytes(sections: Sequence[int]) -> int:

@@ -27,17 +27,21 @@ class Frames:
         pages: all pages of the run, each at its own index.
         pool: the frames.
         store: where pages live (read, write, written).
+        lazy: changed pages may leave too: they are written then.
 
     Attributes:
         in_flight: pages with a ticket, by index, oldest first.
+        ahead: indices of pages that were brought in ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
     """
 
-    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any) -> None:
+    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool) -> None:
         self._pages = pages
         self._pool = pool
         self._store = store
+        self._lazy = lazy
         self.in_flight: dict[int, Page] = {}
+        self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
         # Pages that may leave, farthest next use first: (-next use, index). Entries may be stale; see _is_evictable.
         self._leavers: list[tuple[int, int]] = []
@@ -63,6 +67,8 @@ class Frames:
         elif leaver.residency is Residency.CLEAN:
             self.evict(leaver)
             frame, leaver = self._pool.take(), None
+        elif leaver.residency is Residency.DIRTY:
+            self.write(leaver)
         after = None if leaver is None else leaver.ticket
         address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
         try:
@@ -77,6 +83,7 @@ class Frames:
             page.frame = frame
         else:  # [Note: promised frames]
             leaver.heir, page.predecessor = page, leaver
+            self.ahead.discard(leaver.index)
         page.fresh = fresh
         page.error = None
         page.move(Residency.READING)
@@ -89,6 +96,7 @@ class Frames:
         page.fresh = False
         page.ticket = None
         self.in_flight.pop(page.index, None)
+        self.ahead.discard(page.index)
         if page.predecessor is not None:
             page.predecessor.heir = None
             self.offer(page.predecessor)
@@ -124,6 +132,7 @@ class Frames:
         self._unmap(page)
         self._pool.give(page.frame)  # type: ignore[arg-type]
         page.frame = None
+        self.ahead.discard(page.index)
 
     def back_cold_pages(self) -> None:
         """Pages that were never in memory, as where a run goes on: as if they had just left."""
@@ -170,9 +179,11 @@ class Frames:
         return None
 
     def _is_evictable(self, page: Page) -> bool:
-        return page.leases == 0 and (
-            page.residency is Residency.CLEAN or (page.residency is Residency.WRITING and page.heir is None)
-        )
+        if page.leases:
+            return False
+        if page.residency is Residency.DIRTY:
+            return self._lazy and page.index not in self.unsaved and not page.fresh
+        return page.residency is Residency.CLEAN or (page.residency is Residency.WRITING and page.heir is None)
 
     # --- taking note of what the engine finished ------------------------------------------------------------------
 

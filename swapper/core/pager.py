@@ -37,16 +37,35 @@ class Pager:
         store: where pages live (read, write, written).
         schedule: the order of use.
         stats: counters to keep.
+        window_pages: how many pages may be brought in before they are needed at the cost of others' frames. None: as many
+            as there are frames. [Note: what stays]
+        lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
+
+    [Note: what stays] A step is a cycle, and of a cycle that does not fit the best is to keep a fixed part and to stream the
+    rest through few frames: what was used just now is needed latest, so it makes room for what comes next. If read-ahead took
+    every frame, it would take them from pages that are still to be used in this cycle, and all of it would be read each time.
     """
 
-    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, schedule: Schedule, stats: Stats) -> None:
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        pool: Pool,
+        store: Any,
+        schedule: Schedule,
+        stats: Stats,
+        *,
+        window_pages: int | None = None,
+        lazy: bool = False,
+    ) -> None:
         self._pages = pages
-        self._frames = Frames(pages, pool, store)
+        self._frames = Frames(pages, pool, store, lazy)
         self._schedule = schedule
         self._stats = stats
+        self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
+        self._lazy = lazy
         self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
-        self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, about to be changed again
+        self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, not to be written yet
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
 
@@ -72,6 +91,7 @@ class Pager:
                 self._lost_the_place()
             for index in access.pages:
                 self._pages[index].leases += 1
+            self._frames.ahead.difference_update(access.pages)
         try:
             self._bring(access)
         except BaseException:
@@ -143,6 +163,8 @@ class Pager:
         """
         with self._lock:
             self._frames.settle()
+            if self._lazy:
+                self._write_what_was_put_off()
             self._write_what_failed()
             self._frames.raise_failure()
             writing = any(page.residency is Residency.WRITING for page in self._frames.in_flight.values())
@@ -156,7 +178,8 @@ class Pager:
     def end_step(self) -> None:
         """The step is over: what it did is what the next one is expected to do."""
         with self._lock:
-            self._write_what_was_put_off()
+            if not self._lazy:
+                self._write_what_was_put_off()
             if self._schedule.end_step():
                 self._lost_the_place()
                 self._read_ahead()
@@ -238,8 +261,11 @@ class Pager:
                     fresh = index in access.fresh
                     if not fresh and page.location is None:
                         return
+                    if not self._frames.free_count and len(self._frames.ahead) >= self._window_pages:
+                        return  # [Note: what stays]
                     if not self._claim(page, fresh, self._ahead):
                         return
+                    self._frames.ahead.add(index)
             self._ahead += 1
 
     def _claim(self, page: Page, fresh: bool, position: int) -> bool:
@@ -299,7 +325,7 @@ class Pager:
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
-            elif self._is_changed_again_soon(page):
+            elif self._lazy or self._is_changed_again_soon(page):
                 self._put_off[page.index] = page
             else:
                 self._put_off.pop(page.index, None)
@@ -345,8 +371,10 @@ class Pager:
 
     def _lost_the_place(self) -> None:
         """The run departed from the schedule, or the schedule is new: next uses must be found anew."""
-        self._write_what_was_put_off()
+        if not self._lazy:
+            self._write_what_was_put_off()
         self._ahead = self._schedule.position
+        self._frames.ahead.clear()
         for page in self._pages:
             if page.residency is Residency.READING and page.ticket is None and page.leases == 0:
                 self._frames.give_up_claim(page)  # to be made anew, but perhaps not soon

@@ -75,6 +75,7 @@ class Run:
         fault_rate: chance that an operation fails.
         threads: other threads may ask the pager for something while one waits.
         hurry: chance that the engine makes a move whenever somebody looks; None lets the seed say.
+        window_pages, lazy: the pager's; None lets the seed say.
     """
 
     def __init__(
@@ -87,6 +88,8 @@ class Run:
         fault_rate: float = 0.0,
         threads: bool = False,
         hurry: float | None = None,
+        window_pages: int | None = None,
+        lazy: bool | None = None,
     ) -> None:
         self.random = Random(seed)
         self.frame_count = frame_count
@@ -107,7 +110,13 @@ class Run:
         self.schedule = Schedule(cycle)
         pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count)
         self.pool = pool
-        self.pager = pager_class(self.pages, pool, self.store, self.schedule, Stats())
+        if lazy is None:
+            lazy = self.random.random() < 0.3
+        if window_pages is None:
+            window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
+        self.pager = pager_class(
+            self.pages, pool, self.store, self.schedule, Stats(), window_pages=window_pages, lazy=lazy
+        )
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.committed: list[tuple[File, bytes] | None] = [None] * len(self.pages)  # by the last commit

@@ -147,8 +147,8 @@ class _ForgetsWhere(_Store):
 
 def over(store_class: type[_Store]) -> type[Pager]:
     class OverAnotherStore(Pager):
-        def __init__(self, pages: Any, pool: Any, store: Any, schedule: Any, stats: Any) -> None:
-            super().__init__(pages, pool, store_class(store), schedule, stats)
+        def __init__(self, pages: Any, pool: Any, store: Any, *others: Any, **options: Any) -> None:
+            super().__init__(pages, pool, store_class(store), *others, **options)
 
     OverAnotherStore.__name__ = store_class.__name__.strip("_")
     return OverAnotherStore
@@ -156,8 +156,8 @@ def over(store_class: type[_Store]) -> type[Pager]:
 
 def using(frames_class: type[Frames]) -> type[Pager]:
     class UsingOtherFrames(Pager):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             self._frames.__class__ = frames_class
 
     UsingOtherFrames.__name__ = frames_class.__name__
