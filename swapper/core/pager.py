@@ -101,6 +101,8 @@ class Pager:
     def wait(self, access: Access) -> None:
         """Wait until the leased pages of `access` are in memory and those that it writes are not on their way out."""
         try:
+            if self._is_there(access):
+                return
             for index in access.pages:
                 page = self._pages[index]
                 self._wait_for_content(page, access)
@@ -225,29 +227,34 @@ class Pager:
 
     def _bring(self, access: Access) -> None:
         """Claim a frame for each leased page that has none, waiting for frames if need be, then read ahead."""
-        for index in access.pages:
-            page = self._pages[index]
-            while True:
-                with self._lock:
-                    self._frames.settle()
-                    if page.residency is Residency.WRITING and page.heir is not None:
-                        blocker = page  # its frame is promised: it must leave before it can come again
-                    elif page.residency is not Residency.COLD or self._claim(page, index in access.fresh, -1):
-                        break
-                    elif self._put_off:
-                        self._write_what_was_put_off()
-                        continue
-                    elif self._frames.in_flight:
-                        blocker = next(iter(self._frames.in_flight.values()))  # the oldest
-                    else:
-                        self._make_room()
-                        continue
+        wanted = [self._pages[index] for index in reversed(access.pages)]
+        while wanted:
+            with self._lock:
+                self._frames.settle()
+                blocker = self._claim_what_is_wanted(wanted, access.fresh)
+            if blocker is not None:
                 started = time.monotonic()
                 _wait_quietly(blocker.ticket)
                 self._stats.frame_wait_s += time.monotonic() - started
         if access.key is not None:  # outside of a step, what comes next may be far away
             with self._lock:
                 self._read_ahead()
+
+    def _claim_what_is_wanted(self, wanted: list[Page], fresh: Collection[int]) -> Page | None:
+        """Claim frames for the pages of `wanted`, last first, and take them off it. Returns the page in flight to wait for, if any."""
+        while wanted:
+            page = wanted[-1]
+            if page.residency is Residency.WRITING and page.heir is not None:
+                return page  # its frame is promised: it must leave before it can come again
+            if page.residency is not Residency.COLD or self._claim(page, page.index in fresh, -1):
+                wanted.pop()
+            elif self._put_off:
+                self._write_what_was_put_off()
+            elif self._frames.in_flight:
+                return next(iter(self._frames.in_flight.values()))  # the oldest
+            else:
+                self._make_room()
+        return None
 
     def _read_ahead(self) -> None:
         """Claim frames along the schedule for as long as there are pages that are needed later than those wanted."""
@@ -278,6 +285,21 @@ class Pager:
             self._ahead = min(self._ahead, leaver.next_use)  # if that was asked for already, it must be again
         self._frames.claim(page, fresh, leaver)
         page.next_use = position if position >= 0 else page.next_use
+        return True
+
+    def _is_there(self, access: Access) -> bool:
+        """Return whether nothing needs to be waited for, as is usual."""
+        with self._lock:
+            self._frames.settle()
+            for index in access.pages:
+                residency = self._pages[index].residency
+                if residency is Residency.WRITING:
+                    if index in access.writes:
+                        return False
+                elif residency is not Residency.CLEAN and residency is not Residency.DIRTY:
+                    return False
+            if access.writes:
+                self._frames.raise_failure()
         return True
 
     def _wait_for_content(self, page: Page, access: Access) -> None:

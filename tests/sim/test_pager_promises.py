@@ -1,6 +1,6 @@
 """What the pager promises, one thing at a time, on a simulated drive that does exactly what the test says.
 
-`idle` drives do nothing until somebody waits for them; `eager` ones are done as soon as they are asked.
+IDLE drives do nothing until somebody waits for them, SLOW ones little; EAGER ones are done as soon as they are asked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swapper.core.residency import Residency
 from swapper.core.schedule import Access
 from swapper.errors import BudgetError, InvariantError, IoError
 
-IDLE, EAGER = 0.0, 1.0
+IDLE, SLOW, EAGER = 0.0, 0.02, 1.0
 
 
 def use(key: object, *pages: int) -> Access:
@@ -364,7 +364,7 @@ def test_a_snapshot_is_never_written_again_and_the_run_goes_on_beside_it():
 
 def test_a_snapshot_that_fails_leaves_the_run_as_it_was():
     """Pages on their way to the snapshot's file arrive there, though nothing new goes there any more."""
-    run = make(20, 20)
+    run = make(20, 20, hurry=SLOW)
     assert run.publish()
     for _ in range(2):
         write(run, 0)
