@@ -241,7 +241,7 @@ class Pager:
                 self._read_ahead()
 
     def _claim_what_is_wanted(self, wanted: list[Page], fresh: Collection[int]) -> Page | None:
-        """Claim frames for the pages of `wanted`, last first, and take them off it. Returns the page in flight to wait for, if any."""
+        """Claim frames for `wanted`, last first, taking them off it. Returns the page in flight to wait for, if any."""
         while wanted:
             page = wanted[-1]
             if page.residency is Residency.WRITING and page.heir is not None:
