@@ -23,6 +23,7 @@ from swapper.stats import Stats
 if TYPE_CHECKING:
     from swapper.io import AioHandle, GdsHandle, Operation
     from swapper.manager import SwapManager
+    from swapper.plan import Plan
 
 __all__ = [
     "AioHandle",
@@ -35,6 +36,7 @@ __all__ = [
     "InvariantError",
     "IoError",
     "Operation",
+    "Plan",
     "StateError",
     "Stats",
     "SwapManager",
@@ -46,6 +48,7 @@ _LATER = {
     "AioHandle": "swapper.io",
     "GdsHandle": "swapper.io",
     "Operation": "swapper.io",
+    "Plan": "swapper.plan",
     "SwapManager": "swapper.manager",
 }
 

@@ -21,20 +21,21 @@ from torch.optim import Optimizer
 
 from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
-from swapper.checkpoint.committer import Committer, steps_between_commits
-from swapper.checkpoint.container import ContainerLayout
+from swapper.checkpoint.committer import Committer
 from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
 from swapper.checkpoint.snapshot import Publisher
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import Budget, read_ahead_pages
+from swapper.core.budget import Budget
 from swapper.core.memory import HostMemory, return_free_memory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
-from swapper.core.store import TURNS, Store
+from swapper.core.store import Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
 from swapper.interrupts import held_back
+from swapper.io.tuning import find_tuning
+from swapper.plan import Plan, plan_run
 from swapper.stats import Stats
 from swapper.train.inventory import (
     Inventory,
@@ -45,7 +46,6 @@ from swapper.train.inventory import (
     take_inventory,
 )
 from swapper.train.model import OffloadedModel
-from swapper.train.placement import choose_placement, is_resident
 
 log = logging.getLogger("swapper")
 
@@ -140,10 +140,7 @@ class SwapManager:
         self._enter()
         if self._model is not None:
             raise StateError("this manager has a model already: make one manager for each model")
-        for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
-            parse_choice(value, option, PLACEMENTS)
-            if value == "device" or (option == "gradients" and value == "nvme"):
-                raise ConfigError(f"{option}={value!r} is not available yet: use 'host' or 'auto'")
+        self._check_places(params, optimizer_state, gradients)
         inventory = take_inventory(model, optimizer, master_weights)
         try:
             return model, self._offload(model, optimizer, inventory, params, optimizer_state)
@@ -152,6 +149,26 @@ class SwapManager:
             self._model = None
             self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
             raise
+
+    def plan(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        params: str = "auto",
+        optimizer_state: str = "auto",
+        gradients: str = "auto",
+        master_weights: torch.dtype | None = None,
+    ) -> Plan:
+        """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
+
+        Raises: as `offload` does.
+        """
+        self._check_usable()
+        self._check_places(params, optimizer_state, gradients)
+        inventory = take_inventory(model, optimizer, master_weights)
+        tuning = find_tuning(self._directory.path)
+        return plan_run(inventory, params, optimizer_state, self._host_bytes, self._commit_every, tuning)
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
@@ -283,15 +300,14 @@ class SwapManager:
         if record is not None:
             check_same(record, inventory.plans, kind)
             params, optimizer_state = follow_placement(record, params, optimizer_state)
-        places, budget = choose_placement(
-            inventory, params, optimizer_state, self._host_bytes, page_bytes_of(record) if record is not None else None
-        )
-        self._layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-        offsets = [place.offset for place in self._layout.records]
-        self._sections = make_sections(inventory.plans, offsets, lambda p: is_resident(p, places), budget.page_bytes)
-        every = steps_between_commits(self._commit_every, self._sections)
         existing = record.files if record is not None else {}
-        turns = max(TURNS if every else 1, len(existing))
+        plan = plan_run(
+            inventory, params, optimizer_state, self._host_bytes, self._commit_every,
+            page_bytes=page_bytes_of(record) if record is not None else None, existing_files=existing,
+        )  # fmt: skip
+        places, budget, every, turns = plan.places, plan.budget, plan.commit_every, plan.turns
+        self._layout = plan.layout
+        self._sections = plan.make_sections()
         self._directory.require_space((turns - len(existing)) * self._layout.tail_offset)
         arena, frames_offset = self._memory.attach(self._sections, budget.pool_bytes)
         self._engine = _C.Engine(backend=self._backend, arena=arena)
@@ -310,7 +326,7 @@ class SwapManager:
         schedule = Schedule(expected_cycle(inventory, self._sections, trainables, budget.page_bytes))
         self._pager = Pager(
             pages, self._pool, self._store, schedule, self._stats,
-            window_pages=read_ahead_pages(budget), lazy=every != 1,
+            window_pages=plan.window_pages, lazy=plan.lazy,
         )  # fmt: skip
         self._note_sizes(inventory, budget, places)
         self._model = OffloadedModel(
@@ -335,6 +351,12 @@ class SwapManager:
         self._memory.attach(grad_sections, 0)
         self._model.start(grad_sections)
         return paged
+
+    def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:
+        for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
+            parse_choice(value, option, PLACEMENTS)
+            if value == "device" or (option == "gradients" and value == "nvme"):
+                raise ConfigError(f"{option}={value!r} is not available yet: use 'host' or 'auto'")
 
     def _note_sizes(self, inventory: Inventory, budget: Budget, places: dict[str, str]) -> None:
         self._stats.pool_bytes = budget.page_bytes * budget.frame_count

@@ -79,6 +79,7 @@ class Twins:
         budget: int | None = None,
         room_bytes: int = 0,
         backend: str = "auto",
+        commit_every: int | str | None = "free",
         select: Callable[[nn.Module], Any] = lambda model: [p for p in model.parameters() if p.requires_grad],
         wait: bool = False,
         **options: Any,
@@ -99,19 +100,33 @@ class Twins:
         self.budget = budget
         self.room_bytes = room_bytes
         self.backend = backend
+        self.commit_every = commit_every
         self.manager: swapper.SwapManager | None = None
         if not wait:
             self.offload()
 
     def offload(self) -> None:
         """Offload the swapped one."""
-        budget = self.budget
-        if budget is None:
-            budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
-        self.manager = swapper.SwapManager(self.directory, host_memory=budget, backend=self.backend)
+        self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **self.options)
         assert model is self.swapped
         self.written_at_start = self.manager.stats.bytes_written
+
+    def make_manager(self) -> swapper.SwapManager:
+        budget = self.budget
+        if budget is None:
+            budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
+        return swapper.SwapManager(
+            self.directory, host_memory=budget, backend=self.backend, commit_every=self.commit_every
+        )
+
+    def plan(self) -> swapper.Plan:
+        """Return the plan of the offload to come."""
+        with self.make_manager() as manager:
+            return manager.plan(self.swapped, self.original, **self.options)
+
+    def run_files(self) -> list[Path]:
+        return sorted(self.directory.rglob("*.swap"))
 
     def both(self, run: Callable[[Any, Any], Any]) -> Any:
         """Call `run(model, optimizer)` for both, from the same random state; assert the same result and return it."""

@@ -1,0 +1,118 @@
+"""Rehearsing a step: the real pager, on a store that only counts, says what a step will move before anything is written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swapper.core.layout import SECTOR_BYTES
+from swapper.core.pager import Pager
+from swapper.core.pool import Pool
+from swapper.core.schedule import Access, Schedule
+from swapper.core.section import Page, Section
+from swapper.interrupts import held_back
+from swapper.stats import Stats
+
+FIRST_STEPS = 2
+"""Steps until what stays in memory has settled."""
+
+
+class DoneTicket:
+    """A transfer that is done."""
+
+    done = True
+    error = None
+    crc32 = 0
+
+    def wait(self) -> None:
+        pass
+
+
+class CountingStore:
+    """A store that moves nothing. `read_bytes` and `written_bytes` are by family of section."""
+
+    def __init__(self) -> None:
+        self.read_bytes: Counter[str] = Counter()
+        self.written_bytes: Counter[str] = Counter()
+
+    def read(self, page: Page, address: int, after: Any = None) -> DoneTicket:
+        self.read_bytes[page.section.plan.family] += page.nbytes
+        return DoneTicket()
+
+    def write(self, page: Page, address: int) -> DoneTicket:
+        self.written_bytes[page.section.plan.family] += page.nbytes
+        return DoneTicket()
+
+    def written(self, page: Page, ticket: DoneTicket) -> None:
+        page.location = 0
+
+    def file_of(self, page: Page) -> None:
+        return None
+
+
+class NoWindow:
+    """Maps nothing: rehearsed sections have no memory."""
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None:
+        pass
+
+    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None:
+        pass
+
+
+class Rehearsal:
+    """A pager with nothing behind it.
+
+    Args:
+        sections: without memory, their pages numbered through; they get none.
+        frame_count: frames of the pool.
+        cycle: the accesses of a step.
+        window_pages, lazy: as the pager takes them.
+    """
+
+    def __init__(
+        self, sections: Sequence[Section], frame_count: int, cycle: Sequence[Access], window_pages: int, lazy: bool
+    ) -> None:
+        self.store = CountingStore()
+        self._cycle = cycle
+        pages = [page for section in sections for page in section.pages]
+        for section in sections:
+            section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
+        for page in pages:
+            page.location = 0
+        pool = Pool(0, 0, SECTOR_BYTES, frame_count)
+        self._pager = Pager(pages, pool, self.store, Schedule(cycle), Stats(), window_pages=window_pages, lazy=lazy)
+
+    def step(self) -> None:
+        """Make one step: each access is leased and given back, the optimizer's hand over hand."""
+        held: Access | None = None
+        with held_back:
+            for access in self._cycle:
+                self._pager.lease(access)
+                if held is not None:
+                    self._pager.release(held, held.writes)
+                self._pager.wait(access)
+                held = access if access.writes else None
+                if held is None:
+                    self._pager.release(access)
+            if held is not None:
+                self._pager.release(held, held.writes)
+            self._pager.end_step()
+
+
+def count_traffic(
+    sections: Sequence[Section], frame_count: int, cycle: Sequence[Access], window_pages: int, lazy: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that one step of many (reads, writes), by family of section. The arguments are those of Rehearsal."""
+    if not frame_count:
+        return {}, {}
+    rehearsal = Rehearsal(sections, frame_count, cycle, window_pages, lazy)
+    for _ in range(FIRST_STEPS):
+        rehearsal.step()
+    rehearsal.store.read_bytes.clear()
+    rehearsal.store.written_bytes.clear()
+    rehearsal.step()
+    return dict(rehearsal.store.read_bytes), dict(rehearsal.store.written_bytes)

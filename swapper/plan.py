@@ -1,0 +1,194 @@
+"""The plan of a run: where everything will live, what that takes, and what a step will move. Nothing is written for it.
+
+`SwapManager.offload` carries out what this plans, so that the two cannot differ; the bytes of a step come from a rehearsal with
+the real pager (core/rehearsal.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+from swapper.checkpoint.committer import steps_between_commits
+from swapper.checkpoint.container import ContainerLayout
+from swapper.config import format_bytes
+from swapper.core.budget import Budget, read_ahead_pages
+from swapper.core.rehearsal import count_traffic
+from swapper.core.section import Section
+from swapper.core.store import TURNS
+from swapper.io.tuning import Tuning
+from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
+from swapper.train.placement import choose_placement, is_resident
+
+FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one step moves, in bytes by family ("param", "state")."""
+
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+
+    @property
+    def total_read_bytes(self) -> int:
+        return sum(self.read_bytes.values())
+
+    @property
+    def total_written_bytes(self) -> int:
+        return sum(self.written_bytes.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model's parameters, gradients and optimizer state will live, and what that costs. `print` it.
+
+    Attributes:
+        inventory: what there is.
+        places: "host" or "nvme" for "param" and "state". Gradients are on the host.
+        budget: how host memory is divided.
+        host_bytes: the budget that was given.
+        layout: of a swap file.
+        turns: how many swap files take turns.
+        commit_every: steps from commit to commit, or None.
+        commit_policy: what was asked for.
+        tuning: what `swapper tune` found out about the drive, or None.
+    """
+
+    inventory: Inventory
+    places: dict[str, str]
+    budget: Budget
+    host_bytes: int
+    layout: ContainerLayout
+    turns: int
+    commit_every: int | None
+    commit_policy: str | int | None
+    tuning: Tuning | None
+
+    def make_sections(self) -> list[Section]:
+        """Return the sections of parameters and optimizer state, without memory."""
+        return _make_sections(self.inventory, self.places, self.budget, self.layout)
+
+    @property
+    def lazy(self) -> bool:
+        """Whether changed pages are written only when they leave: no commit names them each step."""
+        return self.commit_every != 1
+
+    @property
+    def window_pages(self) -> int:
+        return read_ahead_pages(self.budget)
+
+    @property
+    def space_bytes(self) -> int:
+        """What the swap files take on the drive; a snapshot that is kept takes as much as one of them."""
+        return self.turns * self.layout.tail_offset
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
+        sections = self.make_sections()
+        trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
+        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes)
+        return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy))
+
+    @property
+    def commit_bytes(self) -> int:
+        """What a commit writes beyond what steps write anyway: what stays in memory."""
+        if self.commit_every is None:
+            return 0
+        resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places))
+        pooled = self.budget.pool_bytes if self.lazy else 0
+        return resident + pooled
+
+    @property
+    def drive_seconds(self) -> float | None:
+        """How long the drive needs for a step at least; None if its speed is not known."""
+        if self.tuning is None:
+            return None
+        return max(
+            self.traffic.total_read_bytes / self.tuning.read_bytes_per_s,
+            self.traffic.total_written_bytes / self.tuning.write_bytes_per_s,
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        size = self.inventory.family_bytes
+        lines = [
+            ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
+            ("optimizer state", f"{format_bytes(size('state'))} on {self.places['state']}"),
+            ("gradients", f"{format_bytes(size('grad'))} on host"),
+            (
+                "host memory",
+                f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
+                f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
+                f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
+            ),
+            ("drive space", f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}"),
+            ("a step reads", _by_family(self.traffic.read_bytes)),
+            ("a step writes", _by_family(self.traffic.written_bytes)),
+            ("commits", self._commits()),
+        ]
+        if self.drive_seconds is not None:
+            lines.append(("drive time", f"{self.drive_seconds:.2f} s a step at least, by what `swapper tune` measured"))
+        else:
+            lines.append(("drive time", "not known: `swapper tune DIR` measures the drive"))
+        daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
+        lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
+        return lines
+
+    def _commits(self) -> str:
+        if self.commit_every is None:
+            why = ": what changes stays in memory" if self.commit_policy == "free" else ""
+            return f"none{why}; a killed run goes on from its last snapshot"
+        every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
+        extra = (
+            f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
+        )
+        return f"{every}, {extra}"
+
+
+def plan_run(
+    inventory: Inventory,
+    params: str,
+    optimizer_state: str,
+    host_bytes: int,
+    commit_policy: str | int | None,
+    tuning: Tuning | None = None,
+    page_bytes: int | None = None,
+    existing_files: Collection[int] = (),
+) -> Plan:
+    """Decide everything about a run that can be decided before it begins.
+
+    Args:
+        inventory: what there is.
+        params, optimizer_state: "host", "nvme" or "auto".
+        host_bytes: the budget.
+        commit_policy: "free", a number of steps, or None.
+        tuning: what is known about the drive.
+        page_bytes, existing_files: of a run that goes on.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+    """
+    places, budget = choose_placement(inventory, params, optimizer_state, host_bytes, page_bytes)
+    layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
+    every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
+    turns = max(TURNS if every else 1, len(existing_files))
+    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning)
+
+
+def _make_sections(
+    inventory: Inventory, places: dict[str, str], budget: Budget, layout: ContainerLayout
+) -> list[Section]:
+    offsets = [place.offset for place in layout.records]
+    return make_sections(inventory.plans, offsets, lambda plan: is_resident(plan, places), budget.page_bytes)
+
+
+def _by_family(nbytes: dict[str, int]) -> str:
+    if not any(nbytes.values()):
+        return "nothing"
+    parts = ", ".join(f"{FAMILIES[family]} {format_bytes(count)}" for family, count in nbytes.items() if count)
+    return f"{format_bytes(sum(nbytes.values()))} ({parts})"

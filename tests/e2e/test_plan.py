@@ -1,0 +1,89 @@
+"""The plan says what will happen, and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e.models import Net
+from e2e.twins import Twins, adamw
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 256
+
+
+def layers() -> nn.Module:
+    """As regular as models of any size are: a page more or less does not count."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+
+def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"params": "host"},
+        {"optimizer_state": "host"},
+        {"room_bytes": 1 << 20},
+        {"commit_every": None, "room_bytes": 1 << 20},
+        {"commit_every": 3},
+    ],
+    ids=str,
+)
+def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, object], master: bool) -> None:
+    pair = twins(layers(), master=master, wait=True, **options)
+    plan = pair.plan()
+    pair.offload()
+    manager = pair.manager
+    assert manager is not None
+    assert plan.budget.pool_bytes == manager.stats.pool_bytes
+    assert plan.places == {"param": options.get("params", "nvme"), "state": options.get("optimizer_state", "nvme")}
+    pair.train(step, steps=6)
+    before = manager.stats.snapshot()
+    pair.train(step, steps=6)
+    after = manager.stats.snapshot()
+    read, written = ((after[name] - before[name]) / 6 for name in ("bytes_read", "bytes_written"))
+    on_the_way = manager.stats.pool_bytes / 6  # when the counting began, or ended
+    assert abs(read - plan.traffic.total_read_bytes) <= 0.02 * read + on_the_way
+    commits = plan.commit_bytes / plan.commit_every if plan.commit_every else 0  # at most
+    assert written >= plan.traffic.total_written_bytes - 0.02 * written - on_the_way
+    assert written <= plan.traffic.total_written_bytes + commits + 0.02 * written + on_the_way
+    assert sum(path.stat().st_blocks * 512 for path in pair.run_files()) == pytest.approx(plan.space_bytes, rel=0.02)
+
+
+def test_planning_changes_nothing(tmp_path: Path) -> None:
+    model = Net()
+    optimizer = adamw(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        text = str(manager.plan(model, optimizer))
+        assert [path.name for path in tmp_path.rglob("*") if path.suffix == ".swap"] == []
+    for word in ("parameters", "host memory", "drive space", "a step reads", "commits", "wear"):
+        assert word in text
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
+    assert not optimizer.state
+
+
+def test_a_budget_that_is_too_small_is_refused_by_the_plan_too(tmp_path: Path) -> None:
+    model = Net()
+    with (
+        swapper.SwapManager(tmp_path, host_memory=4096) as manager,
+        pytest.raises(swapper.BudgetError, match="at least"),
+    ):
+        manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
