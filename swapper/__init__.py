@@ -21,6 +21,7 @@ from swapper.errors import (
 from swapper.stats import Stats
 
 if TYPE_CHECKING:
+    from swapper.infer.loaded import load, loaded
     from swapper.io import AioHandle, GdsHandle, Operation
     from swapper.manager import SwapManager
     from swapper.plan import Plan
@@ -42,6 +43,8 @@ __all__ = [
     "SwapManager",
     "SwapperError",
     "UnsupportedError",
+    "load",
+    "loaded",
 ]
 
 _LATER = {
@@ -50,6 +53,8 @@ _LATER = {
     "Operation": "swapper.io",
     "Plan": "swapper.plan",
     "SwapManager": "swapper.manager",
+    "load": "swapper.infer.loaded",
+    "loaded": "swapper.infer.loaded",
 }
 
 

@@ -186,6 +186,19 @@ class Pager:
                 self._lost_the_place()
                 self._read_ahead()
 
+    def read_ahead(self) -> None:
+        """Begin with the schedule's first accesses before anybody asks for them."""
+        with self._lock:
+            self._read_ahead()
+
+    def expect(self, cycle: Sequence[Access]) -> None:
+        """From here on `cycle` is what is expected, over and over, in place of what was."""
+        with self._lock:
+            self._frames.settle()
+            self._schedule.follow(cycle)
+            self._lost_the_place()
+            self._read_ahead()
+
     def drop_leases(self, kept: Iterable[Access] = ()) -> None:
         """Give back every lease but those of `kept`: what held them is gone (an exception or Ctrl-C went through it)."""
         counts = Counter(index for access in kept for index in access.pages)

@@ -87,6 +87,11 @@ class Schedule:
         self._install(recorded)
         return True
 
+    def follow(self, cycle: Sequence[Access]) -> None:
+        """Expect `cycle` from here on, whatever was recorded."""
+        self._recording.clear()
+        self._install(cycle)
+
     def _install(self, cycle: Sequence[Access]) -> None:
         self._cycle = tuple(cycle)
         self._origin = self._position  # the access at this position is the first of the cycle

@@ -90,7 +90,7 @@ def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int,
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
     """Yield (name, module, parameters that its forward needs, whether it is a list's child) in module order."""
-    yield "", model, _looked_at(model), False
+    yield "", model, looked_at(model), False
     yield from _below("", model)
 
 
@@ -105,13 +105,13 @@ def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, lis
             if subtree:
                 yield name, child, subtree, True
         else:
-            own = _looked_at(child)
+            own = looked_at(child)
             if own:
                 yield name, child, own, False
             yield from _below(name, child)
 
 
-def _looked_at(module: nn.Module) -> list[nn.Parameter]:
+def looked_at(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that `module`'s own forward looks at: its direct ones, and some of its children's.
 
     Those could be brought in when they are touched, but torch's attention asks of what class they are before it touches
@@ -125,3 +125,24 @@ def _looked_at(module: nn.Module) -> list[nn.Parameter]:
     elif isinstance(module, nn.TransformerEncoder):
         own += module.layers[0].parameters()
     return own
+
+
+def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
+    """Return groups and units as `partition` does, but as fine as can be: each module is a unit with what its own forward looks at.
+
+    Inference takes this: a linear map needs less memory at one time than the layer that it is in, and of experts those that are
+    routed to are used alone. Every module is a unit, also those without parameters of their own.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    owner: dict[int, int] = {}
+    groups: list[Group] = []
+    units: list[Unit] = []
+    for name, module in model.named_modules():
+        parameters = looked_at(module)
+        new = {id(p): p for p in parameters if id(p) not in owner}
+        if new:
+            owner.update(dict.fromkeys(new, len(groups)))
+            members = tuple((names[key], parameter) for key, parameter in new.items())
+            groups.append(Group(len(groups), name or type(model).__name__, members))
+        units.append(Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in parameters))))
+    return groups, units

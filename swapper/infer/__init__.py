@@ -1,0 +1,1 @@
+"""Inference with weights that stay on NVMe: a model's parameters are read in place from the user's own checkpoint files."""

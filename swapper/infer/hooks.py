@@ -1,0 +1,209 @@
+"""Hooks that lease a module's parameters around its forward, for inference: there is no backward.
+
+Calls are kept on a stack, which is the pass of one thread: other threads wait for its end. A call is *live* while the frame that
+runs it is on that thread's stack of frames; what a Ctrl-C left behind is found by that, and its leases are given back.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.infer.weights import FOR_INFERENCE, GroupWeights
+from swapper.modules.groups import Unit
+from swapper.modules.outputs import tensors_of
+from swapper.modules.own_hook import OwnHook
+
+PATIENCE_S = 0.5
+"""How long a thread waits for another's pass before it looks whether that thread still lives."""
+
+
+class Call:
+    """One forward of one unit, and what it leases."""
+
+    __slots__ = ("frame", "groups", "unit")
+
+    def __init__(self, unit: Unit, frame: FrameType) -> None:
+        self.unit = unit
+        self.frame = frame  # torch's, from which the hooks are called
+        self.groups: list[GroupWeights] = []
+
+
+class Hooks:
+    """Owns the hooks of one model and the leases that they hold.
+
+    Args:
+        units: all modules with, by index, the groups that their forward needs.
+        groups: all groups, by index.
+        begin_pass: called before the outermost forward; raises if the model cannot be used.
+        end_pass: called after it with the name of its module and the groups that were leased, in order.
+        drop_leases: makes the pager forget all leases of this pass, after it was abandoned.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        groups: Sequence[GroupWeights],
+        begin_pass: Callable[[], None],
+        end_pass: Callable[[str, list[int]], None],
+        drop_leases: Callable[[], None],
+    ) -> None:
+        self._groups = groups
+        self._begin_pass = begin_pass
+        self._end_pass = end_pass
+        self._drop_leases = drop_leases
+        self._turn = threading.Lock()
+        self._owner: threading.Thread | None = None
+        self._stack: list[Call] = []
+        self._order: list[int] = []  # of the groups in this pass
+        self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
+        self._homes = {w.view.untyped_storage().data_ptr() for group in groups for w in group.weights}
+        self._handles: list[Any] = []
+        for unit in units:
+            if any(id(parameter) in self._group_of for parameter in unit.module.parameters()):
+                before, after = OwnHook(self._before(unit)), OwnHook(self._after(unit))
+                self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
+                self._handles.append(unit.module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def abandon_pass(self) -> None:
+        """Forget a forward that never ended, with its leases."""
+        self._stack.clear()
+        self._order.clear()
+        for group in self._groups:
+            group.forget_leases()
+        self._drop_leases()
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
+        if self._owner is not threading.current_thread():
+            return False
+        for call in reversed(self._stack):
+            if any(parameter is inside for inside in call.unit.module.parameters()):
+                self._lease(call, [self._group_of[id(parameter)]])
+                return True
+        return False
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        groups = [self._groups[index] for index in unit.groups if self._groups[index].paged]
+
+        def hook(module: nn.Module, args: Any) -> None:
+            self._take_turn()
+            self._drop_stale()
+            if not self._stack:
+                self._begin()
+            call = Call(unit, sys._getframe(2))
+            self._stack.append(call)
+            self._lease(call, groups)
+
+        return hook
+
+    def _after(self, unit: Unit) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if self._owner is not threading.current_thread() or all(call.unit is not unit for call in self._stack):
+                return None  # the pre-hook itself failed
+            while (call := self._stack.pop()).unit is not unit:
+                self._release(call)  # stopped by something that went past its hooks
+            try:
+                if output is not None and call.groups:
+                    output = self._own(output)
+            finally:
+                try:
+                    self._release(call)
+                finally:
+                    if not self._stack:
+                        self._end(unit)
+            return output
+
+        return hook
+
+    # --- a pass ---------------------------------------------------------------------------------------------------
+
+    def _take_turn(self) -> None:
+        """Wait until no other thread is inside the model."""
+        me = threading.current_thread()
+        if self._owner is me:
+            return
+        while not self._turn.acquire(timeout=PATIENCE_S):
+            owner = self._owner
+            if owner is not None and not owner.is_alive():
+                break  # it died inside a forward: its turn is ours
+        self._owner = me
+
+    def _begin(self) -> None:
+        try:
+            self._begin_pass()
+        except BaseException:
+            self._give_turn()
+            raise
+
+    def _end(self, unit: Unit) -> None:
+        order, self._order = self._order, []
+        try:
+            self._end_pass(unit.name, order)
+        finally:
+            self._give_turn()
+
+    def _give_turn(self) -> None:
+        self._owner = None
+        self._turn.release()
+
+    def _drop_stale(self) -> None:
+        """Forget a pass that a Ctrl-C ended: its innermost call's frame runs no more."""
+        if not self._stack:
+            return
+        wanted = self._stack[-1].frame
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame is wanted:
+                return
+            frame = frame.f_back
+        live = set()
+        frame = sys._getframe(1)
+        while frame is not None:
+            live.add(id(frame))
+            frame = frame.f_back
+        while self._stack and id(self._stack[-1].frame) not in live:
+            self._release(self._stack.pop())
+        if not self._stack:
+            self._order.clear()
+
+    def _lease(self, call: Call, groups: Iterable[GroupWeights]) -> None:
+        for group in groups:
+            asked = group.lease()
+            call.groups.append(group)
+            if asked:
+                self._order.append(group.index)
+
+    def _release(self, call: Call) -> None:
+        for group in call.groups:
+            group.release()
+
+    def _own(self, output: Any) -> Any:
+        """An output that is a view of a streamed parameter must not leave with it: copy it. A gradient cannot come back."""
+        tensors, rebuild = tensors_of(output)
+        if any(tensor.requires_grad for tensor in tensors):
+            raise StateError(
+                f"a gradient would have to flow back through a model, but {FOR_INFERENCE}: run it within torch.no_grad(), or, to "
+                "train, build the model in memory and use swapper.SwapManager"
+            )
+        replaced = [self._copied(tensor) for tensor in tensors]
+        if any(new is not old for new, old in zip(replaced, tensors, strict=True)):
+            return rebuild(replaced)
+        return output
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return tensor
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._homes else tensor

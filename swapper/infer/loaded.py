@@ -1,0 +1,303 @@
+"""`load`: a model that runs with its weights on NVMe, and `LoadedModel`, everything that belongs to one.
+
+[Note: order of opening and closing] Files and memory are opened first, then the engine, then the pager, then the hooks; unloading
+goes backwards. Nothing of the model is changed before everything that can be refused was.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.checkpoint.sources import Source, open_source
+from swapper.config import format_bytes, parse_host_memory
+from swapper.core.layout import round_up
+from swapper.core.section import Section
+from swapper.errors import InvariantError, StateError
+from swapper.infer.adoption import Places, adopt, conversion, empty, view_of
+from swapper.infer.blueprint import Blueprint, draw
+from swapper.infer.hooks import Hooks
+from swapper.infer.matching import BufferPlace, Rename, Weight, match
+from swapper.infer.placement import Placement, place
+from swapper.infer.runs import Run
+from swapper.infer.streaming import Streaming
+from swapper.infer.weights import GroupWeights, PagedWeight
+from swapper.interrupts import held_back
+from swapper.stats import Stats
+
+log = logging.getLogger("swapper")
+
+STAGING_BYTES = 8 << 20
+"""Slots of the engine, for reads that the drive cannot put where they are wanted."""
+
+_loaded: weakref.WeakKeyDictionary[nn.Module, LoadedModel] = weakref.WeakKeyDictionary()
+
+
+def load(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Source,
+    *,
+    host_memory: int | str = "auto",
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    rename: Rename = None,
+    backend: str = "auto",
+) -> nn.Module:
+    """Have `model` run with its weights read from `source` as they are needed, and return it.
+
+    The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
+    what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
+
+    Args:
+        model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its
+            parameters are replaced by new objects; tied ones stay tied.
+        source: a safetensors file, a Hugging Face directory, a torch checkpoint, a swapper snapshot, or a directory of
+            torch.distributed.checkpoint. It must stay as it is for as long as the model is used.
+        host_memory: bytes, or "4GiB": everything that is held of the weights at one time. "auto": half of what is free.
+        strict: refuse missing and unexpected names. Otherwise what is missing keeps the model's own values.
+        dtype: convert floating-point weights on the way in. None: they are used in the checkpoint's own dtype.
+        rename: a map from the checkpoint's names to the model's, or a function that gives the model's name or None (leave out).
+        backend: of the I/O engine.
+
+    Raises:
+        CheckpointError: the source is not what it claims to be, or does not fit the model.
+        BudgetError: `host_memory` is too small; says the smallest that works.
+        UnsupportedError: the model cannot be loaded this way.
+        StateError: the model is loaded or offloaded already.
+        IoError: a file cannot be read.
+    """
+    opened = source if isinstance(source, Source) else open_source(source)
+    budget_bytes = parse_host_memory(host_memory)
+    matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
+    blueprint = draw(model, matched)
+    staging_bytes = min(STAGING_BYTES, max(256 << 10, round_up(budget_bytes // 64, 4096)))
+    placement = place(
+        budget_bytes,
+        blueprint.fixed_bytes + staging_bytes,
+        [[run.nbytes for run in group.runs] for group in blueprint.groups],
+        blueprint.working_sets,
+        [unit.name or type(model).__name__ for unit in blueprint.units],
+    )
+    with torch.inference_mode(False), torch.no_grad(), held_back:
+        _loaded[model] = LoadedModel(model, opened, blueprint, matched.buffers, placement, staging_bytes, backend)
+    return model
+
+
+def loaded(model: nn.Module) -> LoadedModel:
+    """Return what belongs to a model that `load` returned: its figures, and `unload`."""
+    found = _loaded.get(model)
+    if found is None:
+        raise StateError("this model was not loaded by swapper.load, or is unloaded")
+    return found
+
+
+class LoadedModel:
+    """Owns files, memory, engine, pager and hooks of one model. Made by `load`.
+
+    Attributes:
+        advice: see swapper.modules.cold.Keeper.
+        stats: counters so far.
+    """
+
+    advice = (
+        "Its model was loaded for inference: run the model, or look at a weight in model.state_dict(), which maps the files and "
+        "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading."
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: Source,
+        blueprint: Blueprint,
+        buffers: list[BufferPlace],
+        placement: Placement,
+        staging_bytes: int,
+        backend: str,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._source = source
+        self._pid = os.getpid()
+        self._closed = False
+        self._names: dict[int, str] = {}
+        self._stored: dict[int, Weight] = {}
+        self._mappings: dict[Path, mmap.mmap] = {}
+        self._groups: list[GroupWeights] = []
+        self._small: list[nn.Parameter] = []
+        self._hooks: Hooks | None = None
+        self._last_order: list[int] = []
+        self._stats = Stats(
+            pool_bytes=placement.pool_bytes,
+            frame_bytes=placement.page_bytes,
+            resident_bytes=blueprint.fixed_bytes,
+            state_bytes=blueprint.fixed_bytes + blueprint.streamed_bytes,
+        )
+        self._streaming = Streaming(source, blueprint, placement, staging_bytes, backend, self._stats)
+        self._cycle = self._streaming.cycle
+        try:
+            buffer_tensors = self._streaming.begin([place.stored for place in buffers])
+            self._adopt(model, blueprint, placement)
+        except BaseException:
+            self._streaming.close()
+            raise
+        for place_, tensor in zip(buffers, buffer_tensors, strict=True):
+            place_.module._buffers[place_.name] = tensor
+        self._hooks = Hooks(blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases)
+        log.info(
+            "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; transfers by %s",
+            format_bytes(self._stats.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,
+            format_bytes(placement.page_bytes), self._streaming.describe(),
+        )  # fmt: skip
+
+    # --- for people -----------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> Stats:
+        """Counters so far."""
+        if not self._closed:
+            self._stats.bytes_read = self._streaming.engine.bytes_read
+        return self._stats
+
+    @property
+    def read_bytes_a_pass(self) -> int:
+        """What a pass over all weights reads from the files, after the first, which reads everything."""
+        pages = {page.index: page for sections in self._streaming.sections for s in sections for page in s.pages}
+        return sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages)
+
+    def unload(self) -> None:
+        """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with held_back:
+            self._closed = True
+            self.stats  # noqa: B018  # the engine's last count
+            model = self._model()
+            if self._hooks is not None:
+                self._hooks.remove()
+            for group in self._groups:
+                group.abandon()
+            if model is not None:
+                paged = [weight.parameter for group in self._groups for weight in group.weights]
+                empty(Places(model), [*paged, *self._small])
+                for module in model.modules():
+                    module.__dict__.pop("_apply", None)
+                _loaded.pop(model, None)
+            self._mappings.clear()
+            self._streaming.close()
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.unload()
+
+    # --- what cold parameters ask (swapper.modules.cold.Keeper) ---------------------------------------------------
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        self._check_usable()
+        return self._hooks is not None and self._hooks.bring(parameter)
+
+    def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
+        self._check_usable()
+        if self._hooks is not None and self._hooks.bring(parameter):
+            return None  # within a forward
+        weight = self._stored[id(parameter)]
+        stored = weight.stored
+        if stored.path not in self._mappings:
+            with stored.path.open("rb") as file:
+                self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        itemsize = stored.dtype.itemsize
+        flat = torch.frombuffer(
+            self._mappings[stored.path], dtype=stored.dtype, count=stored.nbytes // itemsize, offset=stored.offset
+        )
+        tensor = flat.as_strided(stored.shape, stored.stride) if stored.stride is not None else flat.view(stored.shape)
+        return tensor if weight.dtype == stored.dtype else tensor.to(weight.dtype)
+
+    def note_change(self, group: object, names: list[str]) -> None:
+        raise InvariantError("a group for inference notes changes by itself")
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        return self._names[id(parameter)]
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, model: nn.Module, blueprint: Blueprint, placement: Placement) -> None:
+        """Give every loaded parameter its place."""
+        places = Places(model)
+        located = _places(blueprint.small_runs, self._streaming.small)
+        for number, weight in enumerate(blueprint.small):
+            make = conversion(weight) or (lambda view: view)
+            view = view_of(*located[number], weight.stored) if number in located else _nothing(weight)
+            self._small.append(adopt(places, weight, make(view)))
+        for group, sections in zip(blueprint.groups, self._streaming.sections, strict=True):
+            located = _places(group.runs, sections)
+            weights = []
+            for number, weight in enumerate(group.weights):
+                view = view_of(*located[number], weight.stored)
+                paged = PagedWeight(weight.name, weight.parameter, view, conversion(weight), weight.dtype)
+                paged = replace(paged, parameter=adopt(places, weight, paged.data()))
+                self._names[id(paged.parameter)] = weight.name
+                self._stored[id(paged.parameter)] = weight
+                weights.append(paged)
+            pages = [page.index for section in sections for page in section.pages]
+            kept = pages[: max(len(pages) - placement.streamed, 0)]
+            self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
+        for name, module in model.named_modules():
+            module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
+
+    def _begin_pass(self) -> None:
+        self._check_usable()
+        self._source.check_unchanged()
+
+    def _end_pass(self, name: str, order: list[int]) -> None:
+        """A pass is over: expect the next one to be like it, if it was the whole model's or came twice."""
+        cycle = [self._groups[index].access for index in order if self._groups[index].access.pages]
+        is_regular = not name or order == self._last_order
+        self._last_order = order
+        if is_regular and cycle != self._cycle:
+            self._cycle = cycle
+            self._streaming.pager.expect(cycle)
+
+    def _drop_leases(self) -> None:
+        kept = [group.kept_access for group in self._groups]
+        self._streaming.pager.drop_leases([access for access in kept if access is not None])
+
+    def _check_usable(self) -> None:
+        if os.getpid() != self._pid:
+            raise StateError(
+                "a model loaded by swapper was used in a forked child: it works only in the process that loaded it"
+            )
+        if self._closed:
+            raise StateError("the model is unloaded: load it anew")
+
+
+def _places(runs: Sequence[Run], sections: Sequence[Section]) -> dict[int, tuple[torch.Tensor, int]]:
+    """By a tensor's number among those planned: memory and offset."""
+    return {
+        number: (section.memory, offset)
+        for run, section in zip(runs, sections, strict=True)
+        for number, offset in run.places
+    }
+
+
+def _nothing(weight: Weight) -> torch.Tensor:
+    return torch.empty(weight.stored.shape, dtype=weight.stored.dtype)
+
+
+def _refuse_to_move(name: str) -> Callable[..., nn.Module]:
+    def refuse(*arguments: Any, **options: Any) -> nn.Module:
+        raise StateError(
+            f"{name} was loaded by swapper.load and cannot be moved or converted (.to, .half, .cuda, ...): its weights stay in "
+            "the checkpoint's files. Say dtype= when loading"
+        )
+
+    return refuse

@@ -1,0 +1,176 @@
+"""Which tensor of a checkpoint each parameter and buffer of a model gets. Pure: looks at both, changes neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from swapper.modules.cold import is_cold, is_guarded
+
+NESTED = ("model.", "state_dict.", "model_state_dict.", "module.")
+"""Where in a training's checkpoint the model is, if it is not all of it."""
+SHOWN_NAMES = 8
+
+Rename = Mapping[str, str] | Callable[[str], str | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter and its bytes.
+
+    Attributes:
+        name: the first of the parameter's names in the model.
+        parameter: the object, which may be on the meta device.
+        stored: where its bytes are.
+        dtype: what it is used in; other than stored.dtype where it is converted.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stored: StoredTensor
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """A buffer that the checkpoint has: the module and name under which it is registered."""
+
+    module: nn.Module
+    name: str
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class Match:
+    """What `match` found."""
+
+    weights: list[Weight]
+    buffers: list[BufferPlace]
+
+
+def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype | None, rename: Rename) -> Match:
+    """Find each parameter and persistent buffer of `model` in `source`. A tied one may have any of its names there.
+
+    Raises:
+        CheckpointError: names are missing or left over (if `strict`), or shapes differ; says which.
+        UnsupportedError: a parameter or buffer cannot be loaded.
+        StateError: the model is loaded or offloaded already.
+        ConfigError: an option is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"load takes an nn.Module, not {type(model).__name__}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r} must be a floating-point torch.dtype, or None for the checkpoint's own")
+    parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _check_parameter(name, parameter)
+        parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
+    persistent = _persistent_buffers(model)
+    wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
+    stored = _renamed(source, wanted, rename)
+    weights, buffers, missing = [], [], []
+    for parameter, names in parameters.values():
+        found = next((stored[name] for name in names if name in stored), None)
+        if found is None:
+            missing.append(names[0])
+            continue
+        _check_shape(names[0], tuple(parameter.shape), found)
+        converted = dtype is not None and found.dtype.is_floating_point
+        weights.append(Weight(names[0], parameter, found, dtype if converted and dtype else found.dtype))
+    for name, (module, own_name, buffer) in persistent.items():
+        if name not in stored:
+            missing.append(name)
+            continue
+        _check_shape(name, tuple(buffer.shape), stored[name])
+        buffers.append(BufferPlace(module, own_name, stored[name]))
+    unexpected = [name for name in stored if name not in wanted]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
+            "Map names with rename=, or say strict=False to leave out what is unexpected and keep the model's own values "
+            "for what is missing"
+        )
+    _check_values(model, {id(weight.parameter) for weight in weights}, buffers)
+    return Match(weights, buffers)
+
+
+def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:
+    """Return the source's tensors under the model's names."""
+    if rename is None:
+        prefix = max(
+            ("", *NESTED), key=lambda p: sum(p + name in source.tensors for name in wanted)
+        )  # the first of equals
+        return {name.removeprefix(prefix): tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in source.tensors.items():
+        new = rename(name) if callable(rename) else rename.get(name, name)
+        if new is None:
+            continue
+        if new in found:
+            raise ConfigError(f"rename gives both {found[new].name!r} and {name!r} the name {new!r}")
+        found[new] = tensor
+    return found
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
+    """By qualified name: module, own name, buffer. Those of state_dict, each name of a shared one."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = (module, name, buffer)
+    return found
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_cold(parameter) or is_guarded(parameter):
+        raise StateError(f"parameter {name} is paged already: unload the model, or close its manager, first")
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter "
+            "can be paged"
+        )
+    if parameter.device.type not in ("meta", "cpu"):
+        raise UnsupportedError(
+            f"parameter {name} is on {parameter.device}: build the model on the meta device or on the CPU"
+        )
+
+
+def _check_shape(name: str, shape: tuple[int, ...], stored: StoredTensor) -> None:
+    if shape != stored.shape:
+        raise CheckpointError(
+            f"{name} has the shape {list(shape)} in the model and {list(stored.shape)} in {stored.path} (as {stored.name!r})"
+        )
+
+
+def _check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace]) -> None:
+    """Everything must have values in the end: what is not loaded and on the meta device has none."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in loaded and parameter.device.type == "meta":
+            raise UnsupportedError(
+                f"parameter {name} is not in the checkpoint and, on the meta device, has no values of its own"
+            )
+    filled = {(id(place.module), place.name) for place in buffers}
+    without = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.device.type == "meta" and (id(module), name) not in filled
+    ]
+    if without:
+        raise UnsupportedError(
+            f"{_listed('buffers', without)} are not in the checkpoint and, on the meta device, have no values. Build the model "
+            "`with swapper.without_weights():` instead of `with torch.device('meta'):`, which makes buffers properly"
+        )
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return f"{what}: none"
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{what}: {', '.join(names[:SHOWN_NAMES])}{more}"

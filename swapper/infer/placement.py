@@ -1,0 +1,153 @@
+"""Dividing the budget of inference. Pure: which pages stay in memory for good, how large a page is, how many frames there are.
+
+A pass uses every group once, in the same order each time. On such a cycle the best that memory can do is to keep a fixed set and
+to stream the rest through the frames that are left. [Note: the kept set] What streams needs frames for the largest unit's streamed
+pages and for some read-ahead; so the groups that would stream most keep most: every group streams at most `streamed` pages, and
+that number is as small as the budget allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swapper.config import format_bytes
+from swapper.core.budget import ARENA_ALIGNMENT_BYTES
+from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.errors import BudgetError
+
+AHEAD_BYTES = 64 << 20
+"""Read-ahead that keeps the drive busy while a unit computes and holds its pages."""
+LEAST_PAGE_BYTES = 64 << 10
+MOST_PAGE_BYTES = 16 << 20
+LEAST_FRAMES = 20
+MOST_SIZES = 64
+PAGE_COST_BYTES = 64 << 10
+"""What a page costs beside its bytes, in Python and in shorter runs: about 30 us at 2 GB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What the budget gives.
+
+    Attributes:
+        page_bytes, frame_count: the pool; frame_count * page_bytes fits the budget.
+        streamed: of each group, how many pages are streamed at most; the others stay once they were read.
+    """
+
+    page_bytes: int
+    frame_count: int
+    streamed: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.page_bytes * self.frame_count
+
+
+def place(
+    host_bytes: int,
+    fixed_bytes: int,
+    groups: Sequence[Sequence[int]],
+    units: Sequence[Sequence[int]],
+    where: Sequence[str],
+) -> Placement:
+    """Return the placement that reads the fewest bytes a pass.
+
+    Args:
+        host_bytes: the budget.
+        fixed_bytes: what is taken already: small tensors, buffers, conversions, slots.
+        groups: for each group, the sizes of its runs in bytes, multiples of SECTOR_BYTES.
+        units: for each unit, the groups that are leased while it runs: its own and those of the units around it.
+        where: the units' names.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    pool_bytes = (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
+    best = _best(pool_bytes, groups, units)
+    if best is None:
+        smallest = fixed_bytes + _smallest_pool(groups, units)
+        unit, nbytes = _largest(groups, units)
+        raise BudgetError(
+            f"host_memory={format_bytes(host_bytes)} is too small: this model needs at least {format_bytes(smallest)} "
+            f"({smallest} bytes), of which {format_bytes(fixed_bytes)} are small tensors, buffers and conversions, and "
+            f"{format_bytes(nbytes)} what is used at one time in {where[unit]!r}; raise host_memory"
+        )
+    return best
+
+
+def _best(pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> Placement | None:
+    if not any(groups):
+        return Placement(SECTOR_BYTES, 0, 0)
+    best, best_cost = None, 0
+    for page_bytes in _page_sizes(pool_bytes, groups):
+        placement = _place_with(page_bytes, pool_bytes, groups, units)
+        if placement is None:
+            continue
+        read = [min(pages, placement.streamed) for pages in _pages(groups, page_bytes)]
+        cost = sum(read) * (page_bytes + PAGE_COST_BYTES)
+        if best is None or cost < best_cost:
+            best, best_cost = placement, cost
+    return best
+
+
+def _page_sizes(pool_bytes: int, groups: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Sizes that cut the runs with little waste: whole fractions of those that take most room."""
+    weights: dict[int, int] = {}
+    for nbytes in (nbytes for runs in groups for nbytes in runs):
+        weights[nbytes] = weights.get(nbytes, 0) + nbytes
+    common = sorted(weights, key=lambda nbytes: -weights[nbytes])[:8]
+    target = min(max(pool_bytes // LEAST_FRAMES, LEAST_PAGE_BYTES), MOST_PAGE_BYTES)
+    sizes = {
+        round_up(-(-nbytes // parts), SECTOR_BYTES)
+        for nbytes in common
+        for parts in range(-(-nbytes // target), -(-nbytes // target) + 12)
+    }
+    fitting = sorted((size for size in sizes if LEAST_PAGE_BYTES <= size <= target), reverse=True)[:MOST_SIZES]
+    yield from fitting or [min(target, max(sizes, default=target))]
+    yield LEAST_PAGE_BYTES  # the least that any unit needs
+
+
+def _pages(groups: Sequence[Sequence[int]], page_bytes: int) -> list[int]:
+    return [sum(-(-nbytes // page_bytes) for nbytes in runs) for runs in groups]
+
+
+def _place_with(
+    page_bytes: int, pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]
+) -> Placement | None:
+    """[Note: the kept set]"""
+    pages = _pages(groups, page_bytes)
+    frames = pool_bytes // page_bytes
+    if frames >= sum(pages):
+        return Placement(page_bytes, sum(pages), 0)
+
+    def fits(streamed: int, ahead: int) -> bool:
+        kept = sum(max(count - streamed, 0) for count in pages)
+        working = max(sum(min(pages[g], streamed) for g in unit) for unit in units)
+        return kept + working + max(min(working, ahead), 2) <= frames
+
+    most = max(pages)
+    if not fits(most, 2):
+        return None
+    ahead = -(-AHEAD_BYTES // page_bytes)
+    low, high = 0, most  # nothing streamed does not fit; `high` does
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle, ahead) else (middle, high)
+    return Placement(page_bytes, frames, high)
+
+
+def _smallest_pool(groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> int:
+    low, high = 0, ARENA_ALIGNMENT_BYTES
+    while _best(high, groups, units) is None:
+        low, high = high, 2 * high
+    while high - low > ARENA_ALIGNMENT_BYTES:
+        middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
+        low, high = (low, middle) if _best(middle, groups, units) is not None else (middle, high)
+    return high
+
+
+def _largest(groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> tuple[int, int]:
+    sizes = [sum(sum(groups[g]) for g in unit) for unit in units]
+    largest = max(range(len(sizes)), key=sizes.__getitem__)
+    return largest, sizes[largest]

@@ -1,0 +1,166 @@
+"""A group's parameters at run time: leased together, warm while leased, cold otherwise, and never changed.
+
+Most are views of the window that their run is read into. Those that are used in another dtype than the file has are made from such
+a view when they are leased and let go when that ends. What stays in memory for good is leased for good when it was used first; a
+group of which everything stays is warm from then on and costs nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.errors import StateError
+from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
+
+FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
+
+
+@dataclass(frozen=True, slots=True)
+class PagedWeight:
+    """One streamed parameter.
+
+    Attributes:
+        name, parameter: of the model.
+        view: its bytes as the file has them; touches nothing until it is used.
+        make: what gives the parameter's data from `view`; None if that is `view` itself.
+        dtype: the parameter's.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    view: torch.Tensor
+    make: Callable[[torch.Tensor], torch.Tensor] | None
+    dtype: torch.dtype
+
+    def data(self) -> torch.Tensor:
+        """Return what the parameter has for data while it is away: its place, or one element that is seen everywhere."""
+        if self.make is None:
+            return self.view
+        return torch.zeros((), dtype=self.dtype).expand(self.parameter.shape)
+
+
+class GroupWeights:
+    """Owns the placement of one group's streamed parameters.
+
+    Args:
+        index: the group's.
+        weights: its streamed parameters; none if all are resident.
+        pages: indices of all its pages, in the order of the file.
+        kept: those of them that stay once they were read.
+        pager, keeper: as for training's groups.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        weights: Sequence[PagedWeight],
+        pages: Sequence[int],
+        kept: Sequence[int],
+        pager: Pager,
+        keeper: Keeper,
+    ) -> None:
+        self.index = index
+        self.weights = weights
+        self._pager = pager
+        key = ("param", index)
+        self.streamed = Access(key, tuple(page for page in pages if page not in set(kept)))
+        self._kept = Access(None, tuple(kept))
+        self.access = Access(key, tuple(pages))  # of the first use; then what is streamed
+        self._was_used = False
+        self._leases = 0
+        self._versions: list[int] = []
+        for weight in weights:
+            guard(weight.parameter, keeper)
+            set_cold(weight.parameter)
+
+    @property
+    def paged(self) -> bool:
+        return bool(self.weights)
+
+    @property
+    def settled(self) -> bool:
+        """Everything is in memory for good."""
+        return not self.paged or (self._was_used and not self.streamed.pages and not self._makes)
+
+    @property
+    def kept_access(self) -> Access | None:
+        """What is leased for good by now."""
+        return self._kept if self._was_used and self._kept.pages else None
+
+    def lease(self) -> bool:
+        """Bring the parameters in, if they are not, and keep them until `release`. Returns whether the pager was asked."""
+        asks = self._leases == 0 and not self.settled
+        if asks:
+            self._pager.acquire(self.access)
+            try:
+                self._note_first_use()
+                self._warm()
+            except BaseException:
+                self._pager.release(self.streamed)
+                raise
+        self._leases += 1
+        return asks
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases == 0 and not self.settled:
+            changed = [
+                weight.name
+                for weight, version in zip(self.weights, self._versions, strict=False)  # none, if warming failed
+                if weight.parameter._version != version
+            ]
+            self._chill()
+            self._pager.release(self.streamed)
+            if changed:
+                raise StateError(f"parameter {changed[0]} was changed in a forward: {FOR_INFERENCE}")
+
+    def forget_leases(self) -> None:
+        """What held them is gone. The pager is told by itself."""
+        self._leases = 0
+        if not self.settled:
+            self._chill()
+
+    def abandon(self) -> None:
+        """The model is unloaded: whoever has a parameter still has one without data."""
+        for weight in self.weights:
+            if self.settled:
+                unguard(weight.parameter)
+            else:
+                forsake(weight.parameter)
+
+    @property
+    def _makes(self) -> bool:
+        return any(weight.make is not None for weight in self.weights)
+
+    def _note_first_use(self) -> None:
+        """All pages are in memory and leased. Those that stay keep that lease; the next access is what is streamed."""
+        if not self._was_used:
+            self._was_used = True
+            self.access = self.streamed
+
+    def _warm(self) -> None:
+        for weight in self.weights:
+            set_warm(weight.parameter)
+            if weight.parameter.requires_grad:
+                raise StateError(
+                    f"parameter {weight.name} requires a gradient, but {FOR_INFERENCE}: to train it, build the model in memory "
+                    "and use swapper.SwapManager"
+                )
+            if weight.make is not None:
+                with torch.inference_mode(False):
+                    weight.parameter.data = weight.make(weight.view)
+        self._versions = [weight.parameter._version for weight in self.weights]
+
+    def _chill(self) -> None:
+        for weight in self.weights:
+            if weight.make is not None:
+                with torch.inference_mode(False):
+                    set_warm(weight.parameter)
+                    weight.parameter.data = weight.data()
+            set_cold(weight.parameter)
