@@ -8,6 +8,7 @@ that number is as small as the budget allows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -120,10 +121,12 @@ def _place_with(
     frames = pool_bytes // page_bytes
     if frames >= sum(pages):
         return Placement(page_bytes, sum(pages), 0)
+    sizes = Counter(pages)  # many groups have one size, and many units are alike
+    working_sets = {tuple(sorted(pages[g] for g in unit if pages[g])) for unit in units}
 
     def fits(streamed: int, ahead: int) -> bool:
-        kept = sum(max(count - streamed, 0) for count in pages)
-        working = max(sum(min(pages[g], streamed) for g in unit) for unit in units)
+        kept = sum(max(count - streamed, 0) * number for count, number in sizes.items())
+        working = max(sum(min(count, streamed) for count in counts) for counts in working_sets)
         return kept + working + max(min(working, ahead), 2) <= frames
 
     most = max(pages)
