@@ -260,6 +260,9 @@ class LoadedModel:
 
     def _end_pass(self, name: str, order: list[int]) -> None:
         """A pass is over: expect the next one to be like it, if it was the whole model's or came twice."""
+        if all(group.settled for group in self._groups) and self._hooks is not None:
+            self._hooks.remove()  # everything is in memory for good: it is a plain model from now on
+            return
         cycle = [self._groups[index].access for index in order if self._groups[index].access.pages]
         is_regular = not name or order == self._last_order
         self._last_order = order
