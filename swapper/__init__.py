@@ -21,6 +21,7 @@ from swapper.errors import (
 from swapper.stats import Stats
 
 if TYPE_CHECKING:
+    from swapper import checkpoint
     from swapper.infer.loaded import load, loaded
     from swapper.io import AioHandle, GdsHandle, Operation
     from swapper.manager import SwapManager
@@ -43,6 +44,7 @@ __all__ = [
     "SwapManager",
     "SwapperError",
     "UnsupportedError",
+    "checkpoint",
     "load",
     "loaded",
 ]
@@ -59,6 +61,8 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "checkpoint":
+        return import_module("swapper.checkpoint")
     if name not in _LATER:
         raise AttributeError(f"module 'swapper' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

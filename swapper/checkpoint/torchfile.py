@@ -27,6 +27,7 @@ class TorchFile:
         zip: its records.
         root: the folder in the zip that holds them.
         skeleton: what its data.pkl says.
+        pickle: data.pkl itself.
         byteorder: "little" or "big"; None where it does not say (files of torch before 2.1).
         alignment: bytes; what its payloads are aligned to, as it says. None where it does not.
         stamp: of the file when it was read.
@@ -64,11 +65,11 @@ class TorchFile:
         return record
 
 
-def read_torch_file(path: Path, alignment: int | None = None) -> TorchFile:
+def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
     """Return the directory and the skeleton of a torch checkpoint.
 
     Args:
-        alignment: see `swapper.checkpoint.zipread.read_index`.
+        calculate: see `swapper.checkpoint.zipread.read_index`.
 
     Raises:
         CheckpointError: it is damaged, or not a torch checkpoint.
@@ -76,7 +77,7 @@ def read_torch_file(path: Path, alignment: int | None = None) -> TorchFile:
     """
     with opened(path) as descriptor:
         stamp = FileStamp.of(descriptor)
-        index = read_index(descriptor, path, alignment)
+        index = read_index(descriptor, path, calculate=calculate)
         root = _root(index)
         pickle = _content(index, descriptor, f"{root}/data.pkl")
         if pickle is None:

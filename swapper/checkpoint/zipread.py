@@ -57,13 +57,13 @@ class ZipIndex:
         return _read_at(descriptor, self.path, record.offset, record.nbytes)
 
 
-def read_index(descriptor: int, path: Path, alignment: int | None = None) -> ZipIndex:
+def read_index(descriptor: int, path: Path, *, calculate: bool = False) -> ZipIndex:
     """Return where the records of the zip that is open as `descriptor` lie.
 
     Args:
         path: for messages.
-        alignment: bytes, of a file that torch or swapper wrote: where the payloads begin then follows from the directory, and
-            local headers are not read. None reads them all.
+        calculate: in a file that says which alignment it has, as torch's do since 2.7, calculate where payloads begin instead of
+            reading their local headers: what `torch.utils.serialization.config.load.calculate_storage_offsets` asks for.
 
     Raises:
         CheckpointError: it is not a zip, is cut off, or says what cannot be.
@@ -83,7 +83,11 @@ def read_index(descriptor: int, path: Path, alignment: int | None = None) -> Zip
         records[entry.name] = entry
     if cursor != nbytes:
         raise _bad(path, f"its directory has {nbytes} bytes, of which {count} entries take {cursor}")
-    located = {name: _locate(descriptor, path, entry, alignment) for name, entry in records.items()}
+    alignment = _stated_alignment(descriptor, path, records) if calculate else None
+    located = {
+        name: _locate(descriptor, path, entry, alignment if _is_payload(name) else None)
+        for name, entry in records.items()
+    }
     _check_apart(path, located, begin)
     return ZipIndex(path, file_nbytes, located, begin)
 
@@ -167,6 +171,20 @@ def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int,
             return nbytes, packed, offset
         at += 4 + length
     raise _bad(path, f"{name!r} lacks its zip64 sizes")
+
+
+def _is_payload(name: str) -> bool:
+    return name.split("/")[1:-1] == ["data"]
+
+
+def _stated_alignment(descriptor: int, path: Path, records: Mapping[str, ZipRecord]) -> int | None:
+    """Return the alignment that the file's `.storage_alignment` states, in bytes; None if there is none to go by."""
+    for name, record in records.items():
+        if name.endswith("/.storage_alignment") and record.nbytes < 8 and not record.compressed:
+            located = _locate(descriptor, path, record, None)
+            text = _read_at(descriptor, path, located.offset, located.nbytes)
+            return int(text) if text.isdigit() and int(text) > 0 else None
+    return None
 
 
 def _locate(descriptor: int, path: Path, entry: ZipRecord, alignment: int | None) -> ZipRecord:

@@ -1,0 +1,89 @@
+"""The engines of `save`, `load`, export and torch.distributed.checkpoint: one for drives and one for memory, in each process.
+
+A drive wants many direct transfers in flight, from one thread. A filesystem in memory has no drive: a transfer is a copy by the
+processor, so several threads are faster than one, and going around the page cache gains nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from swapper import _C
+from swapper.errors import IoError
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_MEMORY_THREADS = 4
+_MEMORY_PIECE_BYTES = 4 << 20
+
+_engines: dict[tuple[int, bool], _C.Engine] = {}
+_lock = threading.Lock()
+
+
+def engine_for(path: Path) -> _C.Engine:
+    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends."""
+    in_memory = is_in_memory(path)
+    key = (os.getpid(), in_memory)
+    with _lock:
+        engine = _engines.get(key)
+        if engine is None:
+            for old in [k for k in _engines if k[0] != key[0]]:  # of the parent, which forked
+                del _engines[old]
+            engine = _engines[key] = _new_engine(in_memory)
+        return engine
+
+
+def _new_engine(in_memory: bool) -> _C.Engine:
+    if in_memory:
+        threads = min(_MEMORY_THREADS, os.cpu_count() or 1)
+        return _C.Engine(backend="threads", depth=threads, piece_bytes=_MEMORY_PIECE_BYTES)
+    return _C.Engine()
+
+
+def open_for(path: Path, *, read_only: bool) -> _C.File:
+    """Open an existing file as its filesystem is served best."""
+    return _C.File(path, read_only=read_only, direct=False if is_in_memory(path) else None)
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether `path`'s directory is on a filesystem that has no drive behind it."""
+    try:
+        device = path.parent.stat().st_dev
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    if os.major(device):
+        return False
+    mounts = [m for m in psutil.disk_partitions(all=True) if m.fstype in _IN_MEMORY]
+    return any(_device_of(m.mountpoint) == device for m in mounts)
+
+
+def _device_of(directory: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return Path(directory).stat().st_dev
+    return None
+
+
+def wait_for_all(tickets: Iterable[Any]) -> None:
+    """Wait for every ticket, also where one has failed: the others still use their memory. Raises the first error."""
+    first: BaseException | None = None
+    for ticket in tickets:
+        try:
+            ticket.wait()
+        except BaseException as error:
+            first = first or error
+            drain(ticket)
+    if first is not None:
+        raise first
+
+
+def drain(ticket: Any) -> None:
+    """Wait until the engine has let go of the ticket's memory, well or not."""
+    while not ticket.done:
+        with contextlib.suppress(Exception):
+            ticket.wait()
