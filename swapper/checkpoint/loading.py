@@ -91,7 +91,7 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord]) -> N
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
     sizes = {record.nbytes for record in records.values()}
     memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine, file = engine_for(checkpoint.path), open_for(checkpoint.path, read_only=True)
+    engine, file = engine_for(checkpoint.path, writes=False), open_for(checkpoint.path, read_only=True)
     try:
         for record in records.values():
             checksum = 0
@@ -160,7 +160,7 @@ class _Loader:
         self._map_location = map_location
         self._verify = verify
         self._path = checkpoint.path
-        self._engine = engine_for(self._path)
+        self._engine = engine_for(self._path, writes=False)
         self._file = open_for(self._path, read_only=True)
         self._staging: Staging | None = None
         self._reads: dict[str, tuple[torch.UntypedStorage, Any]] = {}  # by key, begun and not asked for

@@ -175,7 +175,9 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
     try:
         if file.direct:
             file.allocate(plan.nbytes)
-        writer = StreamWriter(engine_for(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
+        writer = StreamWriter(
+            engine_for(path, writes=True), file, checksums=checksums, pinned=_is_pinned(pickled.storages)
+        )
         try:
             archive = _Archive(writer, alignment)
             for name, content in _before(0, alignment):
