@@ -38,6 +38,7 @@ struct Transfer {
   std::uint32_t nbytes;
   std::uint32_t slot;       // comes back with the result
   std::uint32_t alignment;  // of the offset: a sector, or 1
+  bool is_copy = false;     // see File::is_copied
 };
 
 // What every backend without an asynchronous one does for Command::flush. Gives 0 or a negative errno.

@@ -21,6 +21,8 @@ namespace swapper {
 namespace {
 
 constexpr std::uint64_t kSlabBytes = std::uint64_t{1} << 30;  // the kernel's limit for one registered buffer
+// Copies of at least this much are left to the kernel's threads, so that several go on at one time.
+constexpr std::uint32_t kLeastSharedBytes = std::uint32_t{64} << 10;
 constexpr std::uint64_t kBellData = ~std::uint64_t{0};
 
 class UringBackend final : public Backend {
@@ -57,6 +59,7 @@ class UringBackend final : public Backend {
     request.address = reinterpret_cast<std::uint64_t>(transfer.address);
     request.nbytes = transfer.nbytes;
     request.user_data = transfer.slot;
+    if (transfer.is_copy && transfer.nbytes >= kLeastSharedBytes) request.flags = uring::kAsync;
     if (transfer.command == Command::flush) {
       request.opcode = uring::kSyncFileRange;
       request.address = 0;

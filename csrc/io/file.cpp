@@ -2,7 +2,9 @@
 #include "io/file.h"
 
 #include <fcntl.h>
+#include <linux/magic.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 
@@ -40,6 +42,10 @@ DirectAlignment ask_alignment(int fd) {
   return found;
 }
 
+bool is_memory(decltype(statfs::f_type) type) {
+  return type == TMPFS_MAGIC || type == RAMFS_MAGIC;
+}
+
 template <typename Call>
 int retry_interrupted(Call call) {
   int result;
@@ -72,6 +78,8 @@ void File::identify() {
     throw IoError("open", path_, 0, 0, EINVAL, "neither a regular file nor a block device");
   }
   identity_ = {status.st_dev, status.st_ino};
+  struct statfs filesystem{};
+  in_memory_ = ::fstatfs(fd_.get(), &filesystem) == 0 && is_memory(filesystem.f_type);
   // io_uring would take it as a wish to be told EAGAIN.
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags & ~O_NONBLOCK) != 0) {

@@ -42,6 +42,10 @@ class File {
   std::uint32_t alignment() const { return alignment_; }                // of offsets and lengths, if direct
   std::uint32_t memory_alignment() const { return memory_alignment_; }  // of addresses, if direct
 
+  // A transfer is copying by the kernel, on whatever thread submits it: the file is buffered, or lies in
+  // memory altogether.
+  bool is_copied() const { return !direct_ || in_memory_; }
+
   std::uint32_t granule() const { return granule_; }  // of direct writes, if direct
   Demands demands() const;                            // of the descriptor `fd`
   const FileIdentity& identity() const { return identity_; }
@@ -65,6 +69,7 @@ class File {
   bool read_only_;
   UniqueFd fd_;
   bool direct_ = false;
+  bool in_memory_ = false;
   std::string reason_;
   std::uint32_t alignment_ = 4096;
   std::uint32_t memory_alignment_ = 4096;

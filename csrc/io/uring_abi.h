@@ -30,6 +30,8 @@ inline constexpr std::uint32_t kUnregisterBuffers = 1;
 inline constexpr std::uint32_t kRegisterProbe = 8;
 inline constexpr std::uint32_t kRegisterBuffersUpdate = 16;  // 5.13
 
+inline constexpr std::uint8_t kAsync = 1u << 4;  // a submission's flag: by a thread of the kernel's
+
 enum Opcode : std::uint8_t {
   kNop = 0,
   kReadFixed = 4,

@@ -11,7 +11,9 @@ import fcntl
 import os
 import stat
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
@@ -20,14 +22,60 @@ Target = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
 """A path, or an open descriptor."""
 
 
-@dataclass
+class Opened(Protocol):
+    """What an operation transfers to or from: one file, or one that lies on several drives (`striping.py`)."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def files(self) -> list[OpenFile]: ...
+    @property
+    def is_regular(self) -> bool: ...
+    @property
+    def nbytes(self) -> int: ...
+    def allocate(self, nbytes: int) -> None: ...
+    def truncate(self, nbytes: int) -> None: ...
+    def segments(self, offset: int, nbytes: int) -> Iterator[Segment]: ...
+
+
+class Segment(NamedTuple):
+    """A run of bytes in one file."""
+
+    opened: OpenFile
+    offset: int
+    nbytes: int
+
+
+@dataclass(eq=False)
 class OpenFile:
     """One open file and how many operations use it. Closed by the last of them."""
 
     file: _C.File
     key: tuple[int, int, bool]
+    device: int
     is_regular: bool
     users: int = 0
+
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def files(self) -> list[OpenFile]:
+        return [self]
+
+    @property
+    def nbytes(self) -> int:
+        return self.file.nbytes
+
+    def allocate(self, nbytes: int) -> None:
+        self.file.allocate(nbytes)
+
+    def truncate(self, nbytes: int) -> None:
+        self.file.truncate(nbytes)
+
+    def segments(self, offset: int, nbytes: int) -> Iterator[Segment]:
+        yield Segment(self, offset, nbytes)
 
 
 class OpenFiles:
@@ -67,13 +115,19 @@ class OpenFiles:
         except OSError as error:
             file.close()
             raise IoError("open", path, 0, 0, error.errno or 0, "removed while it was opened") from error
-        opened = OpenFile(file, (status.st_dev, status.st_ino, writing), stat.S_ISREG(status.st_mode), users=1)
+        is_regular = stat.S_ISREG(status.st_mode)
+        device = status.st_dev if is_regular else status.st_rdev
+        opened = OpenFile(file, (status.st_dev, status.st_ino, writing), device, is_regular, users=1)
         with self._lock:
             self._files.setdefault(opened.key, opened)
         return opened
 
-    def release(self, opened: OpenFile) -> None:
+    def release(self, opened: Opened) -> None:
         """Gives back what `open` gave. The engine keeps the descriptor until its transfers are done."""
+        for file in opened.files:
+            self._release_one(file)
+
+    def _release_one(self, opened: OpenFile) -> None:
         with self._lock:
             opened.users -= 1
             if opened.users:

@@ -17,7 +17,7 @@ import torch
 from swapper.errors import ConfigError, UnsupportedError
 from swapper.io.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.elements import byte_count
-from swapper.io.files import OpenFile
+from swapper.io.files import Opened
 from swapper.io.handle import AioHandle
 from swapper.io.locked import new_locked_tensor
 from swapper.io.operation import Part
@@ -116,14 +116,14 @@ class GdsHandle(AioHandle):
         while self._cufile is not None and self._pinned:
             self._cufile.unregister_memory(self._pinned.popitem()[0])
 
-    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: OpenFile) -> Part:
+    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
         is_run = (
             tensor.device.type == "cuda" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         )
-        if self._cufile is None or self._threads is None or not is_run or not tensor.numel():
+        if self._cufile is None or self._threads is None or not is_run or len(opened.files) > 1:
             return super()._part(kind, tensor, offset, opened)
         torch.cuda.current_stream(tensor.device).synchronize()
-        file = self._cufile.open(opened.file.path, writing=kind == "write")
+        file = self._cufile.open(opened.path, writing=kind == "write")
 
         def move(base_offset: int, nbytes: int) -> None:
             with torch.cuda.device(tensor.device):  # threads begin with the first device

@@ -1,7 +1,7 @@
-"""AioHandle: tensors to files and back, in DeepNVMe's shape, strict.
+"""AioHandle: tensors to files and back, strict.
 
-Every operation is a future underneath (`submit_read`, `submit_write`); DeepNVMe's methods are thin sayings over them, with
-its names, argument orders and return values. A failure raises `swapper.IoError`, whichever way the operation was asked for.
+Every operation is a future (`submit_read`, `submit_write`, and both for batches); DeepNVMe's methods, over them, are in
+`deepnvme.py`. A failure raises `swapper.IoError`, whichever way the operation was asked for.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from swapper import _C
 from swapper.config import parse_choice
-from swapper.errors import ConfigError, IoError, StateError
+from swapper.errors import ConfigError, IoError
+from swapper.io.deepnvme import DeepNvmeMethods
 from swapper.io.elements import byte_count, check_tensor, run_address
-from swapper.io.files import OpenFile, OpenFiles, Target
-from swapper.io.locked import free_locked_tensor, is_locked, new_locked_tensor
+from swapper.io.engines import Engines
+from swapper.io.files import Opened, OpenFiles, Target
 from swapper.io.operation import Operation, Part
 from swapper.io.staging import Move, Staging
+from swapper.io.striping import STRIPE_BYTES, Stripes
 from swapper.io.validation import compare
 
 logger = logging.getLogger("swapper.io")
 
 BACKENDS = ("auto", "uring", "aio", "threads")
-ALIGNMENT = 512
 PIECE = 4096
 MOST_PIECE_BYTES = 1 << 30
 MOST_DEPTH = 4096
@@ -39,7 +39,7 @@ ALLOCATE_FROM_BYTES = 1 << 20
 """Larger writes into new space allocate it first: direct writes that extend a file are taken one at a time by ext4."""
 
 
-class AioHandle:
+class AioHandle(DeepNvmeMethods):
     """Reads and writes tensors of any shape, size, dtype, strides and file offset. May be used by several threads.
 
     `file_offset=None`, which is what a call that leaves it out says, writes the whole file: a longer old one is cut to the tensor's
@@ -61,8 +61,11 @@ class AioHandle:
         strict: bool = True,
         debug: bool | None = None,
         chaos: Mapping[str, float] | None = None,
+        directories: Sequence[str | os.PathLike[str]] | None = None,
+        stripe_bytes: int = STRIPE_BYTES,
+        weights: Sequence[float] | None = None,
     ) -> None:
-        """Starts an engine, whose one thread keeps the drive busy.
+        """Starts an engine, whose one thread keeps the drive busy; each further drive gets one of its own when it is first used.
 
         Args:
             block_size: bytes of one kernel call; rounded up to 4096.
@@ -76,33 +79,35 @@ class AioHandle:
             debug: fail an operation whose tensor is changed while it is in flight. The default is whether SWAPPER_IO_DEBUG
                 is set. Costs time.
             chaos: troubles to put in the way of transfers, for tests; see `swapper._C.Engine`.
+            directories: one on each of several drives: a relative path then names a file that lies on all of them, in stripes.
+                Other paths, and descriptors, are what they always are.
+            stripe_bytes: bytes of a stripe, a multiple of 4096.
+            weights: speeds of the drives, in any unit: how many of the bytes each gets. Equal if left out.
 
         Raises:
             ConfigError: an option is out of range, or the backend does not work here.
         """
         if num_threads is not None:
             intra_op_parallelism = num_threads
-        self._block_size = _positive(block_size, "block_size", MOST_PIECE_BYTES)
-        self._queue_depth = _positive(queue_depth, "queue_depth", 1 << 20)
-        self._parallelism = _positive(intra_op_parallelism, "intra_op_parallelism", 1 << 16)
-        self._single_submit = bool(single_submit)
-        self._overlap_events = bool(overlap_events)
-        self.strict = bool(strict)
+        block_size = _positive(block_size, "block_size", MOST_PIECE_BYTES)
+        queue_depth = _positive(queue_depth, "queue_depth", 1 << 20)
+        parallelism = _positive(intra_op_parallelism, "intra_op_parallelism", 1 << 16)
+        super().__init__(block_size, queue_depth, bool(single_submit), bool(overlap_events), parallelism, bool(strict))
         self.debug = bool(os.environ.get("SWAPPER_IO_DEBUG")) if debug is None else bool(debug)
-        self._engine = _C.Engine(
-            backend=parse_choice(backend, "backend", BACKENDS),
-            depth=min(self._queue_depth * self._parallelism, MOST_DEPTH),
-            piece_bytes=-(-self._block_size // PIECE) * PIECE,
-            debug=self.debug,
-            chaos=chaos,
+        self._stripes = None if directories is None else Stripes(directories, stripe_bytes, weights)
+        self._engines = Engines(
+            {
+                "backend": parse_choice(backend, "backend", BACKENDS),
+                "depth": min(queue_depth * parallelism, MOST_DEPTH),
+                "piece_bytes": -(-block_size // PIECE) * PIECE,
+                "debug": self.debug,
+                "chaos": chaos,
+            }
         )
         self._files = OpenFiles()
         self._staging: Staging | None = None
         self._lock = threading.Lock()
-        self._in_flight: deque[Operation] = (
-            deque()
-        )  # oldest first; those that are over are let go at the next submission
-        self._awaited: list[Operation] = []  # what `wait` counts
+        self._in_flight: deque[Operation] = deque()  # oldest first; submissions let go of those that are over
         self._is_closed = False
         self._process = os.getpid()
 
@@ -116,43 +121,20 @@ class AioHandle:
 
     @property
     def backend(self) -> str:
-        return self._engine.backend
+        return self._engines.first.backend
 
     @property
     def reason(self) -> str:
         """Why this backend, and what it got on this machine."""
-        return self._engine.reason
+        return self._engines.first.reason
 
     @property
     def bytes_read(self) -> int:
-        return self._engine.bytes_read
+        return sum(engine.bytes_read for engine in self._engines.all)
 
     @property
     def bytes_written(self) -> int:
-        return self._engine.bytes_written
-
-    def get_block_size(self) -> int:
-        return self._block_size
-
-    def get_queue_depth(self) -> int:
-        return self._queue_depth
-
-    def get_single_submit(self) -> bool:
-        return self._single_submit
-
-    def get_overlap_events(self) -> bool:
-        return self._overlap_events
-
-    def get_intra_op_parallelism(self) -> int:
-        return self._parallelism
-
-    def get_thread_count(self) -> int:
-        """An older name of `get_intra_op_parallelism`."""
-        return self._parallelism
-
-    def get_alignment(self) -> int:
-        """What DeepNVMe's users round sizes up to. Nothing here needs it; multiples of 4096 spare a copy."""
-        return ALIGNMENT * self._parallelism
+        return sum(engine.bytes_written for engine in self._engines.all)
 
     # --- operations as futures ------------------------------------------------------------------------------------------
 
@@ -167,8 +149,7 @@ class AioHandle:
         check_tensor(tensor, writes_into=True)
         self._check_open("read")
         nbytes = byte_count(tensor)
-        opened = self._files.open(path, writing=False)
-        return self._begin("read", [(tensor, offset)], opened, nbytes)
+        return self._begin("read", [(tensor, offset)], self._open(path, writing=False), nbytes)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
         """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
@@ -190,7 +171,7 @@ class AioHandle:
         """Begins to read many tensors that lie one after the other in one file, as one operation."""
         placed = _placed(tensors, _offset(file_offset), writes_into=True)
         self._check_open("read")
-        return self._begin("read", placed, self._files.open(path, writing=False), _batch_bytes(tensors))
+        return self._begin("read", placed, self._open(path, writing=False), _batch_bytes(tensors))
 
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
@@ -202,93 +183,6 @@ class AioHandle:
         nbytes = _batch_bytes(tensors)
         opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
         return self._begin("write", placed, opened, nbytes)
-
-    # --- DeepNVMe's methods ---------------------------------------------------------------------------------------------
-
-    def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Reads now. Returns 0. `validate` reads the file a second time, another way, and compares."""
-        return self._answer(lambda: self._do_alone("read", buffer, filename, validate, file_offset))
-
-    def write(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Writes now. Returns 0."""
-        return self._answer(lambda: self._do_alone("write", buffer, filename, validate, file_offset))
-
-    def pread(
-        self,
-        buffer: torch.Tensor,
-        filename: Target,
-        validate: bool,
-        async_op: bool | None = None,
-        file_offset: int | None = None,
-        **named: Any,
-    ) -> int:
-        """Reads. With the fourth argument (`async`, which is a word of Python's) as `async_pread`, else as `sync_pread`."""
-        is_async = _async_of(async_op, named)
-        return self._answer(lambda: self._do("read", buffer, filename, validate, is_async, file_offset))
-
-    def pwrite(
-        self,
-        buffer: torch.Tensor,
-        filename: Target,
-        validate: bool,
-        async_op: bool | None = None,
-        file_offset: int | None = None,
-        **named: Any,
-    ) -> int:
-        """Writes; otherwise as `pread`."""
-        is_async = _async_of(async_op, named)
-        return self._answer(lambda: self._do("write", buffer, filename, validate, is_async, file_offset))
-
-    def sync_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Reads, and waits for it and everything asynchronous before it. Returns how many those are: 1 if it is alone."""
-        return self.pread(buffer, filename, False, False, file_offset)
-
-    def sync_pwrite(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Writes; otherwise as `sync_pread`."""
-        return self.pwrite(buffer, filename, False, False, file_offset)
-
-    def async_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Begins to read. Returns 0."""
-        return self.pread(buffer, filename, False, True, file_offset)
-
-    def async_pwrite(
-        self,
-        buffer: torch.Tensor,
-        filename: Target | None = None,
-        file_offset: int | None = None,
-        *,
-        fd: int | None = None,
-    ) -> int:
-        """Begins to write. Returns 0.
-
-        A descriptor (`fd=`, or in the place of the name) stays the caller's, who may close it at once; its file is never cut.
-        """
-        target = filename if fd is None else fd
-        if target is None or (fd is not None and filename is not None):
-            raise ConfigError("name one of filename= and fd=")
-        if isinstance(target, int) and file_offset is None:
-            file_offset = 0
-        return self.pwrite(buffer, target, False, True, file_offset)
-
-    def wait(self) -> int:
-        """Waits for everything asynchronous. Returns how many operations that are: 0 if none.
-
-        Raises:
-            IoError: one of them failed; the first, when all are over. What follows counts anew.
-        """
-        return self._answer(self._drain_awaited)
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: Any) -> torch.Tensor:
-        """A page-locked tensor of `num_elem` zeros, of the example's dtype. (`example_tenosr` is DeepNVMe's spelling.)"""
-        return new_locked_tensor(num_elem, example_tenosr.dtype, must_lock=self.strict)
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Gives a locked tensor back; its memory goes when the last view of it does. False if it is not one."""
-        return free_locked_tensor(tensor)
-
-    def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether the tensor is in page-locked memory: torch's, or from any handle's `new_cpu_locked_tensor`."""
-        return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
@@ -304,7 +198,7 @@ class AioHandle:
             self._is_closed = True
         if self._staging is not None:
             self._staging.close()
-        self._engine.close()
+        self._engines.close()
         while self._in_flight:
             self._in_flight.popleft().settle()
         self._drain_awaited()
@@ -338,39 +232,43 @@ class AioHandle:
         if self._is_closed:
             raise IoError(op, "", 0, 0, errno.EBADF, "the handle is closed")
 
-    def _open_for_write(self, path: Target, offset: int, nbytes: int, is_whole: bool) -> OpenFile:
-        opened = self._files.open(path, writing=True)
+    def _open(self, target: Target, writing: bool) -> Opened:
+        if self._stripes is None or isinstance(target, int) or os.path.isabs(target):  # noqa: PTH117 - may be bytes
+            return self._files.open(target, writing)
+        return self._stripes.open(os.fsdecode(target), self._files, writing)
+
+    def _open_for_write(self, path: Target, offset: int, nbytes: int, is_whole: bool) -> Opened:
+        opened = self._open(path, writing=True)
         try:
             if opened.is_regular:
-                size = opened.file.nbytes
+                size = opened.nbytes
                 if is_whole and size > nbytes:
                     self._finish_others(opened)
-                    opened.file.truncate(nbytes)
+                    opened.truncate(nbytes)
                 elif size < offset + nbytes and nbytes >= ALLOCATE_FROM_BYTES:
-                    opened.file.allocate(offset + nbytes)
+                    opened.allocate(offset + nbytes)
         except BaseException:
             self._files.release(opened)
             raise
         return opened
 
-    def _finish_others(self, opened: OpenFile) -> None:
+    def _finish_others(self, opened: Opened) -> None:
         """Waits for what this handle does to a file that is about to be cut: a write still under way would make it long again."""
-        if opened.users > 1:
+        if any(file.users > 1 for file in opened.files):
             for operation in list(self._in_flight):
-                if operation.opened is opened:
+                if not set(operation.opened.files).isdisjoint(opened.files):
                     operation.settle()
 
-    def _begin(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: OpenFile, nbytes: int) -> Operation:
+    def _begin(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened, nbytes: int) -> Operation:
         """Submits tensors at their file offsets; `opened` is given back when they are over."""
         parts: list[Part] = []
         release = partial(self._files.release, opened)  # not `self`: an operation must not keep a forgotten handle
-        operation = Operation(kind, opened.file.path, nbytes, parts, [tensor for tensor, _ in placed], release)
-        operation.opened = opened
+        operation = Operation(kind, opened, nbytes, parts, [tensor for tensor, _ in placed], release)
         try:
             if kind == "read":
                 _check_size(opened, placed)
-            for tensor, offset in placed:
-                parts.append(self._part(kind, tensor, offset, opened))
+            for part in self._parts(kind, placed, opened):
+                parts.append(part)
         except BaseException:
             operation.settle()
             raise
@@ -380,82 +278,56 @@ class AioHandle:
                 self._in_flight.popleft()
         return operation
 
-    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: OpenFile) -> Part:
+    def _parts(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened) -> Iterator[Part]:
+        """Begins each tensor; those that are neighbours both in the file and in memory go as one."""
         move = self._move(kind, opened)
-        address = run_address(tensor)
-        if kind == "read" and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)
-        if address is not None:
-            return move(offset, address if tensor.numel() else 0, byte_count(tensor))
+        begin, address, nbytes = 0, 0, 0  # what is collected and not begun yet
+        for tensor, offset in placed:
+            if kind == "read" and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            place = run_address(tensor)
+            if place is not None and nbytes and (offset, place) == (begin + nbytes, address + nbytes):
+                nbytes += byte_count(tensor)
+                continue
+            if nbytes:
+                yield from move(begin, address, nbytes)
+                nbytes = 0
+            if place is None:
+                yield self._part(kind, tensor, offset, opened)
+            else:
+                begin, address, nbytes = offset, place, byte_count(tensor)
+        if nbytes:
+            yield from move(begin, address, nbytes)
+
+    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
+        """Begins a tensor that the engine cannot use as it lies."""
         with self._lock:
             if self._staging is None:
                 self._staging = Staging()
         stage = self._staging.read if kind == "read" else self._staging.write
-        return stage(tensor, offset, opened.file.path, move)
+        return stage(tensor, offset, opened.path, self._move(kind, opened))
 
-    def _move(self, kind: str, opened: OpenFile) -> Move:
-        submit = self._engine.read if kind == "read" else self._engine.write
+    def _move(self, kind: str, opened: Opened) -> Move:
+        engines = self._engines
 
-        def move(offset: int, address: int, nbytes: int) -> _C.Ticket:
-            return submit(opened.file, offset, address, nbytes)
+        def move(offset: int, address: int, nbytes: int) -> Iterator[_C.Ticket]:
+            for file, at, count in opened.segments(offset, nbytes):
+                engine = engines.of(file.device)
+                submit = engine.read if kind == "read" else engine.write
+                yield submit(file.file, at, address, count)
+                address += count
 
         return move
 
-    def _submit(
+    def submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
         submit = self.submit_read if kind == "read" else self.submit_write
         operation = submit(tensor, target, file_offset)
         if validate:
-            operation.check_last(lambda: compare(operation.path, _offset(file_offset), tensor, kind))
+            opened = operation.opened
+            operation.check_last(lambda: compare(opened, _offset(file_offset), tensor, kind))
         return operation
-
-    def _do_alone(
-        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
-    ) -> int:
-        self._submit(kind, tensor, target, validate, file_offset).wait()
-        return 0
-
-    def _do(
-        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, is_async: bool, file_offset: int | None
-    ) -> int:
-        operation = self._submit(kind, tensor, target, validate, file_offset)
-        if not is_async:
-            return self._drain_awaited(operation)
-        with self._lock:
-            self._awaited.append(operation)
-        return 0
-
-    def _drain_awaited(self, last: Operation | None = None) -> int:
-        with self._lock:
-            awaited, self._awaited = self._awaited, []
-        if last is not None:
-            awaited.append(last)
-        failures: list[Exception] = []
-        for n, operation in enumerate(awaited):
-            try:
-                operation.wait()
-            except Exception as failure:
-                failures.append(failure)
-            except BaseException:  # Ctrl-C: the rest is still to be waited for
-                with self._lock:
-                    self._awaited[:0] = awaited[n:]
-                raise
-        for other in failures[1:]:
-            logger.error("another operation failed too: %s", other)
-        if failures:
-            raise failures[0]
-        return len(awaited)
-
-    def _answer(self, act: Callable[[], int]) -> int:
-        """What DeepNVMe's methods return: with `strict` off, -1 and a line in the log for a failure."""
-        try:
-            return act()
-        except (IoError, StateError) as error:
-            if self.strict:
-                raise
-            logger.error("%s", error)
-            return -1
 
 
 def _positive(value: int, option: str, most: int) -> int:
@@ -486,20 +358,13 @@ def _batch_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(byte_count(tensor) for tensor in tensors)
 
 
-def _check_size(opened: OpenFile, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
+def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Refuses a read past the end at once. A file that shrinks later fails the transfer itself."""
     if not opened.is_regular or not placed:
         return
-    size = opened.file.nbytes
+    size = opened.nbytes
     begin = placed[0][1]
     end = placed[-1][1] + byte_count(placed[-1][0])
     if end > max(size, begin):  # of nothing, there is enough everywhere
         detail = f"the file has {size} bytes, {end} are needed"
-        raise IoError("read", opened.file.path, begin, end - begin, 0, detail)
-
-
-def _async_of(async_op: bool | None, named: dict[str, Any]) -> bool:
-    is_async = named.pop("async", async_op)
-    if named or is_async is None:
-        raise TypeError(f"unknown arguments {sorted(named)}" if named else "the argument 'async' is missing")
-    return bool(is_async)
+        raise IoError("read", opened.path, begin, end - begin, 0, detail)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from swapper.errors import IoError
 from swapper.io.awaiting import until_done
-from swapper.io.files import OpenFile
+from swapper.io.files import Opened
 
 logger = logging.getLogger("swapper.io")
 
@@ -49,7 +49,7 @@ class Operation:
     def __init__(
         self,
         kind: str,
-        path: str,
+        opened: Opened,
         nbytes: int,
         parts: Sequence[Part],
         keep: object = None,
@@ -57,9 +57,9 @@ class Operation:
     ) -> None:
         """`keep` lives until the operation is over; then `release` is called, once, by whichever thread notices first."""
         self.kind = kind
-        self.path = path
+        self.opened = opened
+        self.path = opened.path
         self.nbytes = nbytes
-        self.opened: OpenFile | None = None
         self._parts = parts
         self._keep = keep
         self._release = release

@@ -24,8 +24,35 @@ from swapper.io.elements import copy_in, copy_out
 SLOTS = 4
 SLOT_BYTES = 4 << 20
 
-Move = Callable[[int, int, int], _C.Ticket]
-"""(file offset, address, bytes) -> a ticket of the engine."""
+Move = Callable[[int, int, int], Iterator[_C.Ticket]]
+"""(file offset, address, bytes) -> begins a transfer; tickets of the engine, more than one where the file is striped."""
+
+
+class Chunk:
+    """A transfer from or into a slot, begun. A slot may be used again when all of it is over, also when a part could not begin."""
+
+    def __init__(self, tickets: Iterator[_C.Ticket]) -> None:
+        self._tickets: list[_C.Ticket] = []
+        self._error: Exception | None = None
+        try:
+            for ticket in tickets:
+                self._tickets.append(ticket)
+        except Exception as error:  # told by `wait`, when what was begun is over
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    def wait(self) -> None:
+        """Waits for all of it. Raises the first IoError, then."""
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except IoError as error:
+                self._error = self._error or error
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(frozen=True)
@@ -114,7 +141,7 @@ class Staging:
         self._slots = []
 
     def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
-        in_flight: deque[tuple[Slot, _C.Ticket]] = deque()
+        in_flight: deque[tuple[Slot, Chunk]] = deque()
         free = deque(self._ring())
         with _beside(tensor, ready):
             try:
@@ -127,20 +154,20 @@ class Staging:
                     flat = _typed(slot, tensor.dtype, stop - start)
                     copy_out(tensor, start, stop, flat)
                     at = offset + start * tensor.element_size()
-                    in_flight.append((slot, move(at, slot.address, flat.numel() * flat.element_size())))
+                    in_flight.append((slot, Chunk(move(at, slot.address, flat.numel() * flat.element_size()))))
             finally:
                 _drain(in_flight)
         for _, ticket in in_flight:
             ticket.wait()
 
     def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
-        in_flight: deque[tuple[Slot, _C.Ticket, int, int]] = deque()
+        in_flight: deque[tuple[Slot, Chunk, int, int]] = deque()
         chunks = _chunks(tensor)
 
         def begin(slot: Slot) -> None:
             for start, stop in chunks:
                 nbytes = (stop - start) * tensor.element_size()
-                ticket = move(offset + start * tensor.element_size(), slot.address, nbytes)
+                ticket = Chunk(move(offset + start * tensor.element_size(), slot.address, nbytes))
                 in_flight.append((slot, ticket, start, stop))
                 return
 
@@ -176,7 +203,7 @@ def _typed(slot: Slot, dtype: torch.dtype, elements: int) -> torch.Tensor:
     return slot.memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
 
 
-def _drain(in_flight: deque[tuple[Slot, _C.Ticket]] | deque[tuple[Slot, _C.Ticket, int, int]]) -> None:
+def _drain(in_flight: deque[tuple[Slot, Chunk]] | deque[tuple[Slot, Chunk, int, int]]) -> None:
     """Waits, whatever comes of it: slots must not be used again while the engine uses them."""
     for entry in in_flight:
         while not entry[1].done:

@@ -9,25 +9,31 @@ import torch
 
 from swapper.errors import IoError
 from swapper.io.elements import copy_out
+from swapper.io.files import Opened, OpenFile
 
 CHUNK_BYTES = 8 << 20
 
 
-def compare(path: str, offset: int, tensor: torch.Tensor, op: str) -> None:
-    """Raises IoError (EIO) where the file from `offset` on differs from the tensor's bytes."""
+def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
+    """Raises IoError (EIO) where the file from `offset` on differs from the tensor's bytes. `opened` may be closed by now."""
     per_chunk = CHUNK_BYTES // tensor.element_size()
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    for start in range(0, tensor.numel(), per_chunk):
+        stop = min(start + per_chunk, tensor.numel())
+        expected = torch.empty(stop - start, dtype=tensor.dtype)
+        copy_out(tensor.detach(), start, stop, expected)
+        wanted = expected.view(torch.uint8)
+        at = offset + start * tensor.element_size()
+        content = b"".join(_read_file(*segment) for segment in opened.segments(at, wanted.numel()))
+        found = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if not torch.equal(wanted, found):
+            first = at + int((wanted != found).nonzero()[0])
+            raise IoError(op, opened.path, first, wanted.numel(), errno.EIO, "validation found other bytes in the file")
+
+
+def _read_file(opened: OpenFile, offset: int, nbytes: int) -> bytes:
+    descriptor = os.open(opened.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        for start in range(0, tensor.numel(), per_chunk):
-            stop = min(start + per_chunk, tensor.numel())
-            expected = torch.empty(stop - start, dtype=tensor.dtype)
-            copy_out(tensor.detach(), start, stop, expected)
-            wanted = expected.view(torch.uint8)
-            at = offset + start * tensor.element_size()
-            found = torch.frombuffer(bytearray(_read(descriptor, at, wanted.numel(), path)), dtype=torch.uint8)
-            if not torch.equal(wanted, found):
-                first = at + int((wanted != found).nonzero()[0])
-                raise IoError(op, path, first, wanted.numel(), errno.EIO, "validation found other bytes in the file")
+        return _read(descriptor, offset, nbytes, opened.path)
     finally:
         os.close(descriptor)
 

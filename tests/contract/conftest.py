@@ -7,8 +7,6 @@ thousands of small pieces, one at a time, on an engine of its own. Tests assert 
 from __future__ import annotations
 
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,33 +91,6 @@ def start_gate(tmp_path: Path) -> Iterator[Callable[[], _C.Ticket]]:
     file.close()
     arena.close()
     path.unlink()
-
-
-@pytest.fixture
-def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a script in a process of its own: for what a test must not do to pytest's."""
-
-    def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-    return run
-
-
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 4 MiB; skips where mounting is not permitted."""
-    mount_point = tmp_path / "small"
-    mount_point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "swapper-test", str(mount_point)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
-    yield mount_point
-    subprocess.run(["umount", "--lazy", str(mount_point)], check=True)  # lazily: a failed test keeps files open
 
 
 @pytest.fixture

@@ -247,6 +247,31 @@ def test_neighbours_written_at_the_same_time_do_not_touch_each_other(
     assert all(map(torch.equal, tensors, back))
 
 
+def test_neighbours_in_a_batch_are_one_transfer_and_others_are_not(handle: AioHandle, path: Path) -> None:
+    """Tensors that lie side by side in memory and in the file go together; order, gaps, empty ones and strides are kept."""
+    memory = noise(500_000)
+    a, b, c, d = memory.split([1000, 3096, 400_000, 95_904])
+    strided = memory[:3000].view(30, 100).t()
+    for tensors in (
+        [a, b, c, d],
+        [d, a, b],
+        [a, c],
+        [a, a, b],
+        [a, memory[:0], b],
+        [a, b, strided, c, d],
+        [b.view(12, 258), c],
+    ):
+        handle.submit_write_batch(tensors, path).wait()
+        assert path.read_bytes() == b"".join(map(raw, tensors))
+        into = torch.zeros_like(memory)
+        back = [into[: each.numel()].view(each.shape) for each in tensors[:1]]
+        handle.submit_read_batch(back, path).wait()
+        assert torch.equal(back[0], tensors[0])
+    before = [each._version for each in (a, b)]
+    handle.submit_read_batch([a, b], path).wait()
+    assert [each._version for each in (a, b)] > before, "autograd is told of each"
+
+
 def test_a_batch_lies_in_one_file_in_order(handle: AioHandle, path: Path) -> None:
     tensors = [torch.randn(n, 3).t() if n % 2 else torch.randn(n) for n in range(1, 200)]
     handle.submit_write_batch(tensors, path).wait()

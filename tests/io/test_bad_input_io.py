@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -279,6 +280,64 @@ def test_an_error_of_the_drive_in_the_middle(faulty_drive: Path, writing: bool, 
         good = torch.ones(4096, dtype=torch.uint8)
         assert handle.sync_pread(good, faulty_drive / "file", 0) == 1, "the handle goes on"
         assert not good.any()
+
+
+@pytest.mark.parametrize("begin", [(1 << 20) - 50, (1 << 20) + 1, 100])
+def test_an_error_of_the_drive_at_the_edge_of_a_write(faulty_drive: Path, begin: int) -> None:
+    """Bytes that share a sector with others go by way of the page cache; what the drive says about them is not lost."""
+    nbytes = (1 << 20) + 100 - begin if begin == 100 else 100
+    with AioHandle(block_size=64 << 10) as handle:
+        with pytest.raises(IoError) as raised:
+            handle.sync_pwrite(torch.zeros(nbytes, dtype=torch.uint8), faulty_drive / "file", begin)
+        assert raised.value.errno == errno.EIO
+        assert handle.sync_pwrite(torch.zeros(100, dtype=torch.uint8), faulty_drive / "file", 100) == 1
+
+
+@pytest.fixture
+def hollow_drive(tmp_path: Path):
+    """An ext4 with room, on a loop device whose own file can no longer grow: the page cache takes what the drive then refuses."""
+    below, image, mount_point = tmp_path / "below", tmp_path / "below" / "image", tmp_path / "hollow"
+    device = ""
+    below.mkdir()
+    mount_point.mkdir()
+
+    def command(*words: object) -> str:
+        try:
+            done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip(f"no such command here: {words[0]}")
+        if done.returncode != 0:
+            pytest.skip(f"not permitted here: {' '.join(map(str, words))}: {done.stderr.strip()}")
+        return done.stdout.strip()
+
+    try:
+        command("mount", "-t", "tmpfs", "-o", "size=3m", "swapper-test", below)
+        command("truncate", "--size", "64M", image)
+        command("mkfs.ext4", "-q", "-O", "^has_journal", image)
+        device = command("losetup", "--find", "--show", image)
+        command("mount", device, mount_point)
+        with (mount_point / "file").open("wb") as stream:
+            os.posix_fallocate(stream.fileno(), 0, 16 << 20)
+        os.sync()
+        with (below / "rest").open("wb", buffering=0) as rest, contextlib.suppress(OSError):
+            while True:
+                rest.write(bytes(4096))
+        yield mount_point
+    finally:
+        subprocess.run(["umount", "--lazy", mount_point], check=False, capture_output=True)
+        if device:
+            subprocess.run(["losetup", "--detach", device], check=False)
+        subprocess.run(["umount", "--lazy", below], check=False, capture_output=True)
+
+
+@pytest.mark.parametrize("nbytes", [100, (4 << 20) + 100])
+def test_an_error_of_the_drive_in_the_flush_of_an_edge(hollow_drive: Path, nbytes: int) -> None:
+    """write(2) succeeds, into the page cache; only the flush brings the failure to light. It is the operation's."""
+    with AioHandle(block_size=64 << 10) as handle:
+        with pytest.raises(IoError) as raised:
+            handle.sync_pwrite(torch.ones(nbytes, dtype=torch.uint8), hollow_drive / "file", 8 << 20)
+        assert raised.value.errno in (errno.ENOSPC, errno.EIO)
+        assert handle.wait() == 0
 
 
 def test_a_forked_child_is_told(path: Path, run_python: RunPython) -> None:

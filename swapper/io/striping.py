@@ -1,0 +1,229 @@
+"""Files that lie on several drives at once, stripe by stripe: each drive transfers its part at its own speed.
+
+A striped file `name` is, in each of the directories, a part `name.stripe0of2` with that drive's stripes one after the other, and a
+record `name.stripes` that says how they were dealt out. Drives get stripes by weight, so that one of twice the speed gets twice
+the bytes. The record is made with the file and never changes: whoever opens the file goes by it, whatever weights are wished for.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from swapper.errors import ConfigError, IoError
+from swapper.io.files import OpenFile, OpenFiles, Segment
+
+STRIPE_BYTES = 4 << 20
+MOST_PATTERN = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the bytes of one file are dealt out. Pure. Stripe n belongs to drive `pattern[n % len(pattern)]`."""
+
+    stripe_bytes: int
+    pattern: tuple[int, ...]
+
+    @staticmethod
+    def by_weight(stripe_bytes: int, weights: Sequence[float]) -> Layout:
+        """The pattern, of at most MOST_PATTERN stripes, that comes nearest to the weights: the shortest of those."""
+        shares = [weight / sum(weights) for weight in weights]
+        patterns = [_dealt(shares, length) for length in range(len(weights), MOST_PATTERN + 1)]
+        whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
+        return Layout(stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern))))
+
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        """For each drive, its positions in the pattern."""
+        return [[n for n, d in enumerate(self.pattern) if d == drive] for drive in range(max(self.pattern) + 1)]
+
+    def runs(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """(drive, offset in its part, bytes), in the order of the file."""
+        end = offset + nbytes
+        while offset < end:
+            stripe, within = divmod(offset, self.stripe_bytes)
+            cycle, position = divmod(stripe, len(self.pattern))
+            drive = self.pattern[position]
+            places = self._places[drive]
+            index = cycle * len(places) + places.index(position)
+            count = min(self.stripe_bytes - within, end - offset)
+            yield drive, index * self.stripe_bytes + within, count
+            offset += count
+
+    def part_bytes(self, drive: int, nbytes: int) -> int:
+        """The size of a drive's part of a file of `nbytes`."""
+        cycle_bytes = len(self.pattern) * self.stripe_bytes
+        cycles, rest = divmod(nbytes, cycle_bytes)
+        places = self._places[drive]
+        partial = sum(min(max(rest - place * self.stripe_bytes, 0), self.stripe_bytes) for place in places)
+        return cycles * len(places) * self.stripe_bytes + partial
+
+    def end_of(self, drive: int, part_bytes: int) -> int:
+        """Where in the file the last byte of a part of that size ends."""
+        if part_bytes == 0:
+            return 0
+        index, within = divmod(part_bytes - 1, self.stripe_bytes)
+        cycle, n = divmod(index, len(self._places[drive]))
+        return (cycle * len(self.pattern) + self._places[drive][n]) * self.stripe_bytes + within + 1
+
+
+def _dealt(shares: Sequence[float], length: int) -> tuple[int, ...]:
+    """Each stripe goes to the drive that is furthest behind its share."""
+    pattern: list[int] = []
+    for n in range(1, length + 1):
+        behind = [share * n - pattern.count(drive) for drive, share in enumerate(shares)]
+        pattern.append(behind.index(max(behind)))
+    return tuple(pattern)
+
+
+def _error(pattern: Sequence[int], shares: Sequence[float]) -> float:
+    return max(abs(pattern.count(drive) / len(pattern) - share) for drive, share in enumerate(shares))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What lies beside each part of a striped file, as JSON."""
+
+    id: str
+    index: int
+    layout: Layout
+
+    def text(self) -> str:
+        layout = {"stripe_bytes": self.layout.stripe_bytes, "pattern": self.layout.pattern}
+        return json.dumps({"format": 1, "id": self.id, "index": self.index, **layout}) + "\n"
+
+    @staticmethod
+    def parse(text: str) -> Record:
+        """Raises ValueError, KeyError or TypeError for anything that `text` could not have made."""
+        found = json.loads(text)
+        stripe_bytes, pattern = int(found["stripe_bytes"]), tuple(int(drive) for drive in found["pattern"])
+        if found["format"] != 1 or stripe_bytes < 4096 or stripe_bytes % 4096:
+            raise ValueError(f"format {found['format']}, stripes of {stripe_bytes} bytes")
+        if not 0 < len(pattern) <= MOST_PATTERN or min(pattern) < 0 or max(pattern) >= MOST_PATTERN:
+            raise ValueError(f"the pattern {pattern}")
+        return Record(str(found["id"]), int(found["index"]), Layout(stripe_bytes, pattern))
+
+
+class StripedFile:
+    """An open striped file. Its parts belong to the handle's `OpenFiles`."""
+
+    def __init__(self, path: str, layout: Layout, files: list[OpenFile]) -> None:
+        self.path = path
+        self.files = files
+        self.is_regular = True
+        self._layout = layout
+
+    @property
+    def nbytes(self) -> int:
+        return max(self._layout.end_of(drive, opened.nbytes) for drive, opened in enumerate(self.files))
+
+    def allocate(self, nbytes: int) -> None:
+        for drive, opened in enumerate(self.files):
+            opened.allocate(self._layout.part_bytes(drive, nbytes))
+
+    def truncate(self, nbytes: int) -> None:
+        for drive, opened in enumerate(self.files):
+            opened.truncate(self._layout.part_bytes(drive, nbytes))
+
+    def segments(self, offset: int, nbytes: int) -> Iterator[Segment]:
+        for drive, at, count in self._layout.runs(offset, nbytes):
+            yield Segment(self.files[drive], at, count)
+
+
+class Stripes:
+    """The directories over which a handle stripes what it is asked for by a relative path."""
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        stripe_bytes: int = STRIPE_BYTES,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """`weights`, one a directory, are the drives' speeds in any unit; equal if left out.
+
+        Raises:
+            ConfigError: fewer than one directory, one of them twice or not a directory, or numbers that make no sense.
+        """
+        self.directories = [Path(directory).resolve() for directory in directories]
+        if not self.directories or len(set(self.directories)) < len(self.directories):
+            raise ConfigError("directories= takes one directory or more, each of them once")
+        for directory in self.directories:
+            if not directory.is_dir():
+                raise ConfigError(f"directories=: {directory} is not a directory")
+        if isinstance(stripe_bytes, bool) or stripe_bytes < 4096 or stripe_bytes % 4096:
+            raise ConfigError(f"stripe_bytes={stripe_bytes!r} must be a multiple of 4096")
+        weights = [1.0] * len(self.directories) if weights is None else list(weights)
+        if len(weights) != len(self.directories) or any(not 0 < weight < float("inf") for weight in weights):
+            raise ConfigError(f"weights={weights!r} must be a number above 0 for each of the directories")
+        if sum(weights) > MOST_PATTERN / 2 * min(weights):
+            raise ConfigError(
+                f"weights={weights!r}: a drive that much slower than another only holds it up; leave it out"
+            )
+        self._layout = Layout.by_weight(stripe_bytes, weights)
+        self._lock = threading.Lock()  # threads that make one file
+
+    def open(self, name: str, files: OpenFiles, writing: bool) -> StripedFile:
+        """Opens the striped file of that name, making a missing one if `writing`.
+
+        Raises:
+            IoError: there is none, a part or a record is missing, or records contradict each other.
+        """
+        if ".." in Path(name).parts or not Path(name).name:
+            raise ConfigError(f"{name!r} does not name a file below the directories")
+        records = self._records(name, writing)
+        count = len(self.directories)
+        opened: list[OpenFile] = []
+        try:
+            for directory, (index, _) in zip(self.directories, records, strict=True):
+                part = directory / f"{name}.stripe{index}of{count}"
+                opened.append(files.open(part, writing))
+        except BaseException:
+            for each in opened:
+                files.release(each)
+            raise
+        by_index = dict(zip((index for index, _ in records), opened, strict=True))
+        return StripedFile(str(self.directories[0] / name), records[0][1], [by_index[n] for n in range(count)])
+
+    def _records(self, name: str, writing: bool) -> list[tuple[int, Layout]]:
+        """For each directory, which part it has, and the layout."""
+        paths = [directory / f"{name}.stripes" for directory in self.directories]
+        with self._lock:
+            if writing and not any(path.exists() for path in paths):
+                self._make_records(paths)
+        records = [_read_record(path) for path in paths]
+        layout, drives = records[0].layout, list(range(len(paths)))
+        is_whole = sorted(each.index for each in records) == drives == sorted(set(layout.pattern))
+        if not is_whole or any((each.id, each.layout) != (records[0].id, layout) for each in records):
+            detail = f"the records {', '.join(map(str, paths))} are not those of one file over {len(paths)} directories"
+            raise IoError("open", str(paths[0]), 0, 0, errno.EINVAL, detail)
+        return [(each.index, layout) for each in records]
+
+    def _make_records(self, paths: list[Path]) -> None:
+        identity = secrets.token_hex(8)
+        for index, path in enumerate(paths):
+            temporary = path.with_name(f"{path.name}.{identity}")
+            try:
+                temporary.write_text(Record(identity, index, self._layout).text())
+                path.hardlink_to(temporary)  # never over another's
+            except FileExistsError:
+                return  # somebody makes the same file: theirs is the one
+            except OSError as error:
+                raise IoError("open", str(path), 0, 0, error.errno or errno.EIO) from error
+            finally:
+                temporary.unlink(missing_ok=True)
+
+
+def _read_record(path: Path) -> Record:
+    try:
+        return Record.parse(path.read_text())
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or errno.EIO, "the record of a striped file") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise IoError("open", str(path), 0, 0, errno.EINVAL, f"it is no record of a striped file: {error!r}") from error
