@@ -341,6 +341,7 @@ class SwapManager:
             restore(record, self._sections, self._store, self._pool)
             self._pager.back_cold_pages()
             self._model.restore_settings(record.param_groups)
+            self._model.entries.unpack(record.state_entries)
             self._stats.step = record.step
         paged = self._model.adopt(self._run_step, fill=record is None)
         self._pager.flush()
@@ -393,6 +394,7 @@ class SwapManager:
         if self._model.is_gathered:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         self._model.check_gradients()
+        self._model.check_step()
         self._model.abandon_pass()
         self._committer.finish()  # the writes of the step before are long done
         try:
@@ -427,6 +429,7 @@ class SwapManager:
             files={},
             sections=[],
             param_groups=self._model.packed_groups() if self._model is not None else [],
+            state_entries=self._model.entries.pack() if self._model is not None else {},
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
         )
 

@@ -21,7 +21,7 @@ from swapper.core.layout import SectionPlan
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 
-FORMAT = 1
+FORMAT = 2
 _NO_PAYLOAD = ContainerLayout.plan([])
 
 
@@ -48,6 +48,7 @@ class CommitRecord:
         files: names of the swap files by number.
         sections: where each section's content is, in the order of `plans`.
         param_groups: the optimizer's settings, in torch's packed form.
+        state_entries: what the optimizer's state of each parameter has, as `StateEntries.pack` returns it.
         registered: state dicts by name.
     """
 
@@ -61,6 +62,7 @@ class CommitRecord:
     files: dict[int, str]
     sections: list[SectionRecord]
     param_groups: list[dict[str, Any]]
+    state_entries: dict[str, Any]
     registered: dict[str, Any]
 
 

@@ -17,9 +17,14 @@ from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, largest_working_set, partition
-from swapper.train.shadow import Shadow, StateKey, check_supported
+from swapper.train.discovery import Discovery, StateForm, check_supported, is_plain
 from swapper.train.slices import ParameterPlaces, Place, plan_slices
 from swapper.train.sweep import Trainable
+
+MASTER = "master"
+"""The kind of an fp32 master."""
+KINDS = ("param", MASTER, "grad")
+"""What a tensor can be besides a key of the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Inventory:
         plans: sections of parameters and optimizer state, in the order of the container.
         grad_plans: sections of gradients.
         settings: for the id of each parameter that the optimizer has, the index of its group in `param_groups`.
-        state_keys: for (settings, dtype of the tensor that is updated), what the optimizer keeps for it.
+        forms: for the name of each parameter that is trained, what the optimizer keeps for it.
+        discovery: finds out what the optimizer keeps.
         master_dtype: dtype of master weights, or None.
     """
 
@@ -39,7 +45,8 @@ class Inventory:
     plans: list[SectionPlan]
     grad_plans: list[SectionPlan]
     settings: dict[int, int]
-    state_keys: dict[tuple[int, torch.dtype], list[StateKey]]
+    forms: dict[str, StateForm]
+    discovery: Discovery
     master_dtype: torch.dtype | None
 
     def family_bytes(self, family: str) -> int:
@@ -59,8 +66,8 @@ def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch
     _check_model(model)
     check_supported(optimizer)
     settings = _settings(model, optimizer)
-    shadow = Shadow(optimizer)
-    state_keys: dict[tuple[int, torch.dtype], list[StateKey]] = {}
+    discovery = Discovery(optimizer)
+    forms: dict[str, StateForm] = {}
     groups, units = partition(model)
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
@@ -71,17 +78,16 @@ def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch
             index = settings.get(id(parameter))
             if index is None or not parameter.requires_grad:
                 continue
-            updated = _updated_dtype(parameter, master_weights)
-            if (index, updated) not in state_keys:
-                state_keys[index, updated] = shadow.discover_state(index, updated)
-            _check_state(name, optimizer.state.get(parameter, {}), state_keys[index, updated])
-            state += _state_specs(name, parameter, updated, state_keys[index, updated])
+            updated = updated_dtype(parameter, master_weights)
+            forms[name] = discovery.form(index, updated, parameter.dim())
+            _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
+            state += _state_specs(name, parameter, updated, forms[name])
         param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in group.parameters])
         state_plans += plan_group(group.index, "state", state)
         trained = [_spec(n, "grad", p) for n, p in group.parameters if p.requires_grad]
         grad_plans += plan_group(group.index, "grad", trained)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
-    return Inventory(groups, units, plans, grad_plans, settings, state_keys, master_weights)
+    return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights)
 
 
 def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], Place]:
@@ -100,14 +106,15 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
             index = inventory.settings.get(id(parameter))
             if index is None or not parameter.requires_grad:
                 continue
-            updated = _updated_dtype(parameter, inventory.master_dtype)
-            keys = inventory.state_keys[index, updated]
-            state = {key.name: places[name, key.name] for key in keys if not key.is_scalar}
-            if updated != parameter.dtype:
-                state = {"master": places[name, "master"], **state}
-            scalars = {key.name: places[name, key.name] for key in keys if key.is_scalar}
+            form = inventory.forms[name]
+            of_key = {key.name: places[name, key.name] for key in form.keys}
+            like = {key.name for key in form.keys if key.is_like(parameter.dim())}
+            state = {key: place for key, place in of_key.items() if key in like}
+            if updated_dtype(parameter, inventory.master_dtype) != parameter.dtype:
+                state = {MASTER: places[name, MASTER], **state}
+            others = {key: place for key, place in of_key.items() if key not in like}
             found.parameters.append(parameter)
-            found.places.append(ParameterPlaces(name, places[name, "param"], state, scalars))
+            found.places.append(ParameterPlaces(name, places[name, "param"], state, others, form.may_cut))
             found.settings.append(index)
         if found.parameters:
             trainables.append(found)
@@ -137,7 +144,7 @@ def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool],
     most, _ = largest_working_set(inventory.units, group_pages)
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
-        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes, may_cut=True):
+        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
             # Two slices are leased at one time: any two, for parameters without gradient are left out.
             most = max(most, 2 * len(part.access.pages))
     return most + 2
@@ -199,13 +206,23 @@ def _check_disjoint(model: nn.Module) -> None:
             )
 
 
-def _check_state(name: str, state: dict[str, Any], keys: Sequence[StateKey]) -> None:
-    known = {key.name for key in keys}
-    if state and state.keys() != known:
-        raise UnsupportedError(
-            f"the optimizer's state of {name} has {sorted(state)}, and its next step would keep {sorted(known)}: "
-            "offload it with the state that it made by itself, or with none"
-        )
+def _check_state(
+    name: str, parameter: nn.Parameter, state: dict[str, Any], form: StateForm, updated: torch.dtype
+) -> None:
+    """Raise UnsupportedError unless what the optimizer has for a parameter already is what a trial of it has kept."""
+    known = {key.name: key for key in form.keys}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            fits = is_plain(value)
+        else:
+            fits = key in known and tuple(value.shape) == known[key].shape(parameter.shape)
+            fits = fits and (value.dtype == known[key].dtype or updated != parameter.dtype)
+        if not fits:
+            shape = f" of {value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise UnsupportedError(
+                f"the optimizer's state of {name} has {sorted(state)}, of which {key!r} (a {type(value).__name__}{shape}) is "
+                f"nothing that it would keep by itself ({sorted(known)}): offload it with the state that it made, or with none"
+            )
 
 
 def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
@@ -222,7 +239,7 @@ def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
     return settings
 
 
-def _updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -> torch.dtype:
+def updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the tensor that the optimizer updates: the master's, where there is one."""
     narrow = master_weights is not None and parameter.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if narrow else parameter.dtype
@@ -232,12 +249,15 @@ def _spec(name: str, kind: str, parameter: nn.Parameter) -> TensorSpec:
     return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape))
 
 
-def _state_specs(
-    name: str, parameter: nn.Parameter, updated: torch.dtype, keys: Sequence[StateKey]
-) -> list[TensorSpec]:
-    """State of one parameter in the order of its section: scalars, master, then the tensors."""
+def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm) -> list[TensorSpec]:
+    """State of one parameter in the order of its section: what is not of its shape, master, then what is."""
     shape = tuple(parameter.shape)
-    scalars = [TensorSpec(name, key.name, key.dtype, ()) for key in keys if key.is_scalar]
-    master = [TensorSpec(name, "master", updated, shape)] if updated != parameter.dtype else []
-    tensors = [TensorSpec(name, key.name, key.dtype, shape) for key in keys if not key.is_scalar]
-    return [*scalars, *master, *tensors]
+    for key in form.keys:
+        if key.name in KINDS:
+            raise UnsupportedError(
+                f"the optimizer's state of {name} has the key {key.name!r}, which swapper uses itself"
+            )
+    specs = [(key, TensorSpec(name, key.name, key.dtype, key.shape(shape))) for key in form.keys]
+    others = [spec for key, spec in specs if not key.is_like(len(shape))]
+    master = [TensorSpec(name, MASTER, updated, shape)] if updated != parameter.dtype else []
+    return [*others, *master, *(spec for key, spec in specs if key.is_like(len(shape)))]

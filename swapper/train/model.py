@@ -17,9 +17,11 @@ from swapper.errors import StateError
 from swapper.interrupts import held_back
 from swapper.modules.cold import aliases
 from swapper.stats import Stats
+from swapper.train.discovery import StateForm
+from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.grads import HostGradients
 from swapper.train.hooks import Hooks
-from swapper.train.inventory import Inventory, find_places, find_trainables
+from swapper.train.inventory import MASTER, Inventory, find_places, find_trainables, updated_dtype
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
@@ -71,7 +73,18 @@ class OffloadedModel:
         self._state_sections = [section for section in sections if section.plan.family == "state"]
         self._places = find_places(inventory, sections)
         self._trainables = find_trainables(inventory, self._places)
-        self._sweep = Sweep(self._trainables, Shadow(optimizer), pager, page_bytes, stats)
+        self.entries = StateEntries(inventory.forms)
+        self._sweep = Sweep(self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, stats)
+        self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
+        self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
+        for trainable in self._trainables:
+            for parameter, places, settings in zip(
+                trainable.parameters, trainable.places, trainable.settings, strict=True
+            ):
+                dtype = updated_dtype(parameter, inventory.master_dtype)
+                self._kinds[settings, dtype, parameter.dim()] = inventory.forms[places.name]
+                self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
+        self._starts_together = {(s, dtype) for (s, dtype, _), form in self._kinds.items() if form.starts_together}
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._gathered = 0
         self._closed = False
@@ -101,7 +114,9 @@ class OffloadedModel:
             initial = {name: self._initial_state(parameter) for name, parameter in group.parameters}
             for section in state_sections.get(group.index, ()) if fill else ():
                 self._fill(section, initial)
-            for _, parameter in group.parameters:
+            for name, parameter in group.parameters:
+                if fill and name in self.entries:
+                    self.entries.take(name, self._optimizer.state.get(parameter, {}))
                 self._optimizer.state.pop(parameter, None)
             places = [
                 (self._places[name, "param"].section, self._places[name, "param"].slot) for name, _ in group.parameters
@@ -146,6 +161,30 @@ class OffloadedModel:
                 raise StateError(
                     f"parameter {self._names[id(parameter)]} was frozen when it was offloaded and has a gradient now: let "
                     "everything that shall ever be trained require gradients before manager.offload, and freeze it after"
+                )
+
+    def check_step(self) -> None:
+        """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
+
+        Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its first
+        gradient where they must have it together.
+        """
+        for (settings, dtype, ndim), form in self._kinds.items():
+            now = self._inventory.discovery.form(settings, dtype, ndim)
+            if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
+                raise StateError(
+                    f"the settings of the optimizer's group {settings} were changed so that it keeps other state "
+                    f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
+                    "update parameters in pieces any more: set them before manager.offload"
+                )
+
+        for kind in self._starts_together:
+            active = [places.name for parameter, places in self._of_kind[kind] if parameter.grad is not None]
+            new = [name for name in active if not self.entries[name]]
+            if new and len(new) < len(active):
+                raise StateError(
+                    f"parameter {new[0]} has its first gradient later than others, and with these settings the optimizer rounds "
+                    "differently in such a step: build it with foreach=False"
                 )
 
     def update(self) -> None:
@@ -308,32 +347,39 @@ class OffloadedModel:
         self._enter_to_write()
         for parameter, places in self._trained():
             self._check_state(places, state.get(self._numbers[id(parameter)], {}))
+        for parameter, places in self._trained():
+            self.entries.take(places.name, state.get(self._numbers[id(parameter)], {}))
         numbers = {places.name: self._numbers[id(parameter)] for parameter, places in self._trained()}
         for section in self._state_sections:
             for slot, begin, end, view in visit(section, self._pager, write=True):
                 if slot.spec.kind == "master":
                     continue  # masters belong to the parameters
                 value = state.get(numbers[slot.spec.owner], {}).get(slot.spec.kind)
-                if value is None:
+                if self.entries[slot.spec.owner].get(slot.spec.kind) is not PAGED:
                     view.zero_()
                 else:
                     view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
 
     def _check_state(self, places: ParameterPlaces, state: dict[str, Any]) -> None:
         """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
-        slots = {key: place.slot for key, place in {**places.scalars, **places.state}.items() if key != "master"}
-        if state and state.keys() != slots.keys():
+        form = self._inventory.forms[places.name]
+        slots = {key: place.slot for key, place in {**places.others, **places.state}.items() if key != MASTER}
+        tensors = {key for key, value in state.items() if entry_of(form, key, value) is PAGED}
+        if state and (tensors - slots.keys() or form.always - state.keys()):
             raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
-        for key, value in state.items():
-            if torch.as_tensor(value).shape != slots[key].spec.shape:
-                shapes = f"{list(torch.as_tensor(value).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
+        for key in tensors:
+            if torch.as_tensor(state[key]).shape != slots[key].spec.shape:
+                shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
                 raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
 
     def _in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
         """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them."""
         state: dict[int, dict[str, Any]] = {}
         for parameter, places in self._trained():
-            updated = places.state["master"] if places.has_master else places.param
-            keys = self._inventory.state_keys[self._inventory.settings[id(parameter)], updated.slot.spec.dtype]
-            state[self._numbers[id(parameter)]] = {key.name: find(places.name, key.name) for key in keys}
+            entries = self.entries[places.name]
+            if entries:
+                state[self._numbers[id(parameter)]] = {
+                    key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
+                    for key, value in entries.items()
+                }
         return dict(sorted(state.items()))

@@ -3,44 +3,38 @@
 A *shadow* is an object of the optimizer's class that shares its settings but has parameters and state of its own: those of
 one slice, set anew for each call. So the arithmetic is exactly what plain torch would do with this instance, `fused` or
 `foreach` as the user chose, and none of it is written down here.
+
+[Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. What an optimizer counts
+outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not with each call: every
+call of a step begins with copies of the same settings and attributes, and `end_step` hands the last call's back to the user's.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
-
-SUPPORTED: tuple[type[Optimizer], ...] = (AdamW, Adam)
-"""Optimizers whose state is known to begin as zeros and whose update is element-wise: they may be cut."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One tensor to update: elements of a parameter or of its fp32 master, with gradient and state of the same dtype and size.
+    """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same dtype.
 
-    `settings` is the index of the parameter's group in `optimizer.param_groups`.
+    `settings` is the index of the parameter's group in `optimizer.param_groups`. `state` is what the optimizer finds in
+    `self.state[tensor]`, and after the update what it left there: perhaps other tensors than those that it was given.
     """
 
     settings: int
     tensor: torch.Tensor
     gradient: torch.Tensor
-    state: dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class StateKey:
-    """One entry of an optimizer's state for a parameter: 0-dim ("step") or of the parameter's shape."""
-
-    name: str
-    dtype: torch.dtype
-    is_scalar: bool
+    state: dict[str, Any]
 
 
 class Shadow:
@@ -48,55 +42,112 @@ class Shadow:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._shadow = object.__new__(type(optimizer))
-        own = dict(optimizer.__dict__)
-        own.pop("step", None)  # a scheduler's counter around step belongs to the user's instance
-        own.pop("state", None)
-        for name in [name for name in own if name.endswith("_hooks")]:
-            own[name] = OrderedDict()
-        self._shadow.__dict__.update(own)
+        self._step = _unhooked_step(type(optimizer))
+        self._attributes: dict[str, Any] = {}  # that a call of this step left changed
+        self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
     def update(self, works: Sequence[Work]) -> None:
-        """Update the tensors of `works` and their state in place."""
+        """Update the tensors of `works` and their state. A tensor may have another memory afterwards (`p.data = ...`).
+
+        Raises:
+            UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
+        """
         groups: dict[int, dict[str, Any]] = {}
-        state: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
             work.tensor.grad = work.gradient
             state[work.tensor] = work.state
             if work.settings not in groups:
-                groups[work.settings] = {**self._optimizer.param_groups[work.settings], "params": []}
+                groups[work.settings] = _copy_of(self._optimizer.param_groups[work.settings])
             groups[work.settings]["params"].append(work.tensor)
-        self._shadow.param_groups = list(groups.values())
-        self._shadow.state = state  # type: ignore[assignment]  # a plain dict: nothing may appear in it by itself
-        self._shadow.step()
+        before = {index: dict(group) for index, group in groups.items()}
+        attributes = self._own_attributes()
+        shadow = object.__new__(type(self._optimizer))
+        shadow.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
+        self._step(shadow)
+        if len(shadow.state) != len(works):
+            raise UnsupportedError(f"{self.kind} keeps state that belongs to none of its parameters")
         for work in works:
             work.tensor.grad = None
+            work.state = shadow.state[work.tensor]
+        self._note_changes(shadow, attributes, groups, before)
 
-    def discover_state(self, settings: int, dtype: torch.dtype) -> list[StateKey]:
-        """Return what state the optimizer keeps for a parameter of `dtype`, by one real step on a parameter of two elements."""
-        dummy = torch.ones(2, dtype=dtype)
-        state: dict[str, torch.Tensor] = {}
-        self.update([Work(settings, dummy, torch.ones_like(dummy), state)])
-        keys = []
-        for name, value in state.items():
-            if not isinstance(value, torch.Tensor) or value.shape not in (torch.Size([]), dummy.shape):
-                raise UnsupportedError(
-                    f"{type(self._optimizer).__name__} keeps {name!r} in a form that swapper cannot page yet"
-                )
-            keys.append(StateKey(name, value.dtype, value.dim() == 0))
-        return keys
+    def end_step(self) -> None:
+        """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""
+        changed, self._settings = self._settings, {}
+        for index, values in changed.items():
+            self._optimizer.param_groups[index].update(values)
+        self._optimizer.__dict__.update(self._attributes)
+        self._attributes = {}
+
+    @property
+    def kind(self) -> str:
+        cls = type(self._optimizer)
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def _own_attributes(self) -> dict[str, Any]:
+        own = dict(self._optimizer.__dict__)
+        for name in (
+            "step",
+            "state",
+            "param_groups",
+        ):  # a scheduler's counter around step belongs to the user's instance
+            own.pop(name, None)
+        for name in [name for name in own if name.endswith("_hooks")]:
+            own[name] = OrderedDict()
+        return own
+
+    def _note_changes(
+        self,
+        shadow: Any,
+        attributes: dict[str, Any],
+        groups: dict[int, dict[str, Any]],
+        before: dict[int, dict[str, Any]],
+    ) -> None:
+        known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
+        for name, value in shadow.__dict__.items():
+            if name not in known or value is not known[name]:
+                self._attributes[name] = value
+        for index, group in groups.items():
+            theirs = self._optimizer.param_groups[index]
+            for key, value in group.items():
+                if key == "params" or value is theirs.get(key, self):
+                    continue
+                if value is not before[index].get(key, self) or not is_same(value, theirs.get(key)):
+                    self._settings.setdefault(index, {})[key] = value
 
 
-def check_supported(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError unless swapper can apply `optimizer` exactly."""
-    if type(optimizer) not in SUPPORTED:
-        names = ", ".join(f"torch.optim.{cls.__name__}" for cls in SUPPORTED)
-        raise UnsupportedError(
-            f"optimizer {type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported yet: use one of {names}"
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, tensors bit for bit, in lists and dictionaries too."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and _bytes_of(one).equal(_bytes_of(other))
         )
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
-                )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _copy_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the group's settings without its parameters; what could be changed in place is a copy."""
+    return {
+        key: copy.deepcopy(value) if isinstance(value, torch.Tensor | list | dict | set) else value
+        for key, value in group.items()
+        if key != "params"
+    } | {"params": []}
+
+
+def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
+    """Return the class's `step` without torch's wrapper, which calls hooks: those are for the user's instance, once a step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]

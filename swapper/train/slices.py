@@ -6,7 +6,7 @@ boundaries of its first state tensor, so that neighbouring slices share few page
 
 [Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
 elements as for the whole one: the vectorised kernels work in runs that divide 64, so no element changes between a kernel's
-vector body and its scalar tail.
+vector body and its scalar tail. Which optimizers are element-wise is found out by a trial (train/discovery.py).
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ class ParameterPlaces:
         name: qualified name.
         param: the parameter itself.
         state: state tensors of the parameter's shape by key, the fp32 master (key "master") first where there is one.
-        scalars: 0-dim state tensors by key ("step").
+        others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
+        may_cut: whether its elements may be updated in pieces.
     """
 
     name: str
     param: Place
     state: dict[str, Place]
-    scalars: dict[str, Place]
+    others: dict[str, Place]
+    may_cut: bool = True
 
     @property
     def numel(self) -> int:
@@ -80,7 +82,7 @@ class Slice:
 
 
 def plan_slices(
-    group: int, parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool
+    group: int, parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int
 ) -> list[Slice]:
     """Return the slices of one group, in the order of its layout.
 
@@ -89,18 +91,17 @@ def plan_slices(
         parameters: its trainable parameters, in the order of their slots.
         active: for each, whether it has a gradient in this step: those that have none are left out.
         page_bytes: size of a page.
-        may_cut: whether the optimizer is element-wise.
 
     No slice needs more pages than the largest one of a step in which all parameters have gradients: what the budget was
     divided for is enough for every step.
     """
     most_pages = sys.maxsize
     if not all(active):
-        everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes, may_cut)
+        everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes)
         most_pages = max(len(part.access.pages) for part in everything)
     unfilled = _pages_made_anew(parameters, active)
     slices = []
-    for number, pieces in enumerate(_runs(parameters, active, page_bytes, may_cut, most_pages)):
+    for number, pieces in enumerate(_runs(parameters, active, page_bytes, most_pages)):
         access = _access(group, number, parameters, pieces, unfilled)
         unfilled -= access.fresh
         slices.append(Slice(pieces, access))
@@ -108,7 +109,7 @@ def plan_slices(
 
 
 def _runs(
-    parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, may_cut: bool, most_pages: int
+    parameters: Sequence[ParameterPlaces], active: Sequence[bool], page_bytes: int, most_pages: int
 ) -> Iterator[tuple[Piece, ...]]:
     """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a time."""
     run: list[Piece] = []
@@ -117,7 +118,7 @@ def _runs(
     for number, places in enumerate(parameters):
         if not active[number]:
             continue
-        cuts = _cuts(places, page_bytes) if may_cut else [places.numel]
+        cuts = _cuts(places, page_bytes) if places.may_cut else [places.numel]
         begin = 0
         for end in cuts:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
@@ -169,9 +170,11 @@ def _pages_made_anew(parameters: Sequence[ParameterPlaces], active: Sequence[boo
 
 
 def _state_pages(places: ParameterPlaces, begin: int, end: int) -> list[int]:
-    """Return the pages that the state of elements [begin, end) lies on. The first piece has the scalars."""
-    scalars = [page for place in places.scalars.values() for page in place.pages(0, 1)] if begin == 0 else []
-    return scalars + [page for place in places.state.values() for page in place.pages(begin, end)]
+    """Return the pages that the state of elements [begin, end) lies on. The first piece has what is not of their shape."""
+    others = (
+        [p for place in places.others.values() for p in place.pages(0, place.slot.spec.numel)] if begin == 0 else []
+    )
+    return others + [page for place in places.state.values() for page in place.pages(begin, end)]
 
 
 def _access(

@@ -12,13 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
+from swapper.errors import UnsupportedError
 from swapper.stats import Stats
+from swapper.train.entries import PAGED, StateEntries
 from swapper.train.shadow import Shadow, Work
 from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
 
@@ -41,25 +44,56 @@ class Trainable:
 
     def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
         if active not in self._slices:
-            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes, may_cut=True)
+            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)
         return self._slices[active]
 
     def all_slices(self, page_bytes: int) -> list[Slice]:
         return self.slices((True,) * len(self.places), page_bytes)
 
 
+@dataclass(slots=True)
+class Update:
+    """The update of elements [begin, end) of a parameter.
+
+    Attributes:
+        work: what the optimizer is given.
+        places: the parameter's.
+        homes: tensors in sections, by key: where what the optimizer leaves in the state belongs.
+        target: where the tensor that is updated belongs.
+        rounded: the parameter's elements, where `target` is a master.
+    """
+
+    work: Work
+    places: ParameterPlaces
+    begin: int
+    end: int
+    homes: dict[str, torch.Tensor]
+    target: torch.Tensor
+    rounded: torch.Tensor | None
+
+
 class Sweep:
     """Applies the optimizer to all groups, slice by slice."""
 
     def __init__(
-        self, trainables: Sequence[Trainable], shadow: Shadow, pager: Pager, page_bytes: int, stats: Stats
+        self,
+        trainables: Sequence[Trainable],
+        shadow: Shadow,
+        entries: StateEntries,
+        pager: Pager,
+        page_bytes: int,
+        stats: Stats,
     ) -> None:
         self._trainables = trainables
         self._shadow = shadow
+        self._entries = entries
         self._pager = pager
         self._page_bytes = page_bytes
         self._stats = stats
-        self._old_scalars: dict[str, dict[str, torch.Tensor]] = {}  # of a parameter that is being updated in pieces
+        self._old: dict[
+            str, dict[str, Any]
+        ] = {}  # of a parameter that is being updated in pieces: what all pieces begin with
+        self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
         self._flat: dict[Place, torch.Tensor] = {}
 
     def run(self) -> None:
@@ -77,6 +111,7 @@ class Sweep:
             torch.autograd.graph.increment_version(updated)
         if last is not None:
             self._pager.release(last.access, last.access.writes)
+        self._shadow.end_step()
 
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
@@ -100,51 +135,96 @@ class Sweep:
         self._pager.wait(access)
 
     def _update(self, trainable: Trainable, part: Slice) -> None:
-        run: list[tuple[Work, torch.Tensor | None]] = []
+        run: list[Update] = []
         run_elements = 0
         for piece in part.pieces:
             # An empty parameter has nothing to update but its step counter.
-            for begin in range(piece.begin, max(piece.end, piece.begin + 1), UPDATE_ELEMENTS):
-                end = min(begin + UPDATE_ELEMENTS, piece.end)
+            step = UPDATE_ELEMENTS if trainable.places[piece.parameter].may_cut else piece.end
+            for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
+                end = min(begin + step, piece.end)
                 if run and run_elements + end - begin > UPDATE_ELEMENTS:
                     self._apply(run)
                     run, run_elements = [], 0
-                run.append(self._work(trainable, piece.parameter, begin, end))
+                run.append(self._prepare(trainable, piece.parameter, begin, end))
                 run_elements += end - begin
         self._apply(run)
 
-    def _apply(self, run: list[tuple[Work, torch.Tensor | None]]) -> None:
-        self._shadow.update([work for work, _ in run])
-        for work, rounded in run:
-            if rounded is not None:
-                rounded.copy_(work.tensor)
+    def _apply(self, run: list[Update]) -> None:
+        self._shadow.update([update.work for update in run])
+        for update in run:
+            self._bring_home(update)
 
-    def _work(self, trainable: Trainable, number: int, begin: int, end: int) -> tuple[Work, torch.Tensor | None]:
-        """Return the work on elements [begin, end), and where its result is to be rounded to if it is a master."""
+    def _prepare(self, trainable: Trainable, number: int, begin: int, end: int) -> Update:
         places = trainable.places[number]
         gradient = trainable.parameters[number].grad
         if gradient is None:
             raise RuntimeError(f"the gradient of {places.name} vanished during the optimizer's step")
-        tensors = {key: self._view(place)[begin:end] for key, place in places.state.items()}
-        param = self._view(places.param)[begin:end]
-        master = tensors.pop("master", None)
-        state = {**self._scalars(places, begin, end), **tensors}
+        homes = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
+        param = self._part(places.param, places, begin, end)
+        master = homes.pop("master", None)
         target = param if master is None else master
-        gradient = gradient.detach().reshape(-1)[begin:end].to(target.dtype)
-        work = Work(trainable.settings[number], target, gradient, state)
-        return work, None if master is None else param
+        gradient = gradient.detach()
+        if places.may_cut:
+            gradient = gradient.reshape(-1)[begin:end]
+        state = self._state(places, begin, end, homes)
+        work = Work(trainable.settings[number], target.detach(), gradient.to(target.dtype), state)
+        return Update(work, places, begin, end, homes, target, None if master is None else param)
 
-    def _scalars(self, places: ParameterPlaces, begin: int, end: int) -> dict[str, torch.Tensor]:
-        """0-dim state. All pieces of a parameter start from the same old values; the first piece leaves the new ones."""
+    def _part(self, place: Place, places: ParameterPlaces, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of what is at `place`, flat; or all of it in its own shape, where nothing may be cut."""
+        return self._view(place)[begin:end] if places.may_cut else place.section.tensor(place.slot)
+
+    def _state(self, places: ParameterPlaces, begin: int, end: int, homes: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what the optimizer shall find in its state, in its order.
+
+        What belongs to the parameter as a whole is the same for all of its pieces: the old values; the first leaves the new.
+        """
+        entries = self._entries[places.name]
         if begin > 0:
-            old = self._old_scalars[places.name]
-            if end == places.numel:
-                del self._old_scalars[places.name]
-            return {key: value.clone() for key, value in old.items()}
-        stored = {key: self._view(place)[0] for key, place in places.scalars.items()}
-        if end < places.numel:
-            self._old_scalars[places.name] = {key: value.clone() for key, value in stored.items()}
-        return stored
+            others = {k: v.clone() for k, v in self._old[places.name].items()}
+        else:
+            stored = {key: place.section.tensor(place.slot) for key, place in places.others.items()}
+            if end < places.numel:
+                self._old[places.name] = {key: value.clone() for key, value in stored.items()}
+            homes.update(stored)
+            others = dict(stored)
+        return {
+            key: (homes[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
+            for key, entry in entries.items()
+        }
+
+    def _bring_home(self, update: Update) -> None:
+        """Put what the optimizer has made anew where it belongs, and note what it keeps."""
+        work, places = update.work, update.places
+        if work.tensor.data_ptr() != update.target.data_ptr():
+            update.target.copy_(work.tensor)
+        if update.rounded is not None:
+            update.rounded.copy_(update.target)
+        entries: dict[str, Any] = {}
+        for key, value in work.state.items():
+            if not isinstance(value, torch.Tensor):
+                entries[key] = value
+                continue
+            entries[key] = PAGED
+            home = update.homes.get(key)
+            if home is None:
+                if key not in places.others:
+                    raise UnsupportedError(
+                        f"{self._shadow.kind} keeps {key!r} for {places.name}, which it did not do when it was offloaded"
+                    )
+                continue  # the first piece has left it
+            if value.shape != home.shape or value.dtype != home.dtype:
+                raise UnsupportedError(
+                    f"{self._shadow.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
+                    f"offloaded it was {home.dtype} {list(home.shape)}"
+                )
+            if value.data_ptr() != home.data_ptr() or not value.is_contiguous():
+                home.copy_(value)
+        if update.begin == 0:
+            self._new[places.name] = entries
+        if update.end == places.numel:
+            self._old.pop(places.name, None)
+            self._entries.replace(places.name, self._new.pop(places.name))
 
     def _view(self, place: Place) -> torch.Tensor:
         """Return the tensor at `place`, flat."""

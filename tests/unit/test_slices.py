@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from hypothesis import given
@@ -28,7 +28,8 @@ class Planned:
     page_bytes: int
 
     def slices(self, may_cut: bool = True) -> list[Slice]:
-        return plan_slices(GROUP, self.parameters, self.active, self.page_bytes, may_cut)
+        parameters = [replace(places, may_cut=may_cut) for places in self.parameters]
+        return plan_slices(GROUP, parameters, self.active, self.page_bytes)
 
 
 @st.composite
@@ -90,7 +91,7 @@ def touched(planned: Planned, piece: Piece) -> set[int]:
     for place in places.state.values():
         pages |= pages_with(place, piece.begin, piece.end)
     if piece.begin == 0:
-        for place in places.scalars.values():
+        for place in places.others.values():
             pages |= pages_with(place, 0, 1)
     return pages
 
@@ -172,9 +173,7 @@ def test_sections_that_stay_in_memory_need_no_pages():
     param, states = Section(plans[0], 0, None), Section(plans[1], 0, SECTOR_BYTES)
     places = {slot.spec.kind: Place(states, slot) for slot in plans[1].slots}
     parameters = [ParameterPlaces("p", Place(param, plans[0].slots[0]), places, {})]
-    pages = {
-        index for part in plan_slices(GROUP, parameters, [True], SECTOR_BYTES, True) for index in part.access.pages
-    }
+    pages = {index for part in plan_slices(GROUP, parameters, [True], SECTOR_BYTES) for index in part.access.pages}
     assert pages == {page.index for page in states.pages}
 
 
@@ -207,7 +206,7 @@ def test_a_step_in_which_parameters_have_no_gradient_fits_into_the_frames_too(la
     before: set[int] = set()
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         active = [random.random() < 0.6 for _ in trainable.places]
-        for part in plan_slices(trainable.group, trainable.places, active, page_bytes, may_cut=True):
+        for part in plan_slices(trainable.group, trainable.places, active, page_bytes):
             pages = set(part.access.pages)
             assert len(before | pages) <= frames
             before = pages

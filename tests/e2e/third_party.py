@@ -1,0 +1,160 @@
+"""Optimizers as people write them: what torch's own do not do, swapper must not trip over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum; its state is made lazily, with `.data` throughout, as older code does."""
+
+    def __init__(
+        self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.1
+    ):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                beta1, beta2 = group["betas"]
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"].clone().mul_(beta1).add(p.grad, alpha=1 - beta1).sign_()
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class Rebinding(Optimizer):
+    """Counts in Python numbers, replaces its tensors and `p.data` instead of changing them, and keeps what is no tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr, "seen": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        for group in self.param_groups:
+            group["seen"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                state["note"] = None if state["step"] < 3 else "warm"
+                old = state.get("velocity")
+                state["velocity"] = p.grad.clone() if old is None else old * 0.9 + p.grad
+                p.data = p.data - group["lr"] / (self.calls + group["seen"]) * state["velocity"]
+
+
+class FactoredRms(Optimizer):
+    """State of other shapes: a mean for each row and each column; vectors have a whole one. Weight decay by dimensions."""
+
+    def __init__(self, params: Any, lr: float = 1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                square = p.grad.float().square()
+                if p.dim() < 2:
+                    state["whole"] = square if "whole" not in state else state["whole"] * 0.9 + square * 0.1
+                    scale = state["whole"]
+                else:
+                    p.mul_(0.999)
+                    for name, dim in (("row", -1), ("column", 0)):
+                        mean = square.mean(dim)
+                        state[name] = mean if name not in state else state[name] * 0.9 + mean * 0.1
+                    scale = state["row"].unsqueeze(-1) * state["column"]
+                    state.setdefault("shape", list(p.shape[:0]))
+                p.add_((p.grad.float() / (scale.sqrt() + 1e-3)).to(p.dtype), alpha=-group["lr"])
+
+
+class Scaled(AdamW):
+    """A user's subclass: something before AdamW's own step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+        return super().step(closure)
+
+
+class Coupled(Optimizer):
+    """Divides by the norm over all parameters: one slice after the other would give other values."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            norm = torch.stack([p.grad.float().norm() for p in group["params"] if p.grad is not None]).norm()
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / norm.to(p.dtype), alpha=-group["lr"])
+
+
+class Noisy(Lion):
+    """Langevin dynamics: random numbers for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+class Wrapper(Optimizer):
+    """Lookahead, and the like: another optimizer inside."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+        self.inner = AdamW(self.param_groups[0]["params"], lr=1e-2)
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+
+
+class Remembering(Lion):
+    """Keeps its parameters outside of its groups."""
+
+    def __init__(self, params: Any):
+        super().__init__(params)
+        self.flat = {"all": [p for group in self.param_groups for p in group["params"]]}
+
+
+class GlobalState(Optimizer):
+    """Keeps state that belongs to no parameter."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.state["all"]["step"] = self.state["all"].get("step", 0) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
+class NeedsClosure(Lion):
+    """Evaluates the loss twice in a step, as SAM does."""
+
+    def step(self, closure: Any) -> Any:
+        closure()
+        return super().step(closure)
