@@ -6,13 +6,16 @@ the CPU stay the same objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count
 
 import torch
 from torch import nn
 
 from swapper.checkpoint.sources import StoredTensor
+from swapper.core.section import Section
 from swapper.infer.matching import Weight
+from swapper.infer.runs import Run
 
 
 class Places:
@@ -59,9 +62,18 @@ def view_of(memory: torch.Tensor, offset: int, stored: StoredTensor) -> torch.Te
     return flat.view(stored.shape)
 
 
-def conversion(weight: Weight) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what makes the parameter's data from the file's, or None where they are the same."""
-    if weight.dtype == weight.stored.dtype:
-        return None
-    dtype = weight.dtype
-    return lambda view: view.to(dtype)
+def locate(runs: Sequence[Run], sections: Sequence[Section], weights: Sequence[Weight]) -> list[list[torch.Tensor]]:
+    """Return for each weight its parts, as views of the sections that the runs are read into."""
+    places = {
+        number: (section.memory, offset)
+        for run, section in zip(runs, sections, strict=True)
+        for number, offset in run.places
+    }
+    numbers = count()
+    return [[_view(places.get(next(numbers)), part) for part in weight.recipe.parts] for weight in weights]
+
+
+def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch.Tensor:
+    if place is None:  # it has no bytes
+        return torch.empty(stored.shape, dtype=stored.dtype)
+    return view_of(*place, stored)

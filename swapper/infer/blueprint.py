@@ -19,16 +19,16 @@ SMALL_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class StreamedGroup:
-    """A group's streamed weights, and the runs that hold them (a run's places count in `weights`)."""
+    """A group's streamed weights, and the runs that hold them (a run's places count the parts of all `weights`)."""
 
     index: int
     weights: list[Weight] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     @property
-    def converted_bytes(self) -> int:
+    def made_bytes(self) -> int:
         """What is made from the file's bytes while the group is in use."""
-        return sum(w.stored.numel * w.dtype.itemsize for w in self.weights if w.dtype != w.stored.dtype)
+        return sum(weight.made_bytes for weight in self.weights)
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Blueprint:
         groups: every group of the model, also those of which nothing streams.
         units: every module.
         working_sets: for each unit, the groups that are leased while it runs: its own and those of the units around it.
-        small: weights that stay; `small_runs` hold them.
+        small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
     """
 
@@ -54,8 +54,8 @@ class Blueprint:
     def fixed_bytes(self) -> int:
         """Host memory beside the pool: what stays, and the most that is converted at one time."""
         small = sum(round_up(run.nbytes, SECTOR_BYTES) for run in self.small_runs)
-        converted = max((sum(self.groups[g].converted_bytes for g in s) for s in self.working_sets), default=0)
-        return small + converted + self.buffer_bytes
+        made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
+        return small + sum(weight.made_bytes for weight in self.small) + made + self.buffer_bytes
 
     @property
     def streamed_bytes(self) -> int:
@@ -65,7 +65,7 @@ class Blueprint:
 def draw(model: nn.Module, matched: Match) -> Blueprint:
     """Return the blueprint of `model` with the tensors that `match` found."""
     by_id = {id(weight.parameter): weight for weight in matched.weights}
-    small = [weight for weight in matched.weights if weight.stored.nbytes <= SMALL_BYTES]
+    small = [weight for weight in matched.weights if weight.recipe.stored_bytes <= SMALL_BYTES]
     stays = {id(weight.parameter) for weight in small}
     groups, units = by_module(model)
     streamed = [_streamed(group, by_id, stays) for group in groups]
@@ -74,14 +74,14 @@ def draw(model: nn.Module, matched: Match) -> Blueprint:
         units,
         _working_sets(units),
         small,
-        plan_runs([weight.stored for weight in small]),
-        sum(place.stored.nbytes for place in matched.buffers),
+        plan_runs([part for weight in small for part in weight.recipe.parts]),
+        sum(place.recipe.stored_bytes for place in matched.buffers),
     )
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:
     weights = [by_id[id(p)] for _, p in group.parameters if id(p) in by_id and id(p) not in stays]
-    return StreamedGroup(group.index, weights, plan_runs([weight.stored for weight in weights]))
+    return StreamedGroup(group.index, weights, plan_runs([part for weight in weights for part in weight.recipe.parts]))
 
 
 def _working_sets(units: Sequence[Unit]) -> list[tuple[int, ...]]:

@@ -64,7 +64,7 @@ class Hooks:
         self._stack: list[Call] = []
         self._order: list[int] = []  # of the groups in this pass
         self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
-        self._homes = {w.view.untyped_storage().data_ptr() for group in groups for w in group.weights}
+        self._homes = {part.untyped_storage().data_ptr() for group in groups for w in group.weights for part in w.parts}
         self._handles: list[Any] = []
         for unit in units:
             if any(id(parameter) in self._group_of for parameter in unit.module.parameters()):

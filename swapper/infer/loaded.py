@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.checkpoint.sources import Source, open_source
+from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
 from swapper.core.layout import round_up
-from swapper.core.section import Section
 from swapper.errors import InvariantError, StateError
-from swapper.infer.adoption import Places, adopt, conversion, empty, view_of
+from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint, draw
 from swapper.infer.hooks import Hooks
-from swapper.infer.matching import BufferPlace, Rename, Weight, match
+from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
 from swapper.infer.placement import Placement, place
-from swapper.infer.runs import Run
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.interrupts import held_back
@@ -78,6 +76,11 @@ def load(
     opened = source if isinstance(source, Source) else open_source(source)
     budget_bytes = parse_host_memory(host_memory)
     matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
+    return load_matched(model, opened, matched, budget_bytes, backend)
+
+
+def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes: int, backend: str) -> nn.Module:
+    """As `load`, for whoever has found out by itself which parameter gets which tensors."""
     blueprint = draw(model, matched)
     staging_bytes = min(STAGING_BYTES, max(256 << 10, round_up(budget_bytes // 64, 4096)))
     placement = place(
@@ -88,7 +91,7 @@ def load(
         [unit.name or type(model).__name__ for unit in blueprint.units],
     )
     with torch.inference_mode(False), torch.no_grad(), held_back:
-        _loaded[model] = LoadedModel(model, opened, blueprint, matched.buffers, placement, staging_bytes, backend)
+        _loaded[model] = LoadedModel(model, source, blueprint, matched.buffers, placement, staging_bytes, backend)
     return model
 
 
@@ -128,7 +131,7 @@ class LoadedModel:
         self._pid = os.getpid()
         self._closed = False
         self._names: dict[int, str] = {}
-        self._stored: dict[int, Weight] = {}
+        self._recipes: dict[int, Recipe] = {}
         self._mappings: dict[Path, mmap.mmap] = {}
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
@@ -143,7 +146,7 @@ class LoadedModel:
         self._streaming = Streaming(source, blueprint, placement, staging_bytes, backend, self._stats)
         self._cycle = self._streaming.cycle
         try:
-            buffer_tensors = self._streaming.begin([place.stored for place in buffers])
+            buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
             self._adopt(model, blueprint, placement)
         except BaseException:
             self._streaming.close()
@@ -210,17 +213,16 @@ class LoadedModel:
         self._check_usable()
         if self._hooks is not None and self._hooks.bring(parameter):
             return None  # within a forward
-        weight = self._stored[id(parameter)]
-        stored = weight.stored
+        recipe = self._recipes[id(parameter)]
+        return recipe.from_parts([self._mapped(part) for part in recipe.parts])
+
+    def _mapped(self, stored: StoredTensor) -> torch.Tensor:
         if stored.path not in self._mappings:
             with stored.path.open("rb") as file:
                 self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        itemsize = stored.dtype.itemsize
-        flat = torch.frombuffer(
-            self._mappings[stored.path], dtype=stored.dtype, count=stored.nbytes // itemsize, offset=stored.offset
-        )
-        tensor = flat.as_strided(stored.shape, stored.stride) if stored.stride is not None else flat.view(stored.shape)
-        return tensor if weight.dtype == stored.dtype else tensor.to(weight.dtype)
+        number = stored.nbytes // stored.dtype.itemsize
+        flat = torch.frombuffer(self._mappings[stored.path], dtype=stored.dtype, count=number, offset=stored.offset)
+        return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
 
     def note_change(self, group: object, names: list[str]) -> None:
         raise InvariantError("a group for inference notes changes by itself")
@@ -233,20 +235,17 @@ class LoadedModel:
     def _adopt(self, model: nn.Module, blueprint: Blueprint, placement: Placement) -> None:
         """Give every loaded parameter its place."""
         places = Places(model)
-        located = _places(blueprint.small_runs, self._streaming.small)
-        for number, weight in enumerate(blueprint.small):
-            make = conversion(weight) or (lambda view: view)
-            view = view_of(*located[number], weight.stored) if number in located else _nothing(weight)
-            self._small.append(adopt(places, weight, make(view)))
+        located = locate(blueprint.small_runs, self._streaming.small, blueprint.small)
+        for weight, parts in zip(blueprint.small, located, strict=True):
+            self._small.append(adopt(places, weight, weight.recipe.from_parts(parts)))
         for group, sections in zip(blueprint.groups, self._streaming.sections, strict=True):
-            located = _places(group.runs, sections)
             weights = []
-            for number, weight in enumerate(group.weights):
-                view = view_of(*located[number], weight.stored)
-                paged = PagedWeight(weight.name, weight.parameter, view, conversion(weight), weight.dtype)
+            located = locate(group.runs, sections, group.weights)
+            for weight, parts in zip(group.weights, located, strict=True):
+                paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe)
                 paged = replace(paged, parameter=adopt(places, weight, paged.data()))
                 self._names[id(paged.parameter)] = weight.name
-                self._stored[id(paged.parameter)] = weight
+                self._recipes[id(paged.parameter)] = weight.recipe
                 weights.append(paged)
             pages = [page.index for section in sections for page in section.pages]
             kept = pages[: max(len(pages) - placement.streamed, 0)]
@@ -281,19 +280,6 @@ class LoadedModel:
             )
         if self._closed:
             raise StateError("the model is unloaded: load it anew")
-
-
-def _places(runs: Sequence[Run], sections: Sequence[Section]) -> dict[int, tuple[torch.Tensor, int]]:
-    """By a tensor's number among those planned: memory and offset."""
-    return {
-        number: (section.memory, offset)
-        for run, section in zip(runs, sections, strict=True)
-        for number, offset in run.places
-    }
-
-
-def _nothing(weight: Weight) -> torch.Tensor:
-    return torch.empty(weight.stored.shape, dtype=weight.stored.dtype)
 
 
 def _refuse_to_move(name: str) -> Callable[..., nn.Module]:

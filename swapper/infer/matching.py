@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,21 +19,50 @@ SHOWN_NAMES = 8
 Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
 
+Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""What gives a tensor from those that the checkpoint has for it. Its result may be a view of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a tensor comes out of a checkpoint.
+
+    Attributes:
+        parts: the stored tensors that it consists of.
+        make: what gives it from `parts`; None where it is the only one of them.
+        dtype: of what comes out.
+    """
+
+    parts: tuple[StoredTensor, ...]
+    make: Make | None
+    dtype: torch.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def from_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if self.make is None else self.make(parts)
+
+
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter and its bytes.
+    """One parameter and how it comes out of the checkpoint.
 
     Attributes:
         name: the first of the parameter's names in the model.
         parameter: the object, which may be on the meta device.
-        stored: where its bytes are.
-        dtype: what it is used in; other than stored.dtype where it is converted.
+        recipe: its parts and what makes it of them.
     """
 
     name: str
     parameter: nn.Parameter
-    stored: StoredTensor
-    dtype: torch.dtype
+    recipe: Recipe
+
+    @property
+    def made_bytes(self) -> int:
+        """Memory beside that of the parts while it is in use."""
+        return 0 if self.recipe.make is None else self.parameter.numel() * self.recipe.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +71,7 @@ class BufferPlace:
 
     module: nn.Module
     name: str
-    stored: StoredTensor
+    recipe: Recipe
 
 
 @dataclass(frozen=True)
@@ -80,14 +109,13 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
             missing.append(names[0])
             continue
         _check_shape(names[0], tuple(parameter.shape), found)
-        converted = dtype is not None and found.dtype.is_floating_point
-        weights.append(Weight(names[0], parameter, found, dtype if converted and dtype else found.dtype))
+        weights.append(Weight(names[0], parameter, _recipe(found, dtype)))
     for name, (module, own_name, buffer) in persistent.items():
         if name not in stored:
             missing.append(name)
             continue
         _check_shape(name, tuple(buffer.shape), stored[name])
-        buffers.append(BufferPlace(module, own_name, stored[name]))
+        buffers.append(BufferPlace(module, own_name, _recipe(stored[name], dtype)))
     unexpected = [name for name in stored if name not in wanted]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -95,8 +123,14 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
             "Map names with rename=, or say strict=False to leave out what is unexpected and keep the model's own values "
             "for what is missing"
         )
-    _check_values(model, {id(weight.parameter) for weight in weights}, buffers)
+    check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)
+
+
+def _recipe(stored: StoredTensor, dtype: torch.dtype | None) -> Recipe:
+    if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
+        return Recipe((stored,), None, stored.dtype)
+    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype)
 
 
 def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:
@@ -148,7 +182,7 @@ def _check_shape(name: str, shape: tuple[int, ...], stored: StoredTensor) -> Non
         )
 
 
-def _check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace]) -> None:
+def check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace]) -> None:
     """Everything must have values in the end: what is not loaded and on the meta device has none."""
     for name, parameter in model.named_parameters():
         if id(parameter) not in loaded and parameter.device.type == "meta":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.checkpoint.sources import Source
 from swapper.core.layout import SectionPlan
 from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager
@@ -19,6 +19,7 @@ from swapper.errors import InvariantError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import Blueprint
 from swapper.infer.files import WeightFiles
+from swapper.infer.matching import Recipe
 from swapper.infer.placement import Placement
 from swapper.infer.runs import Run
 from swapper.stats import Stats
@@ -78,7 +79,7 @@ class Streaming:
             raise InvariantError("the pager is asked for before it was made")
         return self._pager
 
-    def begin(self, buffers: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    def begin(self, buffers: Sequence[Recipe]) -> list[torch.Tensor]:
         """Read what stays in memory, and begin to read ahead. Returns `buffers` as tensors of their own."""
         if self._files is None:
             raise InvariantError("the files are asked for before they were opened")
@@ -87,14 +88,15 @@ class Streaming:
             nbytes = min(run.nbytes, self._source.stamps[run.path].nbytes - run.file_offset)
             tickets.append(self._files.read_into(run.path, run.file_offset, section.memory.data_ptr(), nbytes))
         tensors = []
-        for stored in buffers:
+        for stored in (part for recipe in buffers for part in recipe.parts):
             memory = torch.empty(stored.nbytes, dtype=torch.uint8)
             tickets.append(self._files.read_into(stored.path, stored.offset, memory.data_ptr(), stored.nbytes))
             tensors.append(view_of(memory, 0, stored))
         self.pager.read_ahead()
         for ticket in tickets:
             ticket.wait()
-        return tensors
+        parts = iter(tensors)
+        return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
 
     def describe(self) -> str:
         """Say how transfers are done, for the log."""

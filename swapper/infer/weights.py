@@ -7,7 +7,7 @@ group of which everything stays is warm from then on and costs nothing any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.errors import StateError
+from swapper.infer.matching import Recipe
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
@@ -27,22 +28,24 @@ class PagedWeight:
 
     Attributes:
         name, parameter: of the model.
-        view: its bytes as the file has them; touches nothing until it is used.
-        make: what gives the parameter's data from `view`; None if that is `view` itself.
-        dtype: the parameter's.
+        parts: its bytes as the file has them; touches nothing until they are used.
+        recipe: what gives the parameter's data from `parts`.
     """
 
     name: str
     parameter: nn.Parameter
-    view: torch.Tensor
-    make: Callable[[torch.Tensor], torch.Tensor] | None
-    dtype: torch.dtype
+    parts: list[torch.Tensor]
+    recipe: Recipe
+
+    @property
+    def is_made(self) -> bool:
+        return self.recipe.make is not None
 
     def data(self) -> torch.Tensor:
         """Return what the parameter has for data while it is away: its place, or one element that is seen everywhere."""
-        if self.make is None:
-            return self.view
-        return torch.zeros((), dtype=self.dtype).expand(self.parameter.shape)
+        if not self.is_made:
+            return self.parts[0]
+        return torch.zeros((), dtype=self.recipe.dtype).expand(self.parameter.shape)
 
 
 class GroupWeights:
@@ -136,7 +139,7 @@ class GroupWeights:
 
     @property
     def _makes(self) -> bool:
-        return any(weight.make is not None for weight in self.weights)
+        return any(weight.is_made for weight in self.weights)
 
     def _note_first_use(self) -> None:
         """All pages are in memory and leased. Those that stay keep that lease; the next access is what is streamed."""
@@ -152,14 +155,14 @@ class GroupWeights:
                     f"parameter {weight.name} requires a gradient, but {FOR_INFERENCE}: to train it, build the model in memory "
                     "and use swapper.SwapManager"
                 )
-            if weight.make is not None:
-                with torch.inference_mode(False):
-                    weight.parameter.data = weight.make(weight.view)
+            if weight.is_made:
+                with torch.inference_mode(False), torch.no_grad():
+                    weight.parameter.data = weight.recipe.from_parts(weight.parts)
         self._versions = [weight.parameter._version for weight in self.weights]
 
     def _chill(self) -> None:
         for weight in self.weights:
-            if weight.make is not None:
+            if weight.is_made:
                 with torch.inference_mode(False):
                     set_warm(weight.parameter)
                     weight.parameter.data = weight.data()

@@ -1,0 +1,139 @@
+"""Tensors without data that remember how they were made, so that somebody else's loader can say what to read.
+
+A library that loads checkpoints renames, casts, stacks and splits what it finds. It is given `Traced` tensors, on the meta
+device, in place of the checkpoint's; what it then puts into the model says from which stored tensors, and by which operations of
+torch, each parameter comes. Those operations are done again on the real bytes whenever the parameter is used: most often there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.sources import StoredTensor
+from swapper.errors import UnsupportedError
+from swapper.infer.matching import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A stored tensor, or result number `index` of a function of other nodes (in place of tensors in its arguments)."""
+
+    stored: StoredTensor | None = None
+    function: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    index: int | None = None
+
+
+class Traced(torch.Tensor):
+    """A tensor on the meta device that remembers how it was made."""
+
+    node: Node
+
+    @staticmethod
+    def wrap(tensor: torch.Tensor, node: Node) -> Traced:
+        traced = torch.Tensor._make_subclass(Traced, tensor, tensor.requires_grad)
+        traced.node = node
+        return traced
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> Traced:
+        return cls.wrap(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), Node(stored=stored))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = _without_device(kwargs or {})
+        arguments = tuple(a for a in args if not isinstance(a, torch.device)) if func is torch.Tensor.to else args
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
+        name = getattr(func, "__name__", "")
+        if isinstance(result, torch.Tensor):
+            return cls._result(func, name, arguments, options, result, None)
+        if isinstance(result, tuple | list) and any(isinstance(item, torch.Tensor) for item in result):
+            return type(result)(cls._result(func, name, arguments, options, r, i) for i, r in enumerate(result))
+        return result
+
+    @classmethod
+    def _result(
+        cls, func: Callable[..., Any], name: str, args: Any, options: dict[str, Any], result: torch.Tensor, index: Any
+    ) -> torch.Tensor:
+        first = args[0] if args and isinstance(args[0], Traced) else None
+        if first is not None and _is_same(func, name, args, first, result):
+            return result if result is first else cls.wrap(result, first.node)
+        if name.endswith("_") and not name.endswith("__"):
+            raise UnsupportedError(f"a checkpoint's tensor would be changed in place by {name} while it is loaded")
+        node = Node(
+            None, _cast if func is torch.Tensor.to else func, _nodes(args), tuple(_nodes(options).items()), index
+        )
+        return cls.wrap(result, node)
+
+
+def recipe_of(traced: Traced) -> Recipe:
+    """Return how `traced` comes out of its stored tensors."""
+    if traced.node.stored is not None:
+        return Recipe((traced.node.stored,), None, traced.dtype)
+    leaves: dict[int, StoredTensor] = {}
+    _collect(traced.node, leaves)
+    numbers = {key: number for number, key in enumerate(leaves)}
+    node = traced.node
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype)
+
+
+def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tensor) -> bool:
+    """Whether the result has the same values as the first argument."""
+    if result is first or name in ("detach", "requires_grad_", "clone", "alias", "contiguous", "cpu"):
+        return result.stride() == first.stride()
+    if func is torch.Tensor.to:
+        return result.dtype == first.dtype
+    if name == "__getitem__":
+        return args[1] is Ellipsis
+    return name == "__get__" and result.shape == first.shape and result.dtype == first.dtype  # .data
+
+
+def _cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """`tensor.to` without a device: where it is, is decided by somebody else."""
+    dtype = next((a for a in (*args, options.get("dtype")) if isinstance(a, torch.dtype)), tensor.dtype)
+    return tensor.to(dtype)
+
+
+def _without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("device", "non_blocking")}
+
+
+def _nodes(tree: Any) -> Any:
+    if isinstance(tree, Traced):
+        return tree.node
+    if isinstance(tree, list | tuple):
+        return type(tree)(_nodes(item) for item in tree)
+    return {key: _nodes(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
+    if isinstance(tree, Node):
+        if tree.stored is not None:
+            leaves.setdefault(id(tree.stored), tree.stored)
+        _collect((tree.arguments, tree.options), leaves)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            _collect(item, leaves)
+
+
+def _replay(tree: Any, parts: Sequence[torch.Tensor], numbers: dict[int, int], done: dict[int, Any]) -> Any:
+    """Do the operations again, on the parts."""
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replay(item, parts, numbers, done) for item in tree)
+    if not isinstance(tree, Node):
+        return tree
+    if tree.stored is not None:
+        return parts[numbers[id(tree.stored)]]
+    if id(tree) not in done and tree.function is not None:
+        arguments = _replay(tree.arguments, parts, numbers, done)
+        result = tree.function(*arguments, **dict(_replay(tree.options, parts, numbers, done)))
+        done[id(tree)] = result if tree.index is None else result[tree.index]
+    return done[id(tree)]

@@ -1,0 +1,109 @@
+"""Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget.
+
+transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained` is run on
+tensors without data that remember where they come from (swapper.infer.tracing). Renamed keys, tied weights, dtypes, buffers that are not
+in the checkpoint and the report of missing keys are therefore its own; bytes are read by swapper, in place.
+
+    model = from_pretrained(AutoModelForCausalLM, "path/to/model", host_memory="4GiB")
+    model.generate(...)
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.checkpoint.sources import open_source
+from swapper.config import parse_host_memory
+from swapper.errors import UnsupportedError
+from swapper.infer.adoption import Places
+from swapper.infer.loaded import load_matched
+from swapper.infer.matching import BufferPlace, Match, Weight, check_values
+from swapper.infer.tracing import Traced, recipe_of
+
+
+def from_pretrained(
+    cls: Any,
+    path: str | os.PathLike[str],
+    *,
+    host_memory: int | str = "auto",
+    config: Any = None,
+    dtype: torch.dtype | str = "auto",
+    backend: str = "auto",
+    **options: Any,
+) -> Any:
+    """Return a model as `cls.from_pretrained(path)` does, in evaluation mode, but with its weights read from `path` as needed.
+
+    Args:
+        cls: a model class of transformers, or an auto class (AutoModelForCausalLM).
+        path: a directory with config.json and weights; or a file of weights, with `config` given.
+        host_memory: bytes, or "4GiB": see swapper.load.
+        config: the model's configuration, where it shall not be read from `path`.
+        dtype: "auto" is the checkpoint's; another one is converted to as weights come in.
+        backend: of the I/O engine.
+        options: for `cls.from_pretrained`, as attn_implementation="sdpa".
+
+    Raises:
+        As swapper.load; and what transformers raises.
+    """
+    source = open_source(path)
+    if config is None:
+        config = _read_config(cls, path)
+    model_class = _model_class(cls, config)
+    traced = {name: Traced.of(stored) for name, stored in source.tensors.items()}
+    model: nn.Module = model_class.from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
+    model.config.name_or_path = str(path)  # type: ignore[union-attr]
+    _read_generation_config(model, path)
+    budget_bytes = parse_host_memory(host_memory)
+    return load_matched(model, source, _take_out(model), budget_bytes, backend)
+
+
+def _read_config(cls: Any, path: str | os.PathLike[str]) -> Any:
+    from transformers import AutoConfig
+
+    reader = getattr(cls, "config_class", None) or AutoConfig
+    return reader.from_pretrained(path, local_files_only=True)
+
+
+def _model_class(cls: Any, config: Any) -> Any:
+    mapping = getattr(cls, "_model_mapping", None)
+    if mapping is None:
+        return cls
+    if type(config) not in mapping:
+        raise UnsupportedError(f"{cls.__name__} has no model for a {type(config).__name__}: name the model's class")
+    found = mapping[type(config)]
+    if not isinstance(found, tuple):
+        return found
+    named = [model_class for model_class in found if model_class.__name__ in (config.architectures or ())]
+    return (named or found)[0]
+
+
+def _read_generation_config(model: Any, path: str | os.PathLike[str]) -> None:
+    if model.can_generate() and Path(path, "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+
+
+def _take_out(model: nn.Module) -> Match:
+    """Return how the model's traced tensors come out of the checkpoint, and put plain tensors without data in their places."""
+    places = Places(model)
+    weights, buffers = [], []
+    for name, parameter in list(model.named_parameters()):
+        if isinstance(parameter, Traced):
+            plain = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+            )
+            places.replace(parameter, plain)
+            weights.append(Weight(name, plain, recipe_of(parameter)))
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, Traced):
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+                buffers.append(BufferPlace(module, name, recipe_of(buffer)))
+    check_values(model, {id(weight.parameter) for weight in weights}, buffers)
+    return Match(weights, buffers)

@@ -1,0 +1,154 @@
+"""Models of the transformers library with their weights on NVMe: what they give is what they give in memory, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    T5Config,
+    ViTConfig,
+    WhisperConfig,
+)
+
+import swapper
+from swapper.integrations.transformers import from_pretrained
+
+VOCABULARY = 1024
+DECODER = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 256,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+BERT = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+T5 = {
+    "vocab_size": VOCABULARY, "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+VIT = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+WHISPER = {
+    "vocab_size": VOCABULARY, "d_model": 256, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "max_source_positions": 32,
+    "max_target_positions": 64, "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+def tokens():
+    return {"input_ids": torch.arange(24).view(2, 12) * 31 % (VOCABULARY - 2) + 2}
+
+
+def audio():
+    torch.manual_seed(1)
+    return {"input_features": torch.randn(1, 16, 64), "decoder_input_ids": tokens()["input_ids"][:1]}
+
+
+ARCHITECTURES = {
+    "Llama": ("LlamaForCausalLM", LlamaConfig(**DECODER), tokens),
+    "Llama tied": ("LlamaForCausalLM", LlamaConfig(**DECODER, tie_word_embeddings=True), tokens),
+    "Mistral": ("MistralForCausalLM", MistralConfig(**DECODER, sliding_window=8), tokens),
+    "Qwen2": ("Qwen2ForCausalLM", Qwen2Config(**DECODER), tokens),
+    "Qwen3": ("Qwen3ForCausalLM", Qwen3Config(**DECODER, head_dim=64), tokens),
+    "GPT-2": ("GPT2LMHeadModel", GPT2Config(**GPT2), tokens),
+    "Mixtral": ("MixtralForCausalLM", MixtralConfig(**DECODER, num_local_experts=4, num_experts_per_tok=2), tokens),
+    "BERT": ("BertModel", BertConfig(**BERT), tokens),
+    "BERT for masked tokens": ("BertForMaskedLM", BertConfig(**BERT), tokens),
+    "T5": (
+        "T5ForConditionalGeneration",
+        T5Config(**T5),
+        lambda: {**tokens(), "decoder_input_ids": tokens()["input_ids"][:, :5]},
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        ViTConfig(**VIT),
+        lambda: {"pixel_values": torch.linspace(-1, 1, 3072).view(1, 3, 32, 32)},
+    ),
+    "Whisper": ("WhisperForConditionalGeneration", WhisperConfig(**WHISPER), audio),
+}
+GENERATING = ["Llama", "Llama tied", "Mistral", "Qwen2", "Qwen3", "GPT-2", "Mixtral", "T5", "Whisper"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """By architecture: a directory with the model as the library saves it."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            class_name, config, _ = ARCHITECTURES[name]
+            torch.manual_seed(0)
+            made[name] = tmp_path_factory.mktemp("model")
+            getattr(transformers, class_name)(config).save_pretrained(made[name])
+        return made[name]
+
+    return make
+
+
+def tensors(output):
+    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+
+
+def smallest(cls, folder, **options):
+    """Load with the least budget that the library says is enough."""
+    with pytest.raises(swapper.BudgetError) as refusal:
+        from_pretrained(cls, folder, host_memory=1 << 20, **options)
+    least = int(str(refusal.value).split("(")[1].split(" bytes")[0])
+    return from_pretrained(cls, folder, host_memory=least, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_outputs_are_those_in_memory(folders, name, dtype):
+    class_name, _, inputs = ARCHITECTURES[name]
+    cls, folder = getattr(transformers, class_name), folders(name)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs().items()}
+    reference = cls.from_pretrained(folder, dtype=dtype)
+    model = smallest(cls, folder, dtype=dtype)
+    loaded = swapper.loaded(model)
+    with torch.no_grad():
+        expected = tensors(reference(**batch))
+        for _ in range(3):
+            found = tensors(model(**batch))
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[key], expected[key]) for key in expected)
+    if dtype == torch.float32:  # in bf16 the files' fp32 is converted on the way in
+        assert loaded.read_bytes_a_pass > 0.3 * sum(p.nbytes for p in reference.parameters())
+    loaded.unload()
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_what_is_generated_is_what_is_generated_in_memory(folders, name):
+    class_name, _, inputs = ARCHITECTURES[name]
+    cls, folder = getattr(transformers, class_name), folders(name)
+    batch = {key: value for key, value in inputs().items() if key != "decoder_input_ids"}
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": 1}
+    expected = cls.from_pretrained(folder).generate(**batch, **options)
+    model = smallest(cls, folder)
+    assert torch.equal(model.generate(**batch, **options), expected)
+    swapper.loaded(model).unload()
