@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, round_up
-from swapper.infer.matching import Match, Weight
+from swapper.infer.matching import Match, Recipe, Weight
+from swapper.infer.rows import can_look_up
 from swapper.infer.runs import Run, plan_runs
 from swapper.modules.groups import Group, Unit, by_module
 
+SLOTS_BYTES = 256 << 10
+LEAST_STAGING_BYTES = 1 << 20
+MOST_STAGING_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 """A tensor of at most this size always stays in memory: a page of its own would waste a frame, a read of its own time."""
 
@@ -24,6 +30,11 @@ class StreamedGroup:
     index: int
     weights: list[Weight] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
+
+    @property
+    def needs_slots(self) -> bool:
+        """Whether a run lies where a drive may not be able to put it by itself."""
+        return any(run.file_offset % SECTOR_BYTES for run in self.runs)
 
     @property
     def made_bytes(self) -> int:
@@ -41,6 +52,7 @@ class Blueprint:
         working_sets: for each unit, the groups that are leased while it runs: its own and those of the units around it.
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
+        lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
     """
 
     groups: list[StreamedGroup]
@@ -49,6 +61,18 @@ class Blueprint:
     small: list[Weight]
     small_runs: list[Run]
     buffer_bytes: int
+    lookups: list[tuple[nn.Embedding, Recipe]] = field(default_factory=list)
+
+    @cached_property
+    def used_groups(self) -> set[int]:
+        """Groups that some unit's forward needs as a whole."""
+        return {group for unit in self.units for group in unit.groups}
+
+    @property
+    def runs_of_used(self) -> list[list[int]]:
+        """Sizes of the runs of each group, none for those that are not used as a whole."""
+        used = self.used_groups
+        return [[run.nbytes for run in group.runs] if group.index in used else [] for group in self.groups]
 
     @property
     def fixed_bytes(self) -> int:
@@ -56,6 +80,12 @@ class Blueprint:
         small = sum(round_up(run.nbytes, SECTOR_BYTES) for run in self.small_runs)
         made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
         return small + sum(weight.made_bytes for weight in self.small) + made + self.buffer_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Slots of the engine."""
+        most = MOST_STAGING_BYTES if any(group.needs_slots for group in self.groups) else LEAST_STAGING_BYTES
+        return min(most, max(SLOTS_BYTES, round_up(self.streamed_bytes // 32, SLOTS_BYTES)))
 
     @property
     def streamed_bytes(self) -> int:
@@ -77,6 +107,20 @@ def draw(model: nn.Module, matched: Match) -> Blueprint:
         plan_runs([part for weight in small for part in weight.recipe.parts]),
         sum(place.recipe.stored_bytes for place in matched.buffers),
     )
+
+
+def with_lookups(blueprint: Blueprint) -> Blueprint:
+    """Return a blueprint in which embeddings look up rows instead of having their tables in memory."""
+    lookups: list[tuple[nn.Embedding, Recipe]] = []
+    units = []
+    for unit in blueprint.units:
+        weights = [weight for group in unit.groups for weight in blueprint.groups[group].weights]
+        of_module = [w for w in weights if w.parameter is unit.module._parameters.get("weight")]
+        if of_module and can_look_up(unit.module, of_module[0].recipe):
+            lookups.append((cast(nn.Embedding, unit.module), of_module[0].recipe))
+            unit = replace(unit, groups=())
+        units.append(unit)
+    return replace(blueprint, units=units, working_sets=_working_sets(units), lookups=lookups)
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:

@@ -20,22 +20,19 @@ from torch import nn
 
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
-from swapper.core.layout import round_up
 from swapper.errors import InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
-from swapper.infer.blueprint import Blueprint, draw
+from swapper.infer.blueprint import Blueprint, draw, with_lookups
 from swapper.infer.hooks import Hooks
 from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
 from swapper.infer.placement import Placement, place
+from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.interrupts import held_back
 from swapper.stats import Stats
 
 log = logging.getLogger("swapper")
-
-STAGING_BYTES = 8 << 20
-"""Slots of the engine, for reads that the drive cannot put where they are wanted."""
 
 _loaded: weakref.WeakKeyDictionary[nn.Module, LoadedModel] = weakref.WeakKeyDictionary()
 
@@ -82,16 +79,17 @@ def load(
 def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes: int, backend: str) -> nn.Module:
     """As `load`, for whoever has found out by itself which parameter gets which tensors."""
     blueprint = draw(model, matched)
-    staging_bytes = min(STAGING_BYTES, max(256 << 10, round_up(budget_bytes // 64, 4096)))
+    if blueprint.fixed_bytes + blueprint.staging_bytes + blueprint.streamed_bytes > budget_bytes:
+        blueprint = with_lookups(blueprint)
     placement = place(
         budget_bytes,
-        blueprint.fixed_bytes + staging_bytes,
-        [[run.nbytes for run in group.runs] for group in blueprint.groups],
+        blueprint.fixed_bytes + blueprint.staging_bytes,
+        blueprint.runs_of_used,
         blueprint.working_sets,
         [unit.name or type(model).__name__ for unit in blueprint.units],
     )
     with torch.inference_mode(False), torch.no_grad(), held_back:
-        _loaded[model] = LoadedModel(model, source, blueprint, matched.buffers, placement, staging_bytes, backend)
+        _loaded[model] = LoadedModel(model, source, blueprint, matched.buffers, placement, backend)
     return model
 
 
@@ -123,7 +121,6 @@ class LoadedModel:
         blueprint: Blueprint,
         buffers: list[BufferPlace],
         placement: Placement,
-        staging_bytes: int,
         backend: str,
     ) -> None:
         self._model = weakref.ref(model)
@@ -143,7 +140,7 @@ class LoadedModel:
             resident_bytes=blueprint.fixed_bytes,
             state_bytes=blueprint.fixed_bytes + blueprint.streamed_bytes,
         )
-        self._streaming = Streaming(source, blueprint, placement, staging_bytes, backend, self._stats)
+        self._streaming = Streaming(source, blueprint, placement, backend, self._stats)
         self._cycle = self._streaming.cycle
         try:
             buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
@@ -173,7 +170,8 @@ class LoadedModel:
     def read_bytes_a_pass(self) -> int:
         """What a pass over all weights reads from the files, after the first, which reads everything."""
         pages = {page.index: page for sections in self._streaming.sections for s in sections for page in s.pages}
-        return sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages)
+        used = {index for access in self._cycle for index in access.pages}
+        return sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages if index in used)
 
     def unload(self) -> None:
         """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""
@@ -192,6 +190,7 @@ class LoadedModel:
                 empty(Places(model), [*paged, *self._small])
                 for module in model.modules():
                     module.__dict__.pop("_apply", None)
+                    stop_looking_up(module)
                 _loaded.pop(model, None)
             self._mappings.clear()
             self._streaming.close()
@@ -235,6 +234,7 @@ class LoadedModel:
     def _adopt(self, model: nn.Module, blueprint: Blueprint, placement: Placement) -> None:
         """Give every loaded parameter its place."""
         places = Places(model)
+        used = blueprint.used_groups
         located = locate(blueprint.small_runs, self._streaming.small, blueprint.small)
         for weight, parts in zip(blueprint.small, located, strict=True):
             self._small.append(adopt(places, weight, weight.recipe.from_parts(parts)))
@@ -248,8 +248,10 @@ class LoadedModel:
                 self._recipes[id(paged.parameter)] = weight.recipe
                 weights.append(paged)
             pages = [page.index for section in sections for page in section.pages]
-            kept = pages[: max(len(pages) - placement.streamed, 0)]
+            kept = pages[: max(len(pages) - placement.streamed, 0)] if group.index in used else []
             self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
+        for embedding, recipe in blueprint.lookups:
+            look_up_by_rows(embedding, recipe, self._streaming.read_part)
         for name, module in model.named_modules():
             module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
 

@@ -31,11 +31,13 @@ class Recipe:
         parts: the stored tensors that it consists of.
         make: what gives it from `parts`; None where it is the only one of them.
         dtype: of what comes out.
+        is_cast: `make` does nothing but convert the one part to `dtype`.
     """
 
     parts: tuple[StoredTensor, ...]
     make: Make | None
     dtype: torch.dtype
+    is_cast: bool = False
 
     @property
     def stored_bytes(self) -> int:
@@ -130,7 +132,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
 def _recipe(stored: StoredTensor, dtype: torch.dtype | None) -> Recipe:
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
         return Recipe((stored,), None, stored.dtype)
-    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype)
+    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, is_cast=True)
 
 
 def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:

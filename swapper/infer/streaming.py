@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.sources import Source
+from swapper.checkpoint.sources import Source, StoredTensor
 from swapper.core.layout import SectionPlan
 from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager
@@ -39,7 +39,6 @@ class Streaming:
         source: Source,
         blueprint: Blueprint,
         placement: Placement,
-        staging_bytes: int,
         backend: str,
         stats: Stats,
     ) -> None:
@@ -51,7 +50,7 @@ class Streaming:
         self.cycle = [
             Access(("param", group), tuple(page.index for section in sections for page in section.pages))
             for group, sections in enumerate(self.sections)
-            if sections
+            if sections and group in blueprint.used_groups
         ]
         self._source = source
         self._memory = HostMemory()
@@ -61,7 +60,7 @@ class Streaming:
         try:
             everything = [*self.small, *(section for sections in self.sections for section in sections)]
             arena, pool_offset = self._memory.attach(everything, placement.pool_bytes)
-            self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=staging_bytes)
+            self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
             self._files = WeightFiles(self.engine, source.stamps)
             for group, sections in zip(blueprint.groups, self.sections, strict=True):
                 for run, section in zip(group.runs, sections, strict=True):
@@ -97,6 +96,12 @@ class Streaming:
             ticket.wait()
         parts = iter(tensors)
         return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
+
+    def read_part(self, stored: StoredTensor, offset: int, address: int, nbytes: int) -> Any:
+        """Submit a read of some bytes of a stored tensor; returns its ticket."""
+        if self._files is None:
+            raise InvariantError("the files are asked for before they were opened")
+        return self._files.read_into(stored.path, stored.offset + offset, address, nbytes)
 
     def describe(self) -> str:
         """Say how transfers are done, for the log."""

