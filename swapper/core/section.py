@@ -103,6 +103,10 @@ class Section:
         self._memory = memory
         self._window = window
 
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._memory = self._window = None
+
     @property
     def memory(self) -> torch.Tensor:
         if self._memory is None:

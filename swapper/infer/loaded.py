@@ -34,7 +34,8 @@ from swapper.stats import Stats
 
 log = logging.getLogger("swapper")
 
-_loaded: weakref.WeakKeyDictionary[nn.Module, LoadedModel] = weakref.WeakKeyDictionary()
+KEY = "_swapper_loaded"
+"""Where in a model's `__dict__` its LoadedModel is: a model that is forgotten takes it along."""
 
 
 def load(
@@ -89,14 +90,14 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes:
         [unit.name or type(model).__name__ for unit in blueprint.units],
     )
     with torch.inference_mode(False), torch.no_grad(), held_back:
-        _loaded[model] = LoadedModel(model, source, blueprint, matched.buffers, placement, backend)
+        model.__dict__[KEY] = LoadedModel(model, source, blueprint, matched.buffers, placement, backend)
     return model
 
 
 def loaded(model: nn.Module) -> LoadedModel:
     """Return what belongs to a model that `load` returned: its figures, and `unload`."""
-    found = _loaded.get(model)
-    if found is None:
+    found = model.__dict__.get(KEY)
+    if not isinstance(found, LoadedModel):
         raise StateError("this model was not loaded by swapper.load, or is unloaded")
     return found
 
@@ -191,9 +192,11 @@ class LoadedModel:
                 for module in model.modules():
                     module.__dict__.pop("_apply", None)
                     stop_looking_up(module)
-                _loaded.pop(model, None)
+                model.__dict__.pop(KEY, None)
             self._mappings.clear()
             self._streaming.close()
+            self._hooks = None
+            self._groups, self._small = [], []  # their tensors keep memory and files
 
     def __enter__(self) -> LoadedModel:
         return self

@@ -45,8 +45,9 @@ class Streaming:
         self._small_runs = (
             blueprint.small_runs
         )  # and not the blueprint, which has the modules: nothing here may keep them
+
         self.sections, pages = _paged_sections(blueprint, placement.page_bytes)
-        self.small = [_section(0, run, None, 0) for run in blueprint.small_runs]
+        self.small: list[Section] = [_section(0, run, None, 0) for run in blueprint.small_runs]
         self.cycle = [
             Access(("param", group), tuple(page.index for section in sections for page in section.pages))
             for group, sections in enumerate(self.sections)
@@ -116,6 +117,9 @@ class Streaming:
         if self._files is not None:
             self._files.close()
         self._memory.close()
+        for section in (*self.small, *(section for sections in self.sections for section in sections)):
+            section.detach()
+        self.sections, self.small, self._pager = [], [], None
 
 
 def _paged_sections(blueprint: Blueprint, page_bytes: int) -> tuple[list[list[Section]], list[Page]]:

@@ -1,0 +1,326 @@
+"""What a user may do to a model that was loaded by swapper.load, and what comes of it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import swapper
+from infer.test_load import CONFIG, TOKENS, make, on_meta
+from swapper.cli.gpt import Gpt
+
+BUDGET = "6MiB"
+
+
+@pytest.fixture
+def reference():
+    return make()
+
+
+@pytest.fixture
+def path(tmp_path, reference):
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def model(path):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    yield model
+    if not model.head.weight.is_meta:
+        swapper.loaded(model).unload()
+
+
+def run(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def descriptors():
+    return sum(1 for entry in Path("/proc/self/fd").iterdir() if "model.safetensors" in os.path.realpath(entry))
+
+
+def test_unloading_gives_files_hooks_and_memory_back(path, reference):
+    run(swapper.load(on_meta(), path, host_memory=BUDGET))
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("swapper-arena")
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    assert torch.equal(run(model), run(reference))
+    with swapper.loaded(model) as loaded:
+        assert descriptors() > 0
+        assert loaded.stats.bytes_read > 0
+    assert descriptors() == 0
+    assert Path("/proc/self/maps").read_text().count("swapper-arena") == maps
+    assert all(p.is_meta for p in model.parameters())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    with pytest.raises(swapper.StateError, match=r"not loaded by swapper\.load"):
+        swapper.loaded(model)
+    assert torch.equal(run(swapper.load(model, path, host_memory=BUDGET)), run(reference))
+
+
+def test_a_model_that_is_forgotten_goes_with_all_that_it_had(path):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    run(model)
+    ghost = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ghost() is None
+    assert descriptors() == 0
+
+
+def test_a_model_on_the_cpu_keeps_its_parameter_objects(path, reference):
+    torch.manual_seed(1)
+    model = Gpt(CONFIG).eval()
+    parameters = list(model.parameters())
+    swapper.load(model, path, host_memory=BUDGET)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert torch.equal(run(model), run(reference))
+    swapper.loaded(model).unload()
+
+
+def test_state_dict_maps_the_file_and_reads_nothing(model, reference):
+    swapper.loaded(model)._streaming.engine.drain()  # of what is read ahead
+    before = swapper.loaded(model).stats.bytes_read
+    state = model.state_dict()
+    assert state.keys() == reference.state_dict().keys()
+    assert swapper.loaded(model).stats.bytes_read == before
+    for name, tensor in reference.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_writing_into_the_state_dict_does_not_change_the_file(model, path, reference):
+    content = path.read_bytes()
+    model.state_dict()["head.weight"].zero_()
+    assert path.read_bytes() == content
+    assert torch.equal(run(model), run(reference))
+
+
+@pytest.mark.parametrize(
+    "move", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.to("meta"), lambda m: m.head.double()]
+)
+def test_moving_is_refused_and_changes_nothing(model, reference, move):
+    with pytest.raises(swapper.StateError, match="cannot be moved or converted"):
+        move(model)
+    assert torch.equal(run(model), run(reference))
+
+
+def test_touching_a_weight_that_is_away_is_an_error(model):
+    with pytest.raises(swapper.ColdParameterError, match=r"head\.weight is away.*state_dict"):
+        model.head.weight.sum()
+
+
+def test_training_is_refused(model, reference):
+    model.head.weight.requires_grad_(True)
+    with pytest.raises(swapper.StateError, match=r"swapper\.SwapManager"):
+        model(TOKENS)
+    model.head.weight.requires_grad_(False)
+    assert torch.equal(run(model), run(reference))
+
+
+def test_a_gradient_to_an_input_is_refused(model):
+    hidden = torch.randn(1, 4, CONFIG.width, requires_grad=True)
+    with pytest.raises(swapper.StateError, match=r"gradient would have to flow.*swapper\.SwapManager"):
+        model.layers[0](hidden)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_every_mode_of_autograd_gives_the_same(model, reference, mode):
+    expected = run(reference)
+    for _ in range(2):
+        with mode():
+            assert torch.equal(model(TOKENS), expected)
+
+
+def test_parts_of_a_model_run_by_themselves(model, reference):
+    hidden = torch.randn(1, 4, CONFIG.width)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model.layers[2](hidden), reference.layers[2](hidden))
+            assert torch.equal(model.head(hidden), reference.head(hidden))
+
+
+def test_threads_take_turns(model, reference):
+    expected = run(reference)
+    found = []
+
+    def work():
+        for _ in range(4):
+            found.append(torch.equal(run(model), expected))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 16
+
+
+def test_an_exception_in_a_forward_leaves_nothing_behind(model, reference):
+    def fail(module, args):
+        raise ValueError("from outside")
+
+    handle = model.layers[3].mlp_out.register_forward_pre_hook(fail)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="from outside"):
+            run(model)
+    handle.remove()
+    assert torch.equal(run(model), run(reference))
+
+
+def test_an_interrupt_in_a_forward_leaves_nothing_behind(model, reference):
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    handle = model.layers[3].mlp_out.register_forward_pre_hook(interrupt)
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            run(model)
+    handle.remove()
+    with torch.no_grad():
+        hidden = torch.randn(1, 4, CONFIG.width)
+        assert torch.equal(
+            model.layers[1](hidden), reference.layers[1](hidden)
+        )  # not the whole model: still no stale leases
+    assert torch.equal(run(model), run(reference))
+
+
+def test_a_file_that_changes_is_noticed_at_the_next_pass(model, path):
+    run(model)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(swapper.CheckpointError, match="was changed while its weights are in use"):
+        run(model)
+
+
+def test_a_weight_that_the_forward_changes_is_an_error(tmp_path):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Embedding(4096, 256, max_norm=0.5), nn.Linear(256, 8192))
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(4096, 256, max_norm=0.5), nn.Linear(256, 8192))
+    swapper.load(model, tmp_path / "model.safetensors", host_memory="11MiB")
+    with pytest.raises(swapper.StateError, match=r"0\.weight was changed in a forward"):
+        model(torch.arange(4))
+
+
+def test_a_budget_below_the_largest_module_says_what_is_needed(path):
+    with pytest.raises(swapper.BudgetError, match="this model needs at least") as refusal:
+        swapper.load(on_meta(), path, host_memory="1MiB")
+    least = int(str(refusal.value).split("(")[1].split(" bytes")[0])
+    model = swapper.load(on_meta(), path, host_memory=least)
+    assert torch.equal(run(model), run(make()))
+    swapper.loaded(model).unload()
+
+
+def test_a_model_can_be_loaded_once_only(model, path):
+    with pytest.raises(swapper.StateError, match="paged already"):
+        swapper.load(model, path, host_memory=BUDGET)
+
+
+# --- names, shapes, dtypes --------------------------------------------------------------------------------------------
+
+
+def small():
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+
+def test_missing_and_unexpected_names_are_listed(tmp_path):
+    state = small().state_dict()
+    state["extra"] = state.pop("0.bias")
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(swapper.CheckpointError, match=r"missing: 0\.bias; unexpected: extra"):
+        swapper.load(small(), tmp_path / "model.safetensors", host_memory="8MiB")
+    model = small()
+    bias = model[0].bias.detach().clone()
+    swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", strict=False)
+    assert torch.equal(model[0].bias, bias)
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(swapper.UnsupportedError, match=r"0\.bias is not in the checkpoint"):
+        swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", strict=False)
+
+
+@pytest.mark.parametrize("rename", [{"extra": "0.bias"}, lambda name: {"extra": "0.bias"}.get(name, name)])
+def test_names_can_be_mapped(tmp_path, rename):
+    reference = small().eval()
+    reference[1].running_mean.normal_()
+    state = reference.state_dict()
+    state["extra"] = state.pop("0.bias")
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = small().eval()
+    swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", rename=rename)
+    x = torch.randn(3, 4)
+    assert torch.equal(model(x), reference(x))
+    assert model[1].num_batches_tracked.item() == 0
+
+
+def test_another_shape_is_refused(tmp_path):
+    save_file({**small().state_dict(), "0.weight": torch.zeros(4, 5)}, tmp_path / "model.safetensors")
+    with pytest.raises(swapper.CheckpointError, match=r"0\.weight has the shape \[4, 4\] in the model and \[4, 5\]"):
+        swapper.load(small(), tmp_path / "model.safetensors", host_memory="8MiB")
+
+
+@pytest.mark.parametrize("stored, used", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_weights_are_converted_on_the_way_in(tmp_path, stored, used):
+    reference = make(stored)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    model = swapper.load(on_meta(), tmp_path / "model.safetensors", host_memory="8MiB", dtype=used)
+    assert swapper.loaded(model).read_bytes_a_pass > 0
+    reference = reference.to(used)
+    for _ in range(3):
+        assert torch.equal(run(model), run(reference))
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in reference.state_dict().items())
+    swapper.loaded(model).unload()
+
+
+def test_tied_weights_stay_tied(tmp_path):
+    torch.manual_seed(0)
+    reference = Gpt(CONFIG).eval()
+    reference.head.weight = reference.token_embedding.weight
+    state = reference.state_dict()
+    del state["head.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Gpt(CONFIG).eval()
+        model.head.weight = model.token_embedding.weight
+    swapper.load(model, tmp_path / "model.safetensors", host_memory=BUDGET)
+    assert model.head.weight is model.token_embedding.weight
+    for _ in range(3):
+        assert torch.equal(run(model), run(reference))
+    swapper.loaded(model).unload()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_torch_checkpoint_is_read_in_place(tmp_path, reference, nested):
+    torch.save(
+        {"model": reference.state_dict(), "step": 3} if nested else reference.state_dict(), tmp_path / "model.pt"
+    )
+    model = swapper.load(on_meta(), tmp_path / "model.pt", host_memory=BUDGET, strict=not nested)
+    assert swapper.loaded(model).read_bytes_a_pass > 0
+    for _ in range(3):
+        assert torch.equal(run(model), run(reference))
+    swapper.loaded(model).unload()
+
+
+def test_a_transposed_weight_of_a_torch_checkpoint_is_a_view(tmp_path):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    reference[0].weight = nn.Parameter(reference[0].weight.detach().t().contiguous().t())
+    torch.save(reference.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    swapper.load(model, tmp_path / "model.pt", host_memory="4MiB")
+    x = torch.randn(3, 512)
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    assert model[0].weight.stride() == (1, 512)
+    swapper.loaded(model).unload()
