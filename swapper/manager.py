@@ -7,6 +7,7 @@ waits for all transfers; engine; files; arenas; lock. Tensors that still alias a
 
 from __future__ import annotations
 
+import atexit
 import copy
 import logging
 import os
@@ -23,7 +24,10 @@ from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
 from swapper.checkpoint.committer import Committer
 from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
+from swapper.checkpoint.retention import Retention
+from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.snapshot import Publisher
+from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
 from swapper.core.budget import Budget
 from swapper.core.memory import HostMemory, return_free_memory
@@ -62,8 +66,16 @@ class SwapManager:
         commit_every: after how many steps the run can be gone on from, whatever kills it. "free": each step where that
             costs no extra write, that is where parameters and optimizer state live on NVMe, else never; a number: every so
             many steps, writing what is in memory too; None: never.
+        crash_resume: False takes half the space, one file that is written in place: the run is never committed, and cannot be
+            gone on from but from a snapshot.
         fsync: commits survive a power loss too.
+        rng: commits and snapshots hold the states of the random number generators (Python's, torch's, NumPy's) as of the
+            end of their step, and a run that goes on puts them back in `offload`.
         backend: how transfers are made: "auto", "uring" or "threads".
+
+    Attributes:
+        extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
+            snapshot, and there again in a run that goes on.
 
     Raises:
         ConfigError: an option is not known.
@@ -77,15 +89,21 @@ class SwapManager:
         *,
         resume: str = "error",
         commit_every: str | int | None = "free",
+        crash_resume: bool = True,
         fsync: bool = False,
+        rng: bool = False,
         backend: str = "auto",
     ) -> None:
         self._host_bytes = parse_host_memory(host_memory)
         parse_choice(resume, "resume", RESUME_CHOICES)
         if commit_every is not None and commit_every != "free" and (type(commit_every) is not int or commit_every < 1):
             raise ConfigError(f"commit_every={commit_every!r} is not known: use 'free', a number of steps, or None")
-        self._commit_every = commit_every
+        if not crash_resume and commit_every not in ("free", None):
+            raise ConfigError(f"commit_every={commit_every!r} needs crash_resume=True: leave one of them out")
+        self._commit_every = commit_every if crash_resume else None
         self._fsync = fsync
+        self._rng: dict[str, Any] | None = None
+        self._keeps_rng = rng
         self._backend = parse_choice(backend, "backend", ("auto", "uring", "threads"))
         self._pid = os.getpid()
         self._closed = False
@@ -96,6 +114,7 @@ class SwapManager:
         self._memory = HostMemory()
         self._engine: Any = None
         self._store: Store | None = None
+        self._publisher: Any = None  # a Publisher, once something is offloaded
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
         try:
@@ -105,6 +124,7 @@ class SwapManager:
             raise
         self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
         self._stats.step = self._resumed.step if self._resumed is not None else 0
+        self.extra: dict[str, Any] = dict(self._resumed.extra) if self._resumed is not None else {}
 
     # --- the user's verbs -----------------------------------------------------------------------------------------
 
@@ -221,36 +241,67 @@ class SwapManager:
             raise StateError("clip_grad_norm_ needs an offloaded model: call manager.offload first")
         return nn.utils.clip_grad_norm_(self._model.model.parameters(), max_norm, norm_type)
 
-    def snapshot(self, path: str | os.PathLike[str]) -> Path:
-        """Write the whole state to `path`, a file that plain torch.load opens, and return its path.
+    def snapshot(
+        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, keep: int | None = None
+    ) -> SnapshotTicket:
+        """Take a snapshot of the whole state as of the last step: a file that plain torch.load opens. Training may go on at once.
 
         The file has "model" and "optimizer" (state dicts as torch makes them), "master" (fp32 masters by name, where there
-        are any), "registered" and "swapper". It appears when it is whole.
+        are any), "registered", "extra", "rng" (where that was asked for) and "swapper". What of it is on the drive is not
+        copied where `path` is on the same filesystem. It appears when it is whole, in the background: the ticket's `wait`
+        waits for it, and so does `close`.
+
+        Args:
+            path: the file; must not exist. Its directory must.
+            extra: values of the user's own, beside those of `manager.extra`.
+            keep: remove the oldest snapshots that this run published with `keep` under names like this one, different in
+                digits only ("step-90.pt", "step-100.pt"), until so many are left. Other files are never touched.
 
         Raises:
-            CheckpointError: `path` exists, or its directory does not.
+            CheckpointError: `path` exists, its directory does not, or something cannot be kept in such a file.
             StateError: parameters are gathered, or the manager cannot be used.
-            IoError: a transfer failed, or the drive is full.
+            IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
         self._enter()
         if self._model is None or self._store is None:
             raise StateError("snapshot needs an offloaded model: call manager.offload first")
-        target = Path(path).absolute()
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         if self._model.is_gathered:
             raise StateError("snapshot inside manager.gather: leave the gather first")
-        self._model.abandon_pass()
-        self._pager.flush()
-        self._committer.commit_now(self._stats.step)
-        content = self._model.checkpoint()
+        self._publisher.raise_failure()
+        with held_back:
+            self._model.abandon_pass()
+            if self._committer.has_snapshot:
+                self._committer.finish()
+            snapshot = self._publisher.capture(
+                Path(path).absolute(),
+                self._content(self._model, extra or {}),
+                keep,
+                self._stats.step,
+                self._finish_snapshots,
+            )
+            self._pager.write_back()
+            self._committer.add_snapshot(self._stats.step, snapshot)
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
+        ticket: SnapshotTicket = snapshot.ticket
+        return ticket
+
+    def _content(self, model: OffloadedModel, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return what a snapshot has."""
+        content = model.checkpoint()
         content["registered"] = {name: value.state_dict() for name, value in self._registered.items()}
+        content["extra"] = {**self.extra, **extra}
+        if self._rng is not None:
+            content["rng"] = self._rng
         content["swapper"] = {"format": 1, "step": self._stats.step}
-        publisher = Publisher(self._sections, self._layout, self._pager, self._pool.address, self._engine, self._store)
-        try:
-            publisher.publish(target, content)
-        except BaseException:
-            self._pager.drop_leases()  # of what an exception or Ctrl-C has cut short
-            raise
-        return target
+        return content
+
+    def _finish_snapshots(self) -> None:
+        """A snapshot is waited for: have it started."""
+        self._check_usable()
+        self._committer.finish()
 
     @property
     def stats(self) -> Stats:
@@ -266,7 +317,7 @@ class SwapManager:
         return self._stats.step
 
     def close(self) -> None:
-        """Write back what is changed and let everything go. Idempotent.
+        """Write back what is changed, wait for snapshots, and let everything go. Idempotent.
 
         Parameters that live on NVMe stay away: take a snapshot first, or gather them, to use the model without the manager.
         """
@@ -281,8 +332,11 @@ class SwapManager:
         finally:
             with held_back:
                 self._closed = True
+                atexit.unregister(self.close)
                 self._release_resources()
                 self._directory.close()
+        if self._publisher is not None:
+            self._publisher.raise_failure()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -320,6 +374,8 @@ class SwapManager:
             turns,
             [piece for section in self._sections for piece in (section.pages or [section.piece])],
         )
+        self._retention = Retention(record.snapshots if record is not None else [])
+        self._publisher = Publisher(self._sections, self._layout, self._engine, self._store, self._retention)
         pages = [page for section in self._sections for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
         trainables = find_trainables(inventory, find_places(inventory, self._sections))
@@ -333,9 +389,10 @@ class SwapManager:
             model, optimizer, inventory, self._sections, self._pager, budget.page_bytes, self._stats,
             self._enter, self._enter_to_write,
         )  # fmt: skip
+        plans = describe_plans(inventory.plans)
         self._committer = Committer(
             self._directory.path, every, self._fsync, self._sections, self._pager, self._store,
-            lambda step: self._describe_commit(step, kind, inventory, places),
+            lambda step: self._describe_commit(step, kind, plans, places), self._publisher,
         )  # fmt: skip
         if record is not None:
             restore(record, self._sections, self._store, self._pool)
@@ -345,12 +402,18 @@ class SwapManager:
             self._stats.step = record.step
         paged = self._model.adopt(self._run_step, fill=record is None)
         self._pager.flush()
+        if record is None or record.rng is None:
+            self._note_rng()
+        elif self._keeps_rng:
+            self._rng = record.rng
         if record is None:
             self._committer.step_done(0)
         return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
         grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
         self._memory.attach(grad_sections, 0)
         self._model.start(grad_sections)
+        if self._rng is not None and record is not None:
+            set_rng_states(self._rng)
         return paged
 
     def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:
@@ -376,6 +439,7 @@ class SwapManager:
         if self._model is not None:
             self._model.close(keep_cold=True)
             self._committer.abandon()
+            self._publisher.finish()
             self._pager.discard()
         if self._engine is not None:
             self.stats  # noqa: B018  # the engine's last counts
@@ -404,7 +468,13 @@ class SwapManager:
             self._failure = error
             raise
         self._stats.step += 1
+        self._note_rng()
         self._committer.step_done(self._stats.step)
+
+    def _note_rng(self) -> None:
+        """At the end of a step: what draws random numbers from here on belongs to the next one."""
+        if self._keeps_rng:
+            self._rng = rng_states()
 
     def _enter(self) -> None:
         """What every use begins with: check, and commit the step before if it is due and its writes are done."""
@@ -417,7 +487,7 @@ class SwapManager:
         self._check_usable()
         self._committer.finish()
 
-    def _describe_commit(self, step: int, optimizer: str, inventory: Inventory, places: dict[str, str]) -> CommitRecord:
+    def _describe_commit(self, step: int, optimizer: str, plans: list[str], places: dict[str, str]) -> CommitRecord:
         return CommitRecord(
             step=step,
             rank=self._directory.rank,
@@ -425,12 +495,15 @@ class SwapManager:
             boot_id=boot_id(),
             optimizer=optimizer,
             placement=places,
-            plans=describe_plans(inventory.plans),
+            plans=plans,
             files={},
             sections=[],
             param_groups=self._model.packed_groups() if self._model is not None else [],
             state_entries=self._model.entries.pack() if self._model is not None else {},
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
+            extra=copy.deepcopy(self.extra),
+            rng=self._rng,
+            snapshots=self._retention.rows(),
         )
 
     def _check_usable(self) -> None:

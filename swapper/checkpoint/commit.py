@@ -1,14 +1,15 @@
 """The commit record: the small file that makes a step durable, and from which a killed run goes on.
 
 It names, for every piece of every section, the swap file that has its content as of the step and that content's CRC-32; and
-it holds what else belongs to the step. It is a torch checkpoint without payload, so its own bytes are checked by the zip's
-CRCs, and it is published by write to a temporary, sync, rename: whole, or the one before it.
+it holds what else belongs to the step. It is a torch checkpoint without payload, sealed so that a change of any of its bytes is
+noticed (manifest.py), and it is published by write to a temporary, sync, rename: whole, or the one before it.
 """
 
 from __future__ import annotations
 
+import io
 import os
-import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.container import ContainerLayout, build_tail
+from swapper.checkpoint.container import ContainerLayout, PreparedTail
+from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
 from swapper.core.layout import SectionPlan
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
@@ -27,8 +29,10 @@ _NO_PAYLOAD = ContainerLayout.plan([])
 
 @dataclass(frozen=True)
 class SectionRecord:
-    """Where one section's content is: pieces of `piece_bytes`, each with the number of its file and its CRC-32."""
+    """Where one section's content is: pieces of `piece_bytes` (the last may be shorter), each with the number of its file and
+    its CRC-32. All together have `nbytes`."""
 
+    nbytes: int
     piece_bytes: int
     files: list[int]
     crc32s: list[int]
@@ -50,6 +54,9 @@ class CommitRecord:
         param_groups: the optimizer's settings, in torch's packed form.
         state_entries: what the optimizer's state of each parameter has, as `StateEntries.pack` returns it.
         registered: state dicts by name.
+        extra: the user's own values.
+        rng: states of the random number generators, where that was asked for.
+        snapshots: what `Retention.rows` returned.
     """
 
     step: int
@@ -64,6 +71,9 @@ class CommitRecord:
     param_groups: list[dict[str, Any]]
     state_entries: dict[str, Any]
     registered: dict[str, Any]
+    extra: dict[str, Any]
+    rng: dict[str, Any] | None
+    snapshots: list[list[Any]]
 
 
 def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:
@@ -91,17 +101,18 @@ def encode_commit(record: CommitRecord) -> bytes:
     """
     content: dict[str, Any] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
     content["sections"] = {
+        "nbytes": [section.nbytes for section in record.sections],
         "piece_bytes": [section.piece_bytes for section in record.sections],
         "counts": [len(section.files) for section in record.sections],
         "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
         "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
     }
-    return build_tail(_NO_PAYLOAD, content, lambda tensor: None, {})
+    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build({}, [])
 
 
 def check_state(state: Any) -> None:
     """Raise CheckpointError unless `state` can be part of a commit: torch.load(weights_only=True) must read it."""
-    build_tail(_NO_PAYLOAD, state, lambda tensor: None, {})
+    PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)
 
 
 def publish_commit(directory: Path, data: bytes, durable: bool) -> None:
@@ -149,11 +160,13 @@ def read_commit(directory: Path) -> CommitRecord | None:
         return None
     remedy = "go on from a snapshot with resume='discard'"
     try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"{path}: {damaged} has a wrong CRC-32: {remedy}")
-        content = torch.load(path, weights_only=True)
+        data = path.read_bytes()
+        seal = find_seal(data[-MAX_END_BYTES:], len(data))
+        if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
+            raise CheckpointError(
+                f"{path} is damaged: its bytes have not the CRC-32 that they were written with: {remedy}"
+            )
+        content = torch.load(io.BytesIO(data), weights_only=True)
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {content['format']}, this swapper reads {FORMAT}: {remedy}")
         del content["format"]
@@ -168,9 +181,9 @@ def _split(packed: dict[str, Any]) -> list[SectionRecord]:
     files, crc32s = packed["files"].tolist(), packed["crc32s"].tolist()
     sections = []
     begin = 0
-    for piece_bytes, count in zip(packed["piece_bytes"], packed["counts"], strict=True):
+    for nbytes, piece_bytes, count in zip(packed["nbytes"], packed["piece_bytes"], packed["counts"], strict=True):
         end = begin + count
-        sections.append(SectionRecord(piece_bytes, files[begin:end], crc32s[begin:end]))
+        sections.append(SectionRecord(nbytes, piece_bytes, files[begin:end], crc32s[begin:end]))
         begin = end
     return sections
 

@@ -2,7 +2,8 @@
 
 After a step's last write, and when swapper is entered again (so after `scheduler.step()` has run), the state of what was
 registered is captured and what stays in memory is written, if the policy asks for that; the commit record is published as soon as
-nothing is in flight any more, usually during the next forward, and before the next step begins at the latest.
+nothing is in flight any more, usually during the next forward, and before the next step begins at the latest. A snapshot that
+the user asked for is of that same step, and starts on its way right after the record.
 
 [Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
 anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
+from swapper.checkpoint.snapshot import Publisher, Snapshot
 from swapper.core.budget import SMALL_SECTION_BYTES
 from swapper.core.pager import Pager
 from swapper.core.section import Page, Section
 from swapper.core.store import Store
-from swapper.errors import IoError
+from swapper.errors import IoError, StateError
+from swapper.interrupts import held_back
 
 
 def steps_between_commits(policy: str | int | None, sections: Sequence[Section]) -> int | None:
@@ -42,6 +45,7 @@ class Committer:
         sections: all param and state sections.
         pager, store: what transfers go through.
         describe: returns the record for a step, its `files` and `sections` still empty.
+        publisher: takes snapshots.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Committer:
         pager: Pager,
         store: Store,
         describe: Callable[[int], CommitRecord],
+        publisher: Publisher,
     ) -> None:
         self._directory = directory
         self._durable = durable
@@ -62,8 +67,10 @@ class Committer:
         self._describe = describe
         self._resident = [section for section in sections if section.resident]
         self._every = every
-        self._due: int | None = None  # the step to be committed
+        self._publisher = publisher
+        self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
+        self._snapshot: Snapshot | None = None  # of the step that is due
         self._writes: list[tuple[Page, Any]] = []  # of resident sections
 
     def step_done(self, step: int) -> None:
@@ -73,6 +80,7 @@ class Committer:
 
     def enter(self) -> None:
         """Swapper is entered: capture what is due, and publish it if nothing is in flight. Costs nothing when nothing is due."""
+        self._publisher.settle()
         if self._due is None:
             return
         self._capture()
@@ -85,22 +93,38 @@ class Committer:
         Raises:
             IoError: a write failed, or the record could not be written. The commit before stays the last one.
         """
+        self._publisher.settle()
         if self._due is not None:
             self._capture()
             self._pager.flush()
             self._publish()
+        if self._every is None:
+            self._store.release_frozen()
 
-    def commit_now(self, step: int) -> None:
-        """Commit `step` now, if the run commits at all."""
-        if self._every is not None:
-            self._due = step
-        self.finish()
+    def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
+        """`snapshot` was taken of `step`: commit that, if the run commits at all, and then publish it.
+
+        Call after `finish`, or when the last snapshot was of an earlier step.
+        """
+        self._due = step
+        self._snapshot = snapshot
+        self._capture()
+
+    @property
+    def has_snapshot(self) -> bool:
+        """A snapshot waits for the writes of its step."""
+        return self._snapshot is not None
 
     def abandon(self) -> None:
         """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
         self._due = None
         self._drain(self._writes)
         self._writes = []
+        if self._snapshot is not None:
+            self._snapshot.ticket.finish(
+                StateError(f"the manager was closed before the step of snapshot {self._snapshot.path} was written")
+            )
+            self._snapshot = None
 
     def _drain(self, writes: list[tuple[Page, Any]]) -> None:
         for _, ticket in writes:
@@ -108,30 +132,48 @@ class Committer:
                 ticket.wait()
 
     def _capture(self) -> None:
-        if self._record is None and self._due is not None:
-            self._record = self._describe(self._due)
-            self._writes = [(s.piece, self._store.write(s.piece, s.memory.data_ptr())) for s in self._resident]
+        """Submit the writes of what is resident. They are waited for before the next step changes it."""
+        if self._record is not None or self._due is None:
+            return
+        with held_back:
+            record = self._describe(self._due)
+            self._store.prefer(self._store.newest())
+            try:
+                self._writes = [(s.piece, self._store.write(s.piece, s.memory.data_ptr())) for s in self._resident]
+            finally:
+                self._store.prefer(None)
+            self._record = record
 
     def _publish(self) -> None:
         if self._record is None:
             return
-        writes, self._writes = self._writes, []
         try:
-            for _, ticket in writes:
+            for _, ticket in self._writes:
                 ticket.wait()
         except BaseException:
             self._record = None  # what is resident must be written again
-            self._drain(writes)
+            self._drain(self._writes)
+            self._writes = []
             raise
-        for piece, ticket in writes:
-            self._store.written(piece, ticket)
+        self._publisher.wait_for_sources()
+        with held_back:
+            for piece, ticket in self._writes:
+                self._store.written(piece, ticket)
+            self._writes = []
+            if self._every is not None:
+                self._commit(self._record)
+            self._record = self._due = None  # only now: what fails before is tried again
+            self._store.commit() if self._every is not None else self._store.release_frozen()
+            if self._snapshot is not None:
+                snapshot, self._snapshot = self._snapshot, None
+                self._publisher.start(snapshot)
+
+    def _commit(self, record: CommitRecord) -> None:
         if self._durable:
             self._store.sync()
         self._store.check_frozen()
         places = {"files": self._store.names, "sections": self._places()}
-        publish_commit(self._directory, encode_commit(CommitRecord(**{**vars(self._record), **places})), self._durable)
-        self._record = self._due = None  # only now: what fails before is tried again
-        self._store.commit()
+        publish_commit(self._directory, encode_commit(CommitRecord(**{**vars(record), **places})), self._durable)
 
     def _places(self) -> list[SectionRecord]:
         records = []
@@ -139,5 +181,5 @@ class Committer:
             pieces = [section.piece] if section.resident else section.pages
             files = [piece.location if piece.location is not None else -1 for piece in pieces]
             crc32s = [piece.crc32 if piece.crc32 is not None else -1 for piece in pieces]
-            records.append(SectionRecord(pieces[0].nbytes, files, crc32s))
+            records.append(SectionRecord(section.plan.nbytes, pieces[0].nbytes, files, crc32s))
         return records

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swapper.checkpoint.manifest import MANIFEST_NAME, Chunk, Manifest, TensorPlace, seal_tail
 from swapper.checkpoint.pickling import Pickled, StorageRef, pickle_state
 from swapper.checkpoint.zipformat import (
     Entry,
@@ -32,7 +33,7 @@ from swapper.checkpoint.zipformat import (
 )
 from swapper.errors import CheckpointError
 
-__all__ = ["ALIGNMENT", "ContainerLayout", "Record", "StorageRef", "build_tail"]
+__all__ = ["ALIGNMENT", "ContainerLayout", "PreparedTail", "Record", "StorageRef", "build_tail"]
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
@@ -106,45 +107,81 @@ class ContainerLayout:
             begin = record.end
 
 
-def build_tail(
-    layout: ContainerLayout,
-    obj: object,
-    locate: Callable[[torch.Tensor], StorageRef | None],
-    crc32s: Mapping[str, int],
-) -> bytes:
-    """Makes the whole tail of a container: all bytes from `layout.tail_offset` to the end of the file.
-
-    Their number is a multiple of ALIGNMENT. The file must end there: cut off what an older, longer tail
-    leaves.
+class PreparedTail:
+    """A tail whose content is captured, before the payloads' checksums are known.
 
     Args:
         layout: the container's plan.
         obj: what torch.load shall return: any nest of dict, OrderedDict (with `_metadata`), list, tuple, set,
             plain values and dense plain tensors, as state_dict() gives them.
         locate: the place of a tensor in the payload records. Tensors for which it gives None are resident:
-            their whole storages are copied into the tail, shared ones once. Located tensors' data is not
+            their whole storages are copied here and now, shared ones once. Located tensors' data is not
             touched: nothing but shape, stride, dtype, layout and requires_grad is read. All tensors of one
-                record must have one dtype.
-        crc32s: CRC-32 of the whole payload of each record, by key.
+            record must have one dtype.
 
     Raises:
-        CheckpointError: `obj` cannot be written so that the default torch.load reads it, a tensor does not
-            lie where `locate` says, or `crc32s` does not fit the layout.
+        CheckpointError: `obj` cannot be written so that the default torch.load reads it, or a tensor does not
+            lie where `locate` says.
     """
-    if crc32s.keys() != {record.key for record in layout.records}:
-        raise CheckpointError(f"need one CRC-32 for each of {len(layout.records)} records, got {sorted(crc32s)}")
-    pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
-    tail = _Tail(layout, crc32s)
-    for key, storage in pickled.resident.items():
-        tail.add(f"data/{key}", _bytes_of(storage))
-    tail.add("data.pkl", pickled.data)
-    if _in_file_order(pickled):
-        tail.add(".format_version", b"1")
-    tail.add(".storage_alignment", str(ALIGNMENT).encode())
-    tail.add("byteorder", sys.byteorder.encode())
-    tail.add("version", b"3\n")
-    tail.add(".data/serialization_id", tail.serialization_id())
-    return tail.finish()
+
+    def __init__(
+        self, layout: ContainerLayout, obj: object, locate: Callable[[torch.Tensor], StorageRef | None]
+    ) -> None:
+        self._layout = layout
+        pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
+        self._data = pickled.data
+        self._in_file_order = _in_file_order(pickled)
+        self._resident = {key: _bytes_of(storage) for key, storage in pickled.resident.items()}
+
+    def build(
+        self,
+        crc32s: Mapping[str, int],
+        pieces: Sequence[Chunk] | None = None,
+        tensors: Mapping[str, Sequence[TensorPlace]] | None = None,
+    ) -> bytes:
+        """Makes the whole tail of a container: all bytes from `layout.tail_offset` to the end of the file.
+
+        Their number is a multiple of ALIGNMENT. The file must end there: cut off what an older, longer tail
+        leaves.
+
+        Args:
+            crc32s: CRC-32 of the whole payload of each record, by key.
+            pieces: the same by pieces that together are all payloads. Given, the tail gets a manifest and a seal, with
+                which every byte of the file can be verified.
+            tensors: what lies where in each record, by key, for the manifest.
+
+        Raises:
+            CheckpointError: `crc32s` or `pieces` do not fit the layout.
+        """
+        if crc32s.keys() != {record.key for record in self._layout.records}:
+            raise CheckpointError(
+                f"need one CRC-32 for each of {len(self._layout.records)} records, got {sorted(crc32s)}"
+            )
+        tail = _Tail(self._layout, crc32s)
+        for key, content in self._resident.items():
+            tail.add(f"data/{key}", content)
+        tail.add("data.pkl", self._data)
+        if self._in_file_order:
+            tail.add(".format_version", b"1")
+        tail.add(".storage_alignment", str(ALIGNMENT).encode())
+        tail.add("byteorder", sys.byteorder.encode())
+        tail.add("version", b"3\n")
+        tail.add(".data/serialization_id", tail.serialization_id())
+        if pieces is None:
+            return tail.finish()
+        headers = [Chunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
+        tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], self._layout.tail_offset, tensors or {}).encode())
+        return seal_tail(tail.finish(), self._layout.tail_offset, ALIGNMENT)
+
+
+def build_tail(
+    layout: ContainerLayout,
+    obj: object,
+    locate: Callable[[torch.Tensor], StorageRef | None],
+    crc32s: Mapping[str, int],
+) -> bytes:
+    """Makes the whole tail of a container at once, without a manifest: see `PreparedTail`."""
+    return PreparedTail(layout, obj, locate).build(crc32s)
 
 
 class _Tail:

@@ -11,6 +11,7 @@ from swapper.cli.bench import bench
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.tune import tune
+from swapper.cli.verify import verify
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, doctor, bench, tune):
+for command in (demo, doctor, bench, tune, verify):
     app.command()(command)
 
 

@@ -173,7 +173,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
             record.validation_loss = model(*held_out).item()
         watch("snapshot", record)
         began_s = time.perf_counter()
-        manager.snapshot(snapshot)
+        manager.snapshot(snapshot).result()
         record.snapshot_s = time.perf_counter() - began_s
         record.snapshot_bytes = snapshot.stat().st_size
         record.next_losses = [step(task.steps + number) for number in range(COMPARED_STEPS)]

@@ -126,18 +126,22 @@ class Pager:
             if access.key is not None:
                 self._read_ahead()
 
-    def flush(self) -> None:
-        """Write every changed page that nobody leases, and wait until no write is in flight.
-
-        Raises:
-            IoError: a write failed; its page is still in memory and will be tried again by the next flush.
-        """
+    def write_back(self) -> None:
+        """Submit the write of every changed page that nobody leases."""
         with self._lock:
             self._frames.settle()
             for page in self._pages:
                 if page.residency is Residency.DIRTY and page.leases == 0:
                     self._frames.write(page)
             self._put_off.clear()
+
+    def flush(self) -> None:
+        """Write every changed page that nobody leases, and wait until no write is in flight.
+
+        Raises:
+            IoError: a write failed; its page is still in memory and will be tried again by the next flush.
+        """
+        self.write_back()
         self.wait_for_writes()
 
     def wait_for_writes(self) -> None:

@@ -4,9 +4,9 @@ All files have one layout, and two of them are written in turns. A page's newest
 names file `committed` for it. A page is written to the turn that the commit does not name for it, so that what the commit names
 stays whole while a step is under way, at no extra I/O: a step rewrites what it touches anyway.
 
-[Note: frozen files] A file that was published as a snapshot by hard link is frozen: it is the user's too, and is never written
-again. Another takes its turn. It stays until no page needs it. On disk a frozen file is one that has no write permission or a
-second name, so that a run which goes on after a crash knows it without being told.
+[Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the store never
+writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
+that has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ class Store:
         self._headers = list(headers)
         self._pieces = pieces
         self._files: dict[int, Any] = {}
-        self._frozen: dict[int, tuple[int, int]] = {}  # by number: size and time of last change
+        # By number: size and time of last change; None while it is being published, which changes both.
+        self._frozen: dict[int, tuple[int, int] | None] = {}
         self._preferred: int | None = None
-        self._written: list[Page] = []  # since the last commit
+        self._written: dict[Page, None] = {}  # since the last commit, each once
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[Path] = []
         try:
@@ -94,18 +95,20 @@ class Store:
         file = _C.File(str(path), create=True)
         try:
             file.allocate(self.nbytes)
-            descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
-                for offset, data in self._headers:
-                    _write_all(descriptor, data, offset)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            self._write_headers(path)
         except BaseException:
             file.close()
             path.unlink(missing_ok=True)
             raise
         return file
+
+    def _write_headers(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for offset, data in self._headers:
+                _write_all(descriptor, data, offset)
+        finally:
+            os.close(descriptor)
 
     def read(self, page: Page, address: int, after: Any = None, checksum: bool = False) -> Any:
         """Submit a read of `page`, or of a resident section's piece, into memory at `address`; returns its ticket."""
@@ -128,7 +131,7 @@ class Store:
         """Note that `ticket`, a write of `page`, is done."""
         page.location = self._targets[page]
         page.crc32 = ticket.crc32
-        self._written.append(page)
+        self._written[page] = None
 
     def commit(self) -> None:
         """What is written is what the commit names from now on. Call when no write is in flight."""
@@ -140,11 +143,12 @@ class Store:
     # --- publishing a file ----------------------------------------------------------------------------------------
 
     def newest(self) -> int:
-        """Return the number of the turn that has the newest content of the most bytes."""
+        """Return the number of the turn that has, or is about to get, the newest content of the most bytes of pages."""
         nbytes = dict.fromkeys(self._turns, 0)
         for piece in self._pieces:
-            if piece.location in nbytes:
-                nbytes[piece.location] += piece.nbytes
+            place = self._target(piece) if piece.section.resident else self._targets.get(piece, piece.location)
+            if place in nbytes:
+                nbytes[place] += piece.nbytes
         return max(nbytes, key=lambda number: nbytes[number])
 
     def path(self, number: int) -> Path:
@@ -155,7 +159,7 @@ class Store:
         self._preferred = number
 
     def replace(self, number: int) -> None:
-        """Have another file take the turn of file `number`, which is not written any more. [Note: frozen files]
+        """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
 
         Raises:
             IoError: there is no room for another; nothing is changed.
@@ -164,33 +168,39 @@ class Store:
         self._path(successor).unlink(missing_ok=True)
         self._files[successor] = self.create_file(self._path(successor))
         self._turns = sorted({*self._turns, successor} - {number})
-        self._note_frozen(number)
-
-    def freeze(self, number: int) -> None:
-        """File `number` is as the snapshot shall be: nobody writes to it any more."""
+        self._frozen[number] = None
         self.path(number).chmod(0o400)
-        self._note_frozen(number)
 
-    def _note_frozen(self, number: int) -> None:
-        """Remember what a frozen file looks like, so that a change by someone else is noticed."""
-        status = self.path(number).stat()
-        self._frozen[number] = (status.st_size, status.st_mtime_ns)
+    def published(self, number: int, status: tuple[int, int]) -> None:
+        """File `number` was published, or could not be: from now on it may go, and until then nobody may change it.
+
+        Args:
+            status: its size in bytes and the time of its last change in nanoseconds.
+        """
+        self._frozen[number] = status
 
     def check_frozen(self) -> None:
         """Raise CheckpointError if a snapshot whose bytes the run still needs was changed by someone."""
-        for number, (nbytes, changed_ns) in self._frozen.items():
-            status = self.path(number).stat()
-            if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
+        for number, expected in self._frozen.items():
+            if expected is not None and expected != self._look(number):
                 raise CheckpointError(
                     f"{self.path(number)} was changed from outside: it is the same file as a snapshot that was published by "
                     "hard link. Restore the snapshot, or go on from another one with resume='discard'"
                 )
 
+    def _look(self, number: int) -> tuple[int, int] | None:
+        try:
+            status = self.path(number).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
     def release_frozen(self) -> None:
-        """Let go the frozen files that no page needs any more. The snapshot keeps its own name."""
+        """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
         if not self._frozen:
             return
         needed = {number for piece in self._pieces for number in (piece.location, piece.committed)}
+        needed |= {number for number, status in self._frozen.items() if status is None}
         for number in self._frozen.keys() - needed:
             path = self.path(number)
             self._files.pop(number).close()
@@ -228,9 +238,12 @@ class Store:
                 "Say resume='discard' and load the last snapshot"
             )
         frozen = status.st_nlink > 1 or not status.st_mode & 0o222
-        self._files[number] = _C.File(str(path), read_only=frozen)
         if frozen:
-            self._note_frozen(number)
+            self._frozen[number] = (nbytes, status.st_mtime_ns)
+        else:  # a snapshot or a power loss may have come between its making and its use
+            os.truncate(path, self.nbytes)
+            self._write_headers(path)
+        self._files[number] = _C.File(str(path), read_only=frozen)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

@@ -103,7 +103,7 @@ def interrupt_others(pair: Twins) -> None:
 
     actions: list[Callable[[], Any]] = [
         gather,
-        lambda: manager.snapshot(path),
+        lambda: manager.snapshot(path).result(),
         lambda: pair.optimizer.state_dict(),
         lambda: pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict()),
         lambda: pair.swapped.load_state_dict(pair.plain.state_dict()),
@@ -116,6 +116,8 @@ def interrupt_others(pair: Twins) -> None:
             interrupter = Interrupter(int(counter.count * share) + 1)
             interrupted = interrupter.run(action)
             print("interrupted" if interrupted else "went on", f"action {number}", interrupter.where, flush=True)
+            manager._committer.finish()
+            manager._publisher.finish()
             assert not list(pair.directory.rglob("*.partial"))
             path.unlink(missing_ok=True)
             manager._model.abandon_pass()

@@ -108,7 +108,7 @@ def test_whatever_comes_after_a_failed_backward_works(twins: MakeTwins, after: s
             assert torch.equal(pair.swapped.head.weight, pair.plain.head.weight)
         pair.manager._model.abandon_pass()
     elif after == "snapshot":
-        state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))["model"]
+        state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())["model"]
         assert torch.equal(state["head.weight"], pair.plain.head.weight)
     else:
         pair.both(lambda model, _: model.zero_grad())
@@ -193,7 +193,7 @@ def test_a_step_that_the_optimizer_itself_refuses_ends_the_run_and_says_so(twins
     for use in (
         lambda: pair.optimizer.step(),
         lambda: loss_of(pair.swapped, tokens()),
-        lambda: pair.manager.snapshot(pair.directory / "a.pt"),
+        lambda: pair.manager.snapshot(pair.directory / "a.pt").result(),
     ):
         with pytest.raises(RuntimeError, match=r"failed half-way .* go on from the last .*snapshot"):
             use()

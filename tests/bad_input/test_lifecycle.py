@@ -28,7 +28,7 @@ USES: dict[str, Callable[[Twins], Any]] = {
     "load_state_dict": lambda pair: pair.swapped.load_state_dict(pair.plain.state_dict()),
     "gather": lambda pair: pair.manager.gather(pair.swapped).__enter__(),
     "clip_grad_norm_": lambda pair: pair.manager.clip_grad_norm_(1.0),
-    "snapshot": lambda pair: pair.manager.snapshot(pair.directory / "late.pt"),
+    "snapshot": lambda pair: pair.manager.snapshot(pair.directory / "late.pt").result(),
     "offload": lambda pair: pair.manager.offload(pair.plain, pair.plain_optimizer),
 }
 
@@ -67,7 +67,7 @@ def test_parameters_on_the_host_stay_usable_after_close(twins: MakeTwins) -> Non
 def test_values_come_back_into_a_model_that_was_closed(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=2)
-    path = pair.manager.snapshot(pair.directory / "a.pt")
+    path = pair.manager.snapshot(pair.directory / "a.pt").result()
     pair.close()
     pair.swapped.load_state_dict(torch.load(path)["model"], assign=True)
     pair.both(lambda model, _: loss_of(model, tokens()).detach())
@@ -109,7 +109,7 @@ def test_verbs_before_offload_say_what_to_do_first(tmp_path: Path) -> None:
     with swapper.SwapManager(tmp_path, host_memory="32MiB") as manager:
         for use in (
             lambda: manager.gather(model).__enter__(),
-            lambda: manager.snapshot(tmp_path / "a.pt"),
+            lambda: manager.snapshot(tmp_path / "a.pt").result(),
             lambda: manager.clip_grad_norm_(1.0),
         ):
             with pytest.raises(swapper.StateError, match=r"call manager\.offload first"):
@@ -134,7 +134,7 @@ def test_again_and_again_nothing_piles_up(tmp_path: Path) -> None:
             model = Net(depth=2)
             model, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
             train_step(model, optimizer)
-            manager.snapshot(tmp_path / f"{number}.pt")
+            manager.snapshot(tmp_path / f"{number}.pt").result()
         assert not [thing for thing in held_by_swapper() if thing not in before and "swapper-arena" not in thing]
         del manager, model, optimizer
         gc.collect()

@@ -23,7 +23,7 @@ def files_in(directory: Path) -> set[str]:
 def assert_goes_on(pair: Twins) -> None:
     pair.check_pager()
     pair.train(train_step, steps=1)
-    state = torch.load(pair.manager.snapshot(pair.directory / "good.pt"))
+    state = torch.load(pair.manager.snapshot(pair.directory / "good.pt").result())
     assert_same(dict(state["model"]), dict(pair.plain.state_dict()))
     pair.train(train_step, steps=1)
     pair.finish()
@@ -36,7 +36,7 @@ def test_an_existing_file_is_never_replaced(twins: MakeTwins) -> None:
     path.write_bytes(b"mine")
     before = files_in(pair.directory)
     with pytest.raises(swapper.CheckpointError, match="exists already"):
-        pair.manager.snapshot(path)
+        pair.manager.snapshot(path).result()
     assert path.read_bytes() == b"mine"
     assert files_in(pair.directory) == before
     assert_goes_on(pair)
@@ -48,7 +48,7 @@ def test_a_dangling_link_is_never_followed(twins: MakeTwins) -> None:
     path = pair.directory / "link.pt"
     path.symlink_to(pair.directory / "nowhere")
     with pytest.raises(swapper.CheckpointError, match="exists already"):
-        pair.manager.snapshot(path)
+        pair.manager.snapshot(path).result()
     assert path.is_symlink()
     assert not (pair.directory / "nowhere").exists()
     assert_goes_on(pair)
@@ -60,7 +60,7 @@ def test_a_directory_is_not_a_file(twins: MakeTwins) -> None:
     (pair.directory / "folder").mkdir()
     before = files_in(pair.directory)
     with pytest.raises(swapper.CheckpointError, match="exists already"):
-        pair.manager.snapshot(pair.directory / "folder")
+        pair.manager.snapshot(pair.directory / "folder").result()
     assert files_in(pair.directory) == before
     assert_goes_on(pair)
 
@@ -70,7 +70,7 @@ def test_a_missing_directory_is_not_made(twins: MakeTwins) -> None:
     pair.train(train_step, steps=1)
     before = files_in(pair.directory)
     with pytest.raises(swapper.CheckpointError, match="does not exist: create it first"):
-        pair.manager.snapshot(pair.directory / "missing" / "a.pt")
+        pair.manager.snapshot(pair.directory / "missing" / "a.pt").result()
     assert files_in(pair.directory) == before
     assert_goes_on(pair)
 
@@ -82,7 +82,7 @@ def test_a_full_drive_leaves_nothing_behind(small_drive: Callable[[int], Path], 
     pair.train(train_step, steps=1)
     for _ in range(2):
         with pytest.raises(swapper.SwapperError, match=r"No space left|room"):
-            pair.manager.snapshot(drive / "a.pt")
+            pair.manager.snapshot(drive / "a.pt").result()
         assert list(drive.iterdir()) == []
         usage = os.statvfs(drive)
         assert usage.f_bfree == usage.f_blocks
@@ -94,7 +94,7 @@ def test_a_read_only_drive_is_named(mount: Callable[..., Path], twins: MakeTwins
     pair = twins(Net())
     pair.train(train_step, steps=1)
     with pytest.raises(swapper.SwapperError, match=r"Read-only|read-only") as caught:
-        pair.manager.snapshot(drive / "a.pt")
+        pair.manager.snapshot(drive / "a.pt").result()
     assert str(drive) in str(caught.value)
     assert_goes_on(pair)
 
@@ -117,7 +117,7 @@ def test_a_registered_object_that_fails_comes_through_and_leaves_nothing(twins: 
     before = files_in(pair.directory)
     thing.broken = True
     with pytest.raises(ZeroDivisionError):
-        pair.manager.snapshot(pair.directory / "a.pt")
+        pair.manager.snapshot(pair.directory / "a.pt").result()
     assert files_in(pair.directory) - before <= {"rank-0-of-1/commit.pt"}
     thing.broken = False
     assert_goes_on(pair)

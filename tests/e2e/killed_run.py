@@ -60,7 +60,7 @@ def run(directory: Path, losses: Path, ticks: int) -> None:
                 log.write(f"{number} {train_step(model, optimizer, scheduler, number).hex()}\n")
                 log.flush()
                 os.write(ticks, b"s")
-        manager.snapshot(directory / "final.pt")
+        manager.snapshot(directory / "final.pt").result()
 
 
 def run_and_kill(directory: Path, losses: Path, after: int) -> bool:

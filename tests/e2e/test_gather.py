@@ -176,7 +176,7 @@ def test_a_snapshot_inside_gather_is_whole_or_refused(twins: MakeTwins, write: b
                 head.weight.fill_(0.5)
                 pair.plain.head.weight.fill_(0.5)
         try:
-            pair.manager.snapshot(path)
+            pair.manager.snapshot(path).result()
         except swapper.StateError as error:
             assert "gather" in str(error)
             assert not path.exists()

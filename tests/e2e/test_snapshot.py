@@ -29,7 +29,7 @@ MakeTwins = Callable[..., Twins]
 def test_it_opens_in_every_way_and_zip_tools_accept_it(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=2)
-    path = pair.manager.snapshot(pair.directory / "a.pt")
+    path = pair.manager.snapshot(pair.directory / "a.pt").result()
     assert path == pair.directory / "a.pt"
     for options in ({}, {"mmap": True}, {"weights_only": True}, {"weights_only": False}, {"map_location": "cpu"}):
         state = torch.load(path, **options)
@@ -49,7 +49,7 @@ def test_it_opens_in_every_way_and_zip_tools_accept_it(twins: MakeTwins) -> None
 def test_plain_torch_goes_on_from_it_as_the_swapped_run_does(twins: MakeTwins) -> None:
     pair = twins(Net(tied=True), partial(AdamW, lr=1e-3, fused=True))
     pair.train(train_step, steps=3)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"), mmap=True)
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result(), mmap=True)
     pair.plain = Net(tied=True)
     pair.plain.load_state_dict(state["model"])
     pair.plain_optimizer = AdamW(pair.plain.parameters())
@@ -61,7 +61,7 @@ def test_plain_torch_goes_on_from_it_as_the_swapped_run_does(twins: MakeTwins) -
 def test_plain_torch_goes_on_from_the_masters_as_the_swapped_run_does(twins: MakeTwins) -> None:
     pair = twins(Net(depth=6).bfloat16(), master=True)
     pair.train(train_step, steps=3)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())
     assert all(value.dtype == torch.float32 for value in state["master"].values())
     assert all(entry["exp_avg"].dtype == torch.float32 for entry in state["optimizer"]["state"].values())
 
@@ -81,7 +81,7 @@ def test_plain_torch_goes_on_from_the_masters_as_the_swapped_run_does(twins: Mak
 def test_a_new_swapped_run_goes_on_from_it(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=3)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"), mmap=True)
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result(), mmap=True)
     pair.close()
 
     fresh = Net()
@@ -98,22 +98,24 @@ def test_a_new_swapped_run_goes_on_from_it(twins: MakeTwins) -> None:
 def test_taking_it_changes_nothing_wherever_in_a_step(twins: MakeTwins) -> None:
     pair = twins(Net())
     model, optimizer, manager = pair.swapped, pair.optimizer, pair.manager
-    first = manager.snapshot(pair.directory / "before.pt")
+    first = manager.snapshot(pair.directory / "before.pt").result()
     assert_same(dict(torch.load(first)["model"]), dict(pair.plain.state_dict()))
     pair.train(train_step, steps=1)
     random_state = torch.get_rng_state()
+    tickets = []
     for name in ("after-forward", "after-backward", "after-step"):
         loss = loss_of(model, tokens())
         if name == "after-forward":
-            manager.snapshot(pair.directory / f"{name}.pt")
+            tickets.append(manager.snapshot(pair.directory / f"{name}.pt"))
         loss.backward()
         if name == "after-backward":
-            manager.snapshot(pair.directory / f"{name}.pt")
+            tickets.append(manager.snapshot(pair.directory / f"{name}.pt"))
         optimizer.step()
         optimizer.zero_grad()
         if name == "after-step":
-            manager.snapshot(pair.directory / f"{name}.pt")
+            tickets.append(manager.snapshot(pair.directory / f"{name}.pt"))
         pair.check_pager()
+    assert all(ticket.wait() for ticket in tickets)
     torch.set_rng_state(random_state)
     for name in ("after-forward", "after-backward", "after-step"):
         expected = [value.clone() for value in pair.plain.state_dict().values()]
@@ -128,7 +130,7 @@ def test_taking_it_changes_nothing_wherever_in_a_step(twins: MakeTwins) -> None:
 def test_tied_weights_stay_tied_by_storage(twins: MakeTwins) -> None:
     pair = twins(Net(tied=True))
     pair.train(train_step, steps=1)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))["model"]
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())["model"]
     one, other = state["embedding.weight"], state["head.weight"]
     assert one.data_ptr() == other.data_ptr()
     one[0, 0] = 123.0
@@ -138,7 +140,7 @@ def test_tied_weights_stay_tied_by_storage(twins: MakeTwins) -> None:
 def test_buffers_are_in_it(twins: MakeTwins) -> None:
     pair = twins(Convolutions())
     pair.train(image_step, steps=2)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"), weights_only=True)
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result(), weights_only=True)
     assert any("running_var" in name for name in state["model"])
     assert_same(dict(state["model"]), dict(pair.plain.state_dict()))
     pair.plain = Convolutions()
@@ -163,7 +165,7 @@ def test_what_is_registered_is_in_it_and_goes_on(twins: MakeTwins) -> None:
         return loss
 
     pair.train(run, steps=3)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())
     assert state["registered"]["scheduler"]["last_epoch"] == 3
     pair.plain.load_state_dict(state["model"])
     pair.plain_optimizer = adamw(pair.plain.parameters())
@@ -178,7 +180,7 @@ def test_what_is_registered_is_in_it_and_goes_on(twins: MakeTwins) -> None:
 def test_every_placement_gives_the_same_snapshot(twins: MakeTwins, params: str, state: str) -> None:
     pair = twins(Net(), params=params, optimizer_state=state)
     pair.train(train_step, steps=2)
-    content = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))
+    content = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())
     assert_same(dict(content["model"]), dict(pair.plain.state_dict()))
     assert_same_state(content["optimizer"], pair.plain_optimizer.state_dict())
     pair.train(train_step, steps=1)
@@ -204,7 +206,7 @@ def test_frozen_and_unused_parameters_are_in_it(twins: MakeTwins) -> None:
     model.extra = nn.Linear(256, 256)
     pair = twins(model)
     pair.train(train_step, steps=2)
-    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt"))
+    state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())
     assert_same(dict(state["model"]), dict(pair.plain.state_dict()))
     assert_same_state(state["optimizer"], pair.plain_optimizer.state_dict())
 
@@ -218,7 +220,7 @@ def test_weights_are_their_owners(twins: MakeTwins) -> None:
     try:
         pair = twins(Net())
         pair.train(train_step, steps=1)
-        path = pair.manager.snapshot(pair.directory / "a.pt")
+        path = pair.manager.snapshot(pair.directory / "a.pt").result()
     finally:
         os.umask(before)
     run = pair.directory / "rank-0-of-1"
@@ -259,7 +261,7 @@ print(loss_of(model, torch.load(sys.argv[2])).item().hex())
 def test_a_process_without_swapper_goes_on_from_it(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=2)
-    path = pair.manager.snapshot(pair.directory / "a.pt")
+    path = pair.manager.snapshot(pair.directory / "a.pt").result()
     batch = tokens()
     torch.save(batch, pair.directory / "batch.pt")
     expected = pair.both(lambda model, _: loss_of(model, batch).item())

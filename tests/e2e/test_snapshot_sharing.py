@@ -50,7 +50,7 @@ def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_p
     run.train(2)
     run.manager._committer.finish()
     written = run.manager.stats.bytes_written
-    path = run.manager.snapshot(tmp_path / "a.pt")
+    path = run.manager.snapshot(tmp_path / "a.pt").result()
     resident = sum(section.plan.nbytes for section in run.manager._sections if section.resident)
     assert run.manager.stats.bytes_written - written == resident
     assert path.stat().st_nlink == 2
@@ -63,7 +63,7 @@ def test_training_on_does_not_change_it_and_lets_the_file_go(tmp_path: Path) -> 
     run.train(2)
     paths = []
     for number in range(3):
-        paths.append((run.manager.snapshot(tmp_path / f"{number}.pt"), run.manager.step))
+        paths.append((run.manager.snapshot(tmp_path / f"{number}.pt").result(), run.manager.step))
         before = [digest(path) for path, _ in paths]
         run.train(3)
         assert [digest(path) for path, _ in paths] == before
@@ -78,7 +78,7 @@ def test_training_on_does_not_change_it_and_lets_the_file_go(tmp_path: Path) -> 
 def test_a_run_that_goes_on_after_it_does_not_change_it(tmp_path: Path) -> None:
     first = Run(tmp_path)
     losses = first.train(2)
-    path = first.manager.snapshot(tmp_path / "a.pt")
+    path = first.manager.snapshot(tmp_path / "a.pt").result()
     first.manager.close()
     before = digest(path)
     second = Run(tmp_path)
@@ -92,7 +92,7 @@ def test_a_run_that_goes_on_after_it_does_not_change_it(tmp_path: Path) -> None:
 def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Path) -> None:
     run = Run(tmp_path, freeze=True)
     run.train(2)
-    path = run.manager.snapshot(tmp_path / "a.pt")
+    path = run.manager.snapshot(tmp_path / "a.pt").result()
     run.train(3)
     run.manager._committer.finish()
     assert len(run.names()) == 3  # the frozen parameters are in the snapshot's file only
@@ -108,7 +108,7 @@ def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Pa
 def test_pages_of_another_file_are_brought_over(tmp_path: Path) -> None:
     run = Run(tmp_path, freeze=True)
     run.train(3)
-    path = run.manager.snapshot(tmp_path / "a.pt")
+    path = run.manager.snapshot(tmp_path / "a.pt").result()
     with run.manager.gather(run.model):
         expected = {name: value.clone() for name, value in run.model.state_dict().items()}
     run.manager.close()
@@ -138,7 +138,7 @@ def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> N
     run = Run(small_drive)
     losses = run.train(2)
     with pytest.raises(swapper.IoError) as failure:
-        run.manager.snapshot(small_drive / "a.pt")
+        run.manager.snapshot(small_drive / "a.pt").result()
     assert failure.value.errno == errno.ENOSPC
     assert [entry.name for entry in small_drive.iterdir()] == ["rank-0-of-1"]
     losses += run.train(3)
@@ -154,7 +154,7 @@ def test_on_another_filesystem_it_is_copied(tmp_path: Path) -> None:
     try:
         run = Run(tmp_path)
         run.train(2)
-        path = run.manager.snapshot(elsewhere / "a.pt")
+        path = run.manager.snapshot(elsewhere / "a.pt").result()
         with run.manager.gather(run.model):
             expected = {name: value.clone() for name, value in run.model.state_dict().items()}
         run.manager.close()
@@ -178,7 +178,7 @@ def test_where_the_filesystem_can_reflink_the_files_are_separate(tmp_path: Path)
     try:
         run = Run(drive)
         run.train(2)
-        path = run.manager.snapshot(drive / "a.pt")
+        path = run.manager.snapshot(drive / "a.pt").result()
         assert path.stat().st_nlink == 1
         before = digest(path)
         run.train(3)
@@ -197,6 +197,6 @@ def test_buffers_are_as_they_were_when_it_was_taken(tmp_path: Path) -> None:
         model, _ = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         model(torch.randn(8, 256))
         expected = model[1].running_mean.clone()
-        path = manager.snapshot(tmp_path / "a.pt")
+        path = manager.snapshot(tmp_path / "a.pt").result()
         model(torch.randn(8, 256))
         assert torch.equal(torch.load(path)["model"]["1.running_mean"], expected)

@@ -1,0 +1,94 @@
+"""Copying runs of bytes from file to file through the engine, checked against the checksums with which they were written.
+
+Runs in a snapshot's own thread and touches nothing but the engine, which any thread may use, files that nobody else has
+open in Python, and COPY_BYTES of memory of its own, which goes when the copy is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.errors import CheckpointError
+
+PIECE_BYTES = 4 << 20
+PIECES = 4
+COPY_BYTES = PIECES * PIECE_BYTES
+"""Memory that a copy takes beside the budget, while it lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes of a file that shall be copied to the same place in another one."""
+
+    source: Any  # swapper._C.File
+    offset: int  # bytes from the start of the file
+    nbytes: int
+    crc32: int
+    name: str  # for a person
+
+
+def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
+    """Copy `runs` into `target`, an open file; returns when all is written.
+
+    Raises:
+        IoError: a transfer failed.
+        CheckpointError: what was read has not its checksum.
+    """
+    memory = mmap.mmap(-1, COPY_BYTES)
+    memory.madvise(mmap.MADV_DONTFORK)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    in_flight: deque[tuple[Run, int, int, Any, Any]] = deque()
+    free = [view.data_ptr() + number * PIECE_BYTES for number in range(PIECES)]
+    checksum = 0
+
+    def finish_one() -> None:
+        nonlocal checksum
+        run, end, address, read, write = in_flight[0]
+        read.wait()
+        checksum = _C.crc32_combine(checksum, read.crc32, read.nbytes)
+        if end == run.offset + run.nbytes:
+            if checksum != run.crc32:
+                raise CheckpointError(
+                    f"{run.name}: bytes {run.offset} to {end} of {run.source.path} have not the checksum with which they were "
+                    "written: the drive or memory changed them. Do not trust this run; go back to an earlier snapshot"
+                )
+            checksum = 0
+        write.wait()
+        in_flight.popleft()
+        free.append(address)
+
+    try:
+        for run, offset, nbytes in _pieces(runs):
+            if not free:
+                finish_one()
+            address = free.pop()
+            read = engine.read(run.source, offset, address, nbytes, checksum=True)
+            write = engine.write(target, offset, address, nbytes, after=read)
+            in_flight.append((run, offset + nbytes, address, read, write))
+        while in_flight:
+            finish_one()
+    finally:
+        for *_, read, write in in_flight:  # their memory must not go before they are done
+            _drain(read)
+            _drain(write)
+        del view
+
+
+def _pieces(runs: Iterable[Run]) -> Iterator[tuple[Run, int, int]]:
+    for run in runs:
+        for offset in range(run.offset, run.offset + run.nbytes, PIECE_BYTES):
+            yield run, offset, min(PIECE_BYTES, run.offset + run.nbytes - offset)
+
+
+def _drain(ticket: Any) -> None:
+    while not ticket.done:
+        with contextlib.suppress(Exception):
+            ticket.wait()

@@ -1,0 +1,266 @@
+"""One snapshot's way to its name, in a thread of its own.
+
+The frozen swap file gets what other files have of the step, and its tail; it is synced; and it is published: by reflink, which
+shares its bytes until either is changed, or else by hard link. On another filesystem everything is copied through the engine.
+The file appears under its name when it is whole and synced, or not at all; an existing file is never replaced.
+See [Note: who touches what while a snapshot is published], snapshot.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swapper import _C
+from swapper.checkpoint.container import ContainerLayout, PreparedTail
+from swapper.checkpoint.copying import Run, copy
+from swapper.checkpoint.manifest import Chunk, TensorPlace
+from swapper.checkpoint.ticket import SnapshotTicket
+from swapper.errors import CheckpointError, IoError, SwapperError
+
+FICLONE = 0x40049409
+"""ioctl_ficlone(2): make a file share another one's bytes."""
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES)
+"""What link(2) says where the filesystem, or the rights on it, allow no other name for this file."""
+
+
+class Base:
+    """The frozen swap file that becomes the snapshot. Made before it is frozen, since then it cannot be opened to be written.
+
+    Attributes:
+        number: of the file in the store.
+        file: for transfers.
+        status: size in bytes and time of last change in nanoseconds, once it is closed.
+    """
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.number = number
+        self.path = path
+        self.file = _C.File(str(path))
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.status = (0, 0)
+
+    def note_status(self) -> tuple[int, int]:
+        status = os.fstat(self.descriptor)
+        self.status = (status.st_size, status.st_mtime_ns)
+        return self.status
+
+    def close(self) -> tuple[int, int]:
+        """Close it, and return its last `status`."""
+        self.note_status()
+        os.close(self.descriptor)
+        self.file.close()
+        return self.status
+
+
+@dataclass(frozen=True)
+class Content:
+    """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of."""
+
+    tail: PreparedTail
+    layout: ContainerLayout
+    crc32s: Mapping[str, int]
+    chunks: Sequence[Chunk]
+    tensors: Mapping[str, Sequence[TensorPlace]]
+    everything: Sequence[Run]
+
+    def make_tail(self) -> bytes:
+        return self.tail.build(self.crc32s, self.chunks, self.tensors)
+
+
+class Publication:
+    """Publishes one snapshot.
+
+    Args:
+        path: its name.
+        ticket: what to finish at the end.
+        content: what it consists of.
+        base: the frozen file; None where all is copied.
+        is_near: `path` is on the filesystem of the swap files.
+        engine: does the transfers.
+        predecessor: the publication to wait for first, so that there is one at one time.
+        published: called when the file has its name.
+
+    Attributes:
+        sources_read: set when nothing is read any more from files that are written in turns.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ticket: SnapshotTicket,
+        content: Content,
+        base: Base | None,
+        is_near: bool,
+        engine: Any,
+        predecessor: Publication | None,
+        published: Callable[[], None],
+    ) -> None:
+        self._path = path
+        self._ticket = ticket
+        self._content = content
+        self.base = base
+        self._is_near = is_near
+        self._engine = engine
+        self._predecessor = predecessor
+        self._published = published
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        self.sources_read = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
+
+    def begin(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads, as when the interpreter ends
+            self._run()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def join(self) -> None:
+        self._over.wait()
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._predecessor is not None:
+            self._predecessor.join()
+            self._predecessor = None
+        error: BaseException | None = None
+        try:
+            self._publish()
+            self._published()
+        except SwapperError as failure:
+            error = failure
+        except OSError as failure:
+            error = self._explain(failure)
+        except BaseException as failure:
+            error = failure
+        for run in self._content.everything:
+            run.source.close()
+        if self.base is not None:
+            self.base.close()
+        self.sources_read.set()
+        self._ticket.finish(error)
+        self._over.set()
+
+    def _explain(self, failure: OSError) -> SwapperError:
+        if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
+            return CheckpointError(
+                f"directory {self._path.parent} was removed while the snapshot {self._path} was written"
+            )
+        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
+
+    def _publish(self) -> None:
+        try:
+            self._temporary.unlink(missing_ok=True)  # of an earlier process of the same number
+            if not (self._is_near and self._reflink()) and not (self._is_near and self._link()):
+                self._copy()
+        finally:
+            self._temporary.unlink(missing_ok=True)
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _reflink(self) -> bool:
+        """Publish a file that shares the frozen file's bytes. False if this filesystem cannot."""
+        if self.base is None:
+            return False
+        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.ioctl(descriptor, FICLONE, self.base.descriptor)
+            except OSError:
+                self._temporary.unlink(missing_ok=True)
+                return False
+            file = _C.File(str(self._temporary))
+            try:
+                self._bring_over(file)
+            finally:
+                file.close()
+            self._end(descriptor)
+        finally:
+            os.close(descriptor)
+        self._name(self._temporary)
+        return True
+
+    def _link(self) -> bool:
+        """Publish the frozen file itself. False if it can have no other name here."""
+        if self.base is None:
+            return False
+        self._bring_over(self.base.file)
+        self._end(self.base.descriptor)
+        try:
+            os.link(self.base.path, self._path)
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return False
+        return True
+
+    def _bring_over(self, file: Any) -> None:
+        """Copy into `file` what other files than the frozen one have of the step."""
+        base = str(self.base.path) if self.base is not None else ""
+        copy(self._engine, [run for run in self._content.everything if run.source.path != base], file)
+        self.sources_read.set()
+
+    def _copy(self) -> None:
+        """Publish a copy."""
+        file = _C.File(str(self._temporary), create=True)
+        try:
+            file.allocate(self._content.layout.tail_offset)
+            copy(self._engine, self._content.everything, file)
+            self.sources_read.set()
+        finally:
+            file.close()
+        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            for offset, data in self._content.layout.headers():
+                _write_all(descriptor, data, offset)
+            self._end(descriptor)
+        finally:
+            os.close(descriptor)
+        self._name(self._temporary)
+
+    def _end(self, descriptor: int) -> None:
+        """Write the tail, cut off what was behind it, and make the whole file durable."""
+        offset = self._content.layout.tail_offset
+        tail = self._content.make_tail()
+        _write_all(descriptor, tail, offset)
+        os.ftruncate(descriptor, offset + len(tail))
+        os.fsync(descriptor)
+
+    def _name(self, temporary: Path) -> None:
+        """Give the file its name, unless someone took it meanwhile."""
+        try:
+            os.link(temporary, self._path)
+        except FileExistsError:
+            raise self._taken() from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            if os.path.lexists(self._path):
+                raise self._taken() from None
+            temporary.rename(self._path)
+
+    def _taken(self) -> CheckpointError:
+        return CheckpointError(f"{self._path} appeared while the snapshot was written: it was left as it is")
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done

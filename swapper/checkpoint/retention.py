@@ -1,0 +1,80 @@
+"""Which snapshots a run keeps: `snapshot(path, keep=N)` removes the oldest of those that it published by the same pattern.
+
+Two names are of one pattern if they lie in the same directory and differ in runs of digits only: `step-90.pt`, `step-100.pt`.
+Only files that this run published with `keep=` are ever removed, and only while they are what was published: the same inode,
+size and time of change. A file that somebody replaced, changed or renamed is left alone, and no longer counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("swapper")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A snapshot that was published with `keep=`, and how to know it again."""
+
+    path: str
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def look(cls, path: Path) -> Published:
+        status = os.lstat(path)
+        return cls(str(path), status.st_ino, status.st_size, status.st_mtime_ns)
+
+    @property
+    def pattern(self) -> str:
+        path = Path(self.path)
+        return str(path.with_name(re.sub(r"[0-9]+", "#", path.name)))
+
+    def is_there(self) -> bool:
+        try:
+            return Published.look(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+class Retention:
+    """The snapshots of a run that may be removed one day, oldest first. Used by the thread that trains and by publications.
+
+    Args:
+        rows: what `rows` returned in the run that goes on.
+    """
+
+    def __init__(self, rows: list[list[Any]]) -> None:
+        self._lock = threading.Lock()
+        self._published = [Published(*row) for row in rows]
+
+    def rows(self) -> list[list[Any]]:
+        """Return it in plain values, for the commit record."""
+        with self._lock:
+            return [[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]
+
+    def published(self, path: Path, keep: int | None) -> None:
+        """`path` was published. With `keep`, remove the oldest of its pattern until so many are left."""
+        if keep is None:
+            return
+        newest = Published.look(path)
+        with self._lock:
+            self._published = [*(p for p in self._published if p.is_there()), newest]
+            alike = [p for p in self._published if p.pattern == newest.pattern]
+            for old in alike[:-keep]:
+                self._remove(old)
+
+    def _remove(self, old: Published) -> None:
+        try:
+            Path(old.path).unlink()
+        except OSError as error:
+            log.warning("cannot remove %s, which keep= says: %s", old.path, error.strerror)
+            return
+        self._published.remove(old)

@@ -1,0 +1,364 @@
+"""Verifying: every byte of a snapshot, or of what a run's last commit names, against the checksums with which it was written.
+
+A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a manifest
+is checked by the CRCs of its zip, which cover its records and not what lies between them. Files are streamed through the engine
+into VERIFY_BYTES of memory, whatever their size; nothing of them is unpickled but a commit record that is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.checkpoint.commit import CommitRecord, read_commit
+from swapper.checkpoint.container import ContainerLayout
+from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
+from swapper.directory import COMMIT_NAME
+from swapper.errors import CheckpointError, IoError
+
+PIECE_BYTES = 4 << 20
+PIECES = 4
+VERIFY_BYTES = PIECES * PIECE_BYTES
+_SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+Progress = Callable[[int, int], None]
+"""Called with bytes checked and bytes in all."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it was written.
+
+    Attributes:
+        path: the file.
+        offset, nbytes: the run of bytes that has a wrong checksum, or cannot be read.
+        what: what is wrong, and of what, in words.
+        record: the zip record or section that it is part of, "" where it is none.
+        tensors: names of the tensors that lie there, wholly or in part.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    what: str
+    record: str = ""
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        path: what was verified.
+        kind: "snapshot", "run" or "torch checkpoint" (checked by the CRCs of its zip).
+        checked_bytes: how many bytes were compared with a checksum.
+        nbytes: how many there are.
+        faults: empty if all is well.
+    """
+
+    path: str
+    kind: str
+    checked_bytes: int = 0
+    nbytes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of bytes to be checked, and what to call it."""
+
+    chunk: Chunk
+    record: str
+    tensors: Sequence[TensorPlace]
+
+    def fault(self, path: Path, what: str) -> Fault:
+        chunk = self.chunk
+        names = [t.name for t in self.tensors if t.offset < chunk.end and chunk.offset < t.offset + t.nbytes]
+        return Fault(str(path), chunk.offset, chunk.nbytes, what, self.record, tuple(names))
+
+
+def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total: None) -> list[Report]:
+    """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
+
+    Raises:
+        CheckpointError: there is nothing that could be verified, or a run is in use.
+    """
+    place = Path(path)
+    if place.is_dir():
+        runs = (
+            [place] if (place / COMMIT_NAME).exists() else sorted(p.parent for p in place.glob(f"rank-*/{COMMIT_NAME}"))
+        )
+        if not runs:
+            raise CheckpointError(f"{place} holds no committed run: name a snapshot, or the directory of a run")
+        return [_verify_run(run, progress) for run in runs]
+    if not place.is_file():
+        raise CheckpointError(f"{place} does not exist, or is no file: name a snapshot, or the directory of a run")
+    return [_verify_file(place, progress)]
+
+
+# --- a snapshot -------------------------------------------------------------------------------------------------------
+
+
+def _verify_file(path: Path, progress: Progress) -> Report:
+    nbytes = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(max(0, nbytes - MAX_END_BYTES))
+        seal = find_seal(file.read(), nbytes)
+        if seal is None:
+            return _verify_unsealed(path, nbytes, progress)
+        file.seek(seal.begin)
+        tail = file.read(seal.end - seal.begin)
+    report = Report(str(path), "snapshot", nbytes - seal.begin, nbytes)
+    report.faults += _check_tail(path, tail, seal)
+    manifest = _find_manifest(tail, seal)
+    if manifest is None:  # what is before the tail has still the checksums in the directory, if that is whole
+        report.faults += _check_records(path, report, progress, seal.begin)
+        return report
+    tensors = {key: list(places) for key, places in manifest.tensors.items()}
+    parts = [_Part(chunk, *_record_of(chunk, tensors)) for chunk in manifest.chunks]
+    report.faults += _check({path: parts}, report, progress)
+    return report
+
+
+def _record_of(chunk: Chunk, tensors: Mapping[str, Sequence[TensorPlace]]) -> tuple[str, Sequence[TensorPlace]]:
+    for key, places in tensors.items():
+        if places and places[0].offset <= chunk.offset < places[-1].offset + places[-1].nbytes:
+            return f"data/{key}", places
+    return "", ()
+
+
+def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
+    if zlib.crc32(tail) == seal.crc32:
+        return []
+    broken = []
+    with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(tail)) as archive:  # whatever damage makes it raise
+        broken = [info.filename for info in archive.infolist() if not _reads(archive, info)]
+    what = (
+        f"the tail is damaged: record {broken[0]}" if broken else "the tail is damaged: headers or directory of the zip"
+    )
+    return [Fault(str(path), seal.begin, len(tail), what, broken[0] if broken else "")]
+
+
+def _reads(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if re.fullmatch(r"[^/]*/data/[0-9]+", info.filename):
+        return True  # not of the tail
+    try:
+        archive.read(info)
+    except Exception:
+        return False
+    return True
+
+
+def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
+    """Return the manifest, if its own record is whole."""
+    name = f"/{MANIFEST_NAME}".encode()
+    at = tail.find(name)
+    header = at - tail.rfind(b"PK\x03\x04", 0, at)
+    if at < 0 or tail.rfind(b"PK\x03\x04", 0, at) < 0:
+        return None
+    begin = at - header
+    fields = _LOCAL_HEADER.unpack_from(tail, begin)
+    data = begin + _LOCAL_HEADER.size + fields[9] + fields[10]
+    end = tail.find(b"PK\x07\x08", data)
+    if end < 0 or zlib.crc32(tail[data:end]) != int.from_bytes(tail[end + 4 : end + 8], "little"):
+        return None
+    try:
+        return Manifest.decode(tail[data:end], seal.begin)
+    except CheckpointError:
+        return None
+
+
+# --- a checkpoint without a seal --------------------------------------------------------------------------------------
+
+
+def _verify_unsealed(path: Path, nbytes: int, progress: Progress) -> Report:
+    report = Report(str(path), "torch checkpoint", 0, nbytes)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except Exception as error:  # whatever damage makes zipfile raise
+        what = f"the end of the file is missing or damaged, or this is no checkpoint: {error}"
+        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+        return report
+    if any(name.endswith(f"/{MANIFEST_NAME}") for name in names):
+        report.kind = "snapshot"
+        what = "the seal at the end of the file is damaged"
+        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+    report.faults += _check_records(path, report, progress, nbytes)
+    return report
+
+
+def _check_records(path: Path, report: Report, progress: Progress, before: int) -> list[Fault]:
+    """Check the records of a zip that lie before offset `before` by the CRCs of its directory."""
+    parts = []
+    try:
+        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+            for info in archive.infolist():
+                if info.header_offset >= before or info.compress_type != zipfile.ZIP_STORED:
+                    continue
+                file.seek(info.header_offset)
+                fields = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                begin = info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
+                parts.append(_Part(Chunk(begin, info.file_size, info.CRC), info.filename, ()))
+    except Exception as error:
+        return [Fault(str(path), 0, path.stat().st_size, f"the directory of the zip cannot be read: {error}")]
+    return _check({path: parts}, report, progress)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def _verify_run(directory: Path, progress: Progress) -> Report:
+    with _at_rest(directory):
+        report = Report(str(directory), "run")
+        commit = directory / COMMIT_NAME
+        nbytes = report.nbytes = report.checked_bytes = commit.stat().st_size
+        try:
+            record = read_commit(directory)
+        except CheckpointError as error:
+            report.faults.append(Fault(str(commit), 0, nbytes, str(error)))
+            return report
+        if record is None:
+            raise CheckpointError(f"{directory} holds no committed run")
+        report.faults += _check(_parts_of_run(directory, record), report, progress)
+        return report
+
+
+@contextlib.contextmanager
+def _at_rest(directory: Path) -> Iterator[None]:
+    """Keep a run from beginning in `directory`, and refuse if one is there."""
+    try:
+        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # of a copy
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"{directory} is in use by a run: verify it when that has ended, or one of its snapshots now"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    layout = ContainerLayout.plan([section.nbytes for section in record.sections])
+    headers = [_Part(Chunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
+    parts = {number: list(headers) for section in record.sections for number in section.files}
+    for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
+        tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
+        offset = place.offset
+        for number, crc32 in zip(section.files, section.crc32s, strict=True):
+            nbytes = min(section.piece_bytes, place.end - offset)
+            parts[number].append(_Part(Chunk(offset, nbytes, crc32), name, tensors))
+            offset += nbytes
+    return {directory / record.files[number]: found for number, found in parts.items()}
+
+
+def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
+    """Return (name, its tensors with offsets from its start) of each section, from the lines of `describe_plans`."""
+    sections: list[tuple[str, list[TensorPlace]]] = []
+    for line in plans:
+        match = _SLOT.fullmatch(line)
+        if match is None:
+            sections.append((line.rpartition(":")[0], []))
+            continue
+        owner, kind, dtype, shape, offset = match.groups()
+        numel = 1
+        for size in filter(None, shape.split(", ")):
+            numel *= int(size)
+        name = owner if kind == "param" else f"{owner} {kind}"
+        sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
+    return sections
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Progress) -> list[Fault]:
+    """Compare every part of every file with its checksum."""
+    faults = []
+    total = report.checked_bytes + sum(part.chunk.nbytes for parts in files.values() for part in parts)
+    report.nbytes = max(report.nbytes, total)
+    engine = _C.Engine()
+    try:
+        for path, parts in files.items():
+            try:
+                file = _C.File(str(path), read_only=True)
+            except IoError as error:
+                faults.append(Fault(str(path), 0, 0, f"the file cannot be opened: {error}"))
+                continue
+            with contextlib.closing(file):
+                ordered = sorted(parts, key=lambda part: part.chunk.offset)
+                for part, outcome in _stream(engine, file, ordered):
+                    if isinstance(outcome, IoError):
+                        faults.append(part.fault(path, f"cannot be read: {outcome}"))
+                    elif outcome != part.chunk.crc32:
+                        faults.append(part.fault(path, f"CRC-32 {outcome:08x} instead of {part.chunk.crc32:08x}"))
+                    report.checked_bytes += part.chunk.nbytes
+                    progress(report.checked_bytes, total)
+    finally:
+        engine.close()
+    return faults
+
+
+def _stream(engine: Any, file: Any, parts: Sequence[_Part]) -> Iterator[tuple[_Part, int | IoError]]:
+    """Yield each part with the CRC-32 of its bytes, or why they cannot be read."""
+    memory = mmap.mmap(-1, VERIFY_BYTES)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    free = deque(view.data_ptr() + number * PIECE_BYTES for number in range(PIECES))
+    in_flight: deque[tuple[_Part, bool, Any]] = deque()
+    checksum, failure = 0, None
+
+    def take_one() -> tuple[_Part, int | IoError] | None:
+        nonlocal checksum, failure
+        part, is_last, (ticket, address) = in_flight.popleft()
+        error = ticket.exception()
+        free.append(address)
+        failure = failure or error
+        if error is None:
+            checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
+        if not is_last:
+            return None
+        outcome = checksum if failure is None else failure
+        checksum, failure = 0, None
+        return part, outcome
+
+    try:
+        for part in parts:
+            chunk = part.chunk
+            if chunk.nbytes == 0:
+                continue
+            for offset in range(chunk.offset, chunk.end, PIECE_BYTES):
+                if not free and (done := take_one()) is not None:
+                    yield done
+                address = free.popleft()
+                nbytes = min(PIECE_BYTES, chunk.end - offset)
+                ticket = engine.read(file, offset, address, nbytes, checksum=True)
+                in_flight.append((part, offset + nbytes == chunk.end, (ticket, address)))
+        while in_flight:
+            if (done := take_one()) is not None:
+                yield done
+    finally:
+        engine.drain()
+        del view
