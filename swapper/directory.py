@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import weakref
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,8 +17,20 @@ from swapper.errors import DirectoryError
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
-
 COMMIT_NAME = "commit.pt"
+RETENTION_NAME = "snapshots.json"
+
+
+_open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a DataLoader worker) that outlives a killed run must not hold the run's lock."""
+    for directory in list(_open):
+        directory.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 class RunDirectory:
@@ -49,6 +62,7 @@ class RunDirectory:
             raise DirectoryError(
                 f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
             ) from error
+        _open.add(self)
         try:
             self._take(resume)
         except BaseException:
@@ -74,6 +88,7 @@ class RunDirectory:
         if resume == "discard":
             for file in held:  # the commit record first: it must never name files that are gone
                 file.unlink()
+            (self.path / RETENTION_NAME).unlink(missing_ok=True)
 
     def remove_strays(self, kept: Collection[str]) -> None:
         """Remove swap files that no commit names: a run was killed before it could."""

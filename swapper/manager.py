@@ -75,7 +75,7 @@ class SwapManager:
 
     Attributes:
         extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
-            snapshot, and there again in a run that goes on.
+            snapshot, and there again in a run that goes on. As of the next use after the step, so set it where schedulers step.
 
     Raises:
         ConfigError: an option is not known.
@@ -374,8 +374,9 @@ class SwapManager:
             turns,
             [piece for section in self._sections for piece in (section.pages or [section.piece])],
         )
-        self._retention = Retention(record.snapshots if record is not None else [])
-        self._publisher = Publisher(self._sections, self._layout, self._engine, self._store, self._retention)
+        self._publisher = Publisher(
+            self._sections, self._layout, self._engine, self._store, Retention(self._directory.path)
+        )
         pages = [page for section in self._sections for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
         trainables = find_trainables(inventory, find_places(inventory, self._sections))
@@ -503,7 +504,6 @@ class SwapManager:
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             extra=copy.deepcopy(self.extra),
             rng=self._rng,
-            snapshots=self._retention.rows(),
         )
 
     def _check_usable(self) -> None:

@@ -56,7 +56,6 @@ class CommitRecord:
         registered: state dicts by name.
         extra: the user's own values.
         rng: states of the random number generators, where that was asked for.
-        snapshots: what `Retention.rows` returned.
     """
 
     step: int
@@ -73,7 +72,6 @@ class CommitRecord:
     registered: dict[str, Any]
     extra: dict[str, Any]
     rng: dict[str, Any] | None
-    snapshots: list[list[Any]]
 
 
 def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:

@@ -7,13 +7,15 @@ size and time of change. A file that somebody replaced, changed or renamed is le
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from swapper.directory import RETENTION_NAME
 
 log = logging.getLogger("swapper")
 
@@ -45,20 +47,23 @@ class Published:
 
 
 class Retention:
-    """The snapshots of a run that may be removed one day, oldest first. Used by the thread that trains and by publications.
+    """The snapshots of a run that may be removed one day, oldest first, in a file of its directory. Any thread may use it.
+
+    What was published right before a kill may be missing in the file, and is then never removed.
 
     Args:
-        rows: what `rows` returned in the run that goes on.
+        directory: the run's.
     """
 
-    def __init__(self, rows: list[list[Any]]) -> None:
+    def __init__(self, directory: Path) -> None:
         self._lock = threading.Lock()
-        self._published = [Published(*row) for row in rows]
-
-    def rows(self) -> list[list[Any]]:
-        """Return it in plain values, for the commit record."""
-        with self._lock:
-            return [[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]
+        self._file = directory / RETENTION_NAME
+        self._published: list[Published] = []
+        if self._file.exists():
+            try:
+                self._published = [Published(*row) for row in json.loads(self._file.read_text())]
+            except (ValueError, TypeError) as error:
+                log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, error)
 
     def published(self, path: Path, keep: int | None) -> None:
         """`path` was published. With `keep`, remove the oldest of its pattern until so many are left."""
@@ -68,8 +73,10 @@ class Retention:
         with self._lock:
             self._published = [*(p for p in self._published if p.is_there()), newest]
             alike = [p for p in self._published if p.pattern == newest.pattern]
+            self._save()
             for old in alike[:-keep]:
                 self._remove(old)
+            self._save()
 
     def _remove(self, old: Published) -> None:
         try:
@@ -78,3 +85,8 @@ class Retention:
             log.warning("cannot remove %s, which keep= says: %s", old.path, error.strerror)
             return
         self._published.remove(old)
+
+    def _save(self) -> None:
+        temporary = self._file.with_name(f"{RETENTION_NAME}.partial")
+        temporary.write_text(json.dumps([[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]))
+        temporary.rename(self._file)

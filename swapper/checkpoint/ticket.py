@@ -88,6 +88,10 @@ class SnapshotTicket:
     def finish(self, error: BaseException | None) -> None:
         """It is over: published, or failed by `error`."""
         if not self.done:
+            if (
+                error is not None
+            ):  # its frames would keep alive whatever ran when it came up: a forward with all activations
+                error.__traceback__ = error.__context__ = None
             self._error = error
             self._over.set()
 

@@ -81,8 +81,9 @@ class Store:
 
     @property
     def names(self) -> dict[int, str]:
-        """Names of the files by number."""
-        return {number: Path(file.path).name for number, file in self._files.items()}
+        """Names, by number, of the files that are written in turns and of those that have the newest content of something."""
+        needed = {piece.location for piece in self._pieces} | set(self._turns)
+        return {number: Path(file.path).name for number, file in self._files.items() if number in needed}
 
     @property
     def io_mode(self) -> str:
@@ -169,6 +170,10 @@ class Store:
         self._files[successor] = self.create_file(self._path(successor))
         self._turns = sorted({*self._turns, successor} - {number})
         self._frozen[number] = None
+        self.freeze(number)
+
+    def freeze(self, number: int) -> None:
+        """Have a run that goes on after a crash know that file `number` is not to be written."""
         self.path(number).chmod(0o400)
 
     def published(self, number: int, status: tuple[int, int]) -> None:

@@ -1,41 +1,59 @@
 """A run that is killed again and again, as a program: it trains, its parent kills it, the next one goes on.
 
 Usage: killed_run.py DIRECTORY SEED KILLS. The parent has torch imported and forks each run, so that a kill costs little. A run
-writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL after
-a random number of them, so the kills fall anywhere in a step. Whatever is seen must equal a run that nobody killed.
+writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL a
+little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, and every second
+time with the workers of a DataLoader alive. Whatever is seen must equal a run that nobody killed: losses, parameters, random
+numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
+import time
 import traceback
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 import swapper
+from swapper.checkpoint.verify import verify
 
 STEPS = 12
 WORDS = 512
 BUDGET = "10MiB"
+SNAPSHOT_STEPS = 3
+"""From snapshot to snapshot."""
+LONGEST_DELAY_S = 0.02
+"""After the last tick, so that kills do not all fall on one."""
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def make(dropout: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(192, 192), nn.GELU())]
     model = nn.Sequential(nn.Embedding(WORDS, 192), *layers, nn.Linear(192, WORDS))
+    if dropout:
+        model.append(nn.Dropout(dropout))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
 
 
-def train_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) -> float:
-    words = torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(number))
+def batch(number: int) -> torch.Tensor:
+    return torch.randint(0, WORDS, (2, 8), generator=torch.Generator().manual_seed(number))
+
+
+def train_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int, words: Any = None) -> float:
+    words = batch(number) if words is None else words
     loss = cross_entropy(model(words).view(-1, WORDS), words.view(-1))
     loss.backward()
     optimizer.step()
@@ -44,44 +62,111 @@ def train_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int) ->
     return loss.item()
 
 
-def run(directory: Path, losses: Path, ticks: int) -> None:
+class Batches(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return batch(number)
+
+
+def batches(begin: int, end: int, workers: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator()  # of its own: the loader must not draw from the one that training uses
+    yield from DataLoader(
+        Batches(), batch_size=None, sampler=range(begin, end), num_workers=workers, generator=generator
+    )
+
+
+def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int = STEPS, **options: Any) -> None:
     """Train to the end, from wherever the last run was committed."""
-    model, optimizer, scheduler = make()
+    workers = options.pop("workers", 0)
+    model, optimizer, scheduler = make(dropout=0.1)
+    warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
     for module in model:
-        module.register_forward_hook(lambda *_: os.write(ticks, b"f") and None)
-        module.register_full_backward_hook(lambda *_: os.write(ticks, b"b") and None)
-    with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto") as manager:
+        module.register_forward_hook(lambda *_: tick(b"f") and None)
+        module.register_full_backward_hook(lambda *_: tick(b"b") and None)
+    with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True, **options) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         manager.register(scheduler=scheduler)
-        os.write(ticks, b"o")
+        tick(b"o")
         with losses.open("a") as log:
-            while manager.step < STEPS:
+            for words in batches(manager.step, steps, workers):
                 number = manager.step
-                log.write(f"{number} {train_step(model, optimizer, scheduler, number).hex()}\n")
+                assert manager.extra.get("step", 0) == number
+                log.write(f"{number} {train_step(model, optimizer, scheduler, number, words).hex()}\n")
                 log.flush()
-                os.write(ticks, b"s")
-        manager.snapshot(directory / "final.pt").result()
+                manager.extra["step"] = manager.step
+                tick(b"s")
+                path = directory / f"step-{manager.step}.pt"
+                if manager.step % SNAPSHOT_STEPS == 0 and not path.exists():
+                    manager.snapshot(path, keep=2)
+        final = directory / "final.pt"
+        if not final.exists():
+            manager.snapshot(final)
 
 
-def run_and_kill(directory: Path, losses: Path, after: int) -> bool:
-    """Fork a run and kill it after so many ticks. Returns True if it was killed, False if it came to its end before."""
-    reader, writer = os.pipe()
+class Expected:
+    """The run that nobody killed."""
+
+    def __init__(self, steps: int = STEPS) -> None:
+        model, optimizer, scheduler = make(dropout=0.1)
+        self.steps = steps
+        self.losses: list[float] = []
+        self.models: list[dict[str, torch.Tensor]] = []
+        for number in range(steps + 1):
+            self.models.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+            if number < steps:
+                self.losses.append(train_step(model, optimizer, scheduler, number))
+        self.optimizer = optimizer.state_dict()
+
+    def check(self, directory: Path, losses: Path) -> None:
+        """Assert that a run which came to its end, however often it was killed, is the same."""
+        seen = [line.split() for line in losses.read_text().splitlines()]
+        for number, loss in seen:
+            assert float.fromhex(loss) == self.losses[int(number)], f"step {number} differs after a kill"
+        assert {int(number) for number, _ in seen} == set(range(self.steps))
+        final = torch.load(directory / "final.pt", weights_only=True)
+        assert final["registered"]["scheduler"]["last_epoch"] == self.steps
+        assert final["extra"] == {"step": self.steps}
+        for number, state in self.optimizer["state"].items():
+            for name, value in state.items():
+                assert torch.equal(final["optimizer"]["state"][number][name], value), f"{name} differs after kills"
+        self.check_snapshots(directory)
+
+    def check_snapshots(self, directory: Path) -> None:
+        """Assert that whatever has a snapshot's name is whole, and what it says it is."""
+        for path in directory.glob("*.pt"):
+            assert verify(path)[0].faults == [], path
+            state = torch.load(path, weights_only=True)
+            for name, tensor in self.models[state["swapper"]["step"]].items():
+                assert torch.equal(state["model"][name], tensor), f"{name} differs in {path}"
+
+
+def fork(work: Callable[[], Any]) -> int:
+    """Do `work` in a child, which exits with 1 if it raises; returns its number."""
     child = os.fork()
     if child == 0:
-        os.close(reader)
         try:
-            run(directory, losses, writer)
+            work()
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
+    return child
+
+
+def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **options: Any) -> bool:
+    """Fork a run and kill it after so many ticks. Returns True if it was killed, False if it came to its end before."""
+    reader, writer = os.pipe()
+    child = fork(lambda: (os.close(reader), run(directory, losses, lambda what: os.write(writer, what), **options)))
     os.close(writer)
     while after > 0 and (seen := os.read(reader, after)):
         after -= len(seen)
-    os.close(reader) if after else os.kill(child, signal.SIGKILL)
-    _, status = os.waitpid(child, 0)
     if not after:
-        os.close(reader)
+        time.sleep(delay_s)  # chance, not synchronisation
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(reader)
     if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status) != 0:
         raise SystemExit("a run failed")
     return os.WIFSIGNALED(status)
@@ -89,23 +174,25 @@ def run_and_kill(directory: Path, losses: Path, after: int) -> bool:
 
 def main(directory: Path, seed: int, kills: int) -> None:
     torch.set_num_threads(1)
-    model, optimizer, scheduler = make()
-    expected = [train_step(model, optimizer, scheduler, number) for number in range(STEPS)]
+    expected = Expected()
     chance = random.Random(seed)
     killed = runs = 0
     while killed < kills:
         place = directory / f"run-{runs}"
         place.mkdir()
-        while run_and_kill(place, place / "losses", chance.randrange(1, 60)):
+        while run_and_kill(
+            place,
+            place / "losses",
+            chance.randrange(1, 60),
+            LONGEST_DELAY_S * chance.random(),
+            workers=2 * chance.randrange(2),
+        ):
             killed += 1
-        for line in (place / "losses").read_text().splitlines():
-            number, loss = line.split()
-            assert float.fromhex(loss) == expected[int(number)], f"step {number} differs after a kill"
-        final = torch.load(place / "final.pt", weights_only=True)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(final["model"][name], tensor), f"{name} differs after kills"
-        assert final["registered"]["scheduler"]["last_epoch"] == scheduler.last_epoch
+        expected.check(place, place / "losses")
+        shutil.rmtree(place)
         runs += 1
+        if killed // 50 != (killed - 1) // 50:
+            print(f"{killed} kills", file=sys.stderr, flush=True)
     print(f"{killed} kills, {runs} runs, all exact")
 
 

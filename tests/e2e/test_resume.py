@@ -14,7 +14,6 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
-from e2e.processes import run_python
 from swapper.checkpoint.commit import encode_commit, publish_commit, read_commit
 
 STEPS = 5
@@ -38,12 +37,6 @@ def go(directory: Path, until: int, **options: Any) -> list[float]:
         while manager.step < until:
             losses.append(killed_run.train_step(model, optimizer, scheduler, manager.step))
     return losses
-
-
-def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None:
-    done = run_python(Path(killed_run.__file__), tmp_path, 1, 12)
-    assert done.returncode == 0, done.stderr
-    assert "all exact" in done.stdout
 
 
 def test_a_closed_run_goes_on_exactly_with_its_scheduler(tmp_path: Path) -> None:

@@ -43,9 +43,6 @@ class SimulatedStore(Store):
     def create_file(self, path: Path) -> File:
         return self._engine.create_file(path.name, self.nbytes)
 
-    def _note_frozen(self, number: int) -> None:
-        self._frozen[number] = (0, 0)
-
     def freeze(self, number: int) -> None:
         self.file(number).is_frozen = True
 
@@ -120,6 +117,7 @@ class Run:
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.committed: list[tuple[File, bytes] | None] = [None] * len(self.pages)  # by the last commit
+        self._copying: tuple[int, File, list[tuple[Page, File, bytes]]] | None = None
         self.published: list[tuple[File, bytes]] = []  # snapshots that share a swap file
         self.unfilled: set[int] = set()  # leased as fresh, and not written yet
         self._at_offset = {page.file_offset: page for page in self.pages}
@@ -225,6 +223,7 @@ class Run:
             stored = None if page.location is None else self._on_drive(page, page.location)
             if page.leases == 0 and stored != self.content[page.index]:
                 raise SimulationError(f"writes are said to be done, but the drive has an old content of {page}")
+        self._end_copy()
         self.store.commit()
         for page in self.pages:
             if page.committed != page.location:
@@ -234,28 +233,32 @@ class Run:
         return True
 
     def publish(self) -> bool:
-        """Make a swap file a snapshot, as checkpoint/snapshot.py does by hard link. False if the drive fails."""
+        """Commit, and begin to make a swap file a snapshot, as checkpoint/snapshot.py does. False if the drive fails."""
+        if not self.commit():
+            return False
         number = self.store.newest()
-        self.store.prefer(number)
-        try:
-            for page in self.pages:
-                if page.location not in (None, number):
-                    access = Access(None, (page.index,), writes=frozenset({page.index}))
-                    if not self.attempt(self.pager.acquire, access):
-                        return False
-                    self.pager.release(access, access.writes)
-            if not self.flush():
-                return False
-        finally:
-            self.store.prefer(None)
-        for page in self.pages:
-            if page.location not in (None, number):
-                raise SimulationError(f"{page} was not brought over to file {number}")
+        runs = [
+            (page, self.store.file(page.location), self._on_drive(page, page.location))
+            for page in self.pages
+            if page.location is not None
+        ]
         file = self.store.file(number)
         self.store.replace(number)
-        self.store.freeze(number)
-        self.published.append((file, bytes(file.bytes)))
+        self._copying = number, file, runs
         return True
+
+    def _end_copy(self) -> None:
+        """What a snapshot's thread does, as late as it may."""
+        if self._copying is None:
+            return
+        number, file, runs = self._copying
+        self._copying = None
+        for page, source, expected in runs:
+            if _part_of(source, page) != expected:
+                raise SimulationError(f"{page} was changed in {source.path} before the snapshot had it")
+            file.bytes[page.file_offset : page.file_offset + page.nbytes] = expected
+        self.store.published(number, (0, 0))
+        self.published.append((file, bytes(file.bytes)))
 
     def drop_leases(self, kept: Sequence[Lease] = ()) -> None:
         self.pager.drop_leases([lease.access for lease in kept])
@@ -359,6 +362,7 @@ class Run:
 
     def finish(self) -> None:
         """The drive works again: all that was ever written is there, on the drive and for everybody who asks."""
+        self._end_copy()
         self.faults.repair()
         self.faults.rate = 0.0
         self.others_run = False

@@ -1,0 +1,30 @@
+"""Kills and corruptions in a short form. The long ones: tools/test_crashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from e2e import corrupted, killed_calls, killed_run
+from e2e.processes import run_python
+from e2e.stopped_calls import why_not
+
+
+def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(killed_run.__file__), tmp_path, 1, 6)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_killed_at_system_calls_that_write_a_run_goes_on_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(killed_calls.__file__), tmp_path, 41, 17)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_a_change_of_any_byte_of_a_snapshot_is_found(tmp_path: Path) -> None:
+    done = run_python(Path(corrupted.__file__), tmp_path, 1, 40)
+    assert done.returncode == 0, done.stderr
+    assert "all found" in done.stdout
