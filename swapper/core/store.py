@@ -204,7 +204,8 @@ class Store:
         """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
         if not self._frozen:
             return
-        needed = {number for piece in self._pieces for number in (piece.location, piece.committed)}
+        needed = {piece.committed for piece in self._pieces}
+        needed |= {piece.location for piece in self._pieces if not piece.section.resident}  # the others are in memory
         needed |= {number for number, status in self._frozen.items() if status is None}
         for number in self._frozen.keys() - needed:
             path = self.path(number)
