@@ -34,7 +34,8 @@ SMALL_MEAN_BYTES = 32 << 10
 """With storages smaller than this on average, torch's own alignment is kept: gaps would be more than 6 % of the file."""
 MOST_ALIGNMENT = 1 << 16
 
-_ROOT = "archive"
+ROOT = "archive"
+"""The folder in the zip that holds all records."""
 
 
 def save(
@@ -147,17 +148,17 @@ class _Plan:
 def _plan(pickle_nbytes: int, sizes: tuple[int, ...], alignment: int) -> _Plan:
     """Plan a file. Kept, since a training run saves the same state dict again and again."""
     cursor = 0
-    for name, content in _before(pickle_nbytes, alignment):
-        cursor = _end(cursor, f"{_ROOT}/{name}", len(content) if isinstance(content, bytes) else content, alignment)
+    for name, content in leading_records(pickle_nbytes, alignment):
+        cursor = _end(cursor, f"{ROOT}/{name}", len(content) if isinstance(content, bytes) else content, alignment)
     payloads = []
     for key, nbytes in enumerate(sizes):
-        place = _Place(f"{_ROOT}/data/{key}", cursor, nbytes)
+        place = _Place(f"{ROOT}/data/{key}", cursor, nbytes)
         payloads.append(place)
         cursor = _end(cursor, place.name, nbytes, alignment)
     return _Plan(tuple(payloads), cursor)
 
 
-def _before(pickle_nbytes: int, alignment: int) -> Iterator[tuple[str, bytes | int]]:
+def leading_records(pickle_nbytes: int, alignment: int) -> Iterator[tuple[str, bytes | int]]:
     """The records that come before the payloads: names with contents, of data.pkl only the size."""
     yield "data.pkl", pickle_nbytes
     yield ".format_version", b"1"
@@ -180,7 +181,7 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
         )
         try:
             archive = _Archive(writer, alignment)
-            for name, content in _before(0, alignment):
+            for name, content in leading_records(0, alignment):
                 archive.add(name, content if isinstance(content, bytes) else pickled.data)
             for place, storage in zip(plan.payloads, pickled.storages, strict=True):
                 archive.add_storage(place, storage)
@@ -206,8 +207,8 @@ class _Archive:
         self._entries: list[Entry] = []
 
     def add(self, name: str, content: bytes) -> None:
-        cursor = self._begin(f"{_ROOT}/{name}", len(content))
-        self._end(f"{_ROOT}/{name}", cursor, len(content), self._writer.append(content))
+        cursor = self._begin(f"{ROOT}/{name}", len(content))
+        self._end(f"{ROOT}/{name}", cursor, len(content), self._writer.append(content))
 
     def add_storage(self, place: _Place, storage: torch.UntypedStorage) -> None:
         cursor = self._begin(place.name, place.nbytes)
@@ -225,7 +226,7 @@ class _Archive:
 
     def finish(self) -> None:
         self.add("version", b"3\n")
-        self.add(".data/serialization_id", self._serialization_id())
+        self.add(".data/serialization_id", serialization_id(self._entries))
         self._writer.append(directory(self._entries, self._writer.position, self._alignment))
         self._writer.finish()
 
@@ -238,9 +239,10 @@ class _Archive:
         self._entries.append(Entry(name, cursor, nbytes, checksum))
         self._writer.append(descriptor(cursor, nbytes, checksum))
 
-    def _serialization_id(self) -> bytes:
-        """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
-        names = "\n".join(entry.name for entry in self._entries)
-        contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in self._entries)
-        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
-        return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
+
+def serialization_id(entries: Sequence[Entry]) -> bytes:
+    """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
+    names = "\n".join(entry.name for entry in entries)
+    contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in entries)
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
+    return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()

@@ -64,6 +64,21 @@ class TorchFile:
             )
         return record
 
+    def stored(self, name: str, view: TensorView) -> StoredTensor:
+        """Return where a tensor of the skeleton lies.
+
+        Raises:
+            CheckpointError: its record is missing, too small, or compressed.
+        """
+        record = self.record(view.storage)
+        if record.compressed:
+            raise CheckpointError(
+                f"{self.path}: {record.name} is compressed, so it cannot be read in place: load it and save it again"
+            )
+        offset = record.offset + (view.element_offset * view.dtype.itemsize if view.nbytes else 0)
+        stride = None if view.is_contiguous else view.stride
+        return StoredTensor(name, self.path, offset, view.nbytes, view.dtype, view.shape, stride)
+
 
 def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
     """Return the directory and the skeleton of a torch checkpoint.
@@ -76,14 +91,22 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
         IoError: it cannot be read.
     """
     with opened(path) as descriptor:
-        stamp = FileStamp.of(descriptor)
-        index = read_index(descriptor, path, calculate=calculate)
-        root = _root(index)
-        pickle = _content(index, descriptor, f"{root}/data.pkl")
-        if pickle is None:
-            raise CheckpointError(f"{path} is a zip, and not a torch checkpoint: it has no {root}/data.pkl")
-        byteorder = _content(index, descriptor, f"{root}/byteorder")
-        stated = _content(index, descriptor, f"{root}/.storage_alignment") or b""
+        return _read_zip(descriptor, path, read_index(descriptor, path, calculate=calculate))
+
+
+def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:
+    """As `read_torch_file`, for a checkpoint that is [offset, offset + nbytes) of an open file. Offsets count from the file's
+    beginning."""
+    return _read_zip(descriptor, path, read_index(descriptor, path, span=(offset, nbytes)))
+
+
+def _read_zip(descriptor: int, path: Path, index: ZipIndex) -> TorchFile:
+    root = _root(index)
+    pickle = _content(index, descriptor, f"{root}/data.pkl")
+    if pickle is None:
+        raise CheckpointError(f"{path} is a zip, and not a torch checkpoint: it has no {root}/data.pkl")
+    byteorder = _content(index, descriptor, f"{root}/byteorder")
+    stated = _content(index, descriptor, f"{root}/.storage_alignment") or b""
     return TorchFile(
         zip=index,
         root=root,
@@ -91,7 +114,7 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
         pickle=pickle,
         byteorder=None if byteorder is None else byteorder.decode(errors="replace"),
         alignment=int(stated) if stated.isdigit() and len(stated) < 10 else None,
-        stamp=stamp,
+        stamp=FileStamp.of(descriptor),
     )
 
 
@@ -109,23 +132,10 @@ def read(path: Path) -> Source:
     for name, view in file.skeleton.tensors():
         if name in tensors:
             raise CheckpointError(f"{path} has two tensors of the name {name!r}")
-        tensors[name] = _stored(file, name, view)
+        tensors[name] = file.stored(name, view)
     metadata = {"alignment": str(file.alignment)} if file.alignment else {}
     in_file_order = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
     return Source(path, "torch", in_file_order, {path: file.stamp}, metadata)
-
-
-def _stored(file: TorchFile, name: str, view: TensorView) -> StoredTensor:
-    record = file.record(view.storage)
-    if record.compressed:
-        raise CheckpointError(
-            f"{file.path}: {record.name} is compressed, so it cannot be read in place: load it and save it again"
-        )
-    offset = record.offset + view.element_offset * view.dtype.itemsize
-    if not view.nbytes:
-        offset = record.offset
-    stride = None if view.is_contiguous else view.stride
-    return StoredTensor(name, file.path, offset, view.nbytes, view.dtype, view.shape, stride)
 
 
 def _root(index: ZipIndex) -> str:

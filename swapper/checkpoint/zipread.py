@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swapper.checkpoint.zipformat import ZIP64_LIMIT, payload_offset
@@ -48,7 +48,7 @@ class ZipIndex:
     """The records of one zip, by name, in the directory's order."""
 
     path: Path
-    file_nbytes: int
+    nbytes: int
     records: Mapping[str, ZipRecord]
     directory_offset: int  # no record reaches beyond it
 
@@ -57,23 +57,40 @@ class ZipIndex:
         return _read_at(descriptor, self.path, record.offset, record.nbytes)
 
 
-def read_index(descriptor: int, path: Path, *, calculate: bool = False) -> ZipIndex:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The bytes of an open file from `base` on."""
+
+    descriptor: int
+    path: Path
+    base: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        return _read_at(self.descriptor, self.path, self.base + offset, nbytes)
+
+
+def read_index(
+    descriptor: int, path: Path, *, calculate: bool = False, span: tuple[int, int] | None = None
+) -> ZipIndex:
     """Return where the records of the zip that is open as `descriptor` lie.
 
     Args:
         path: for messages.
         calculate: in a file that says which alignment it has, as torch's do since 2.7, calculate where payloads begin instead of
             reading their local headers: what `torch.utils.serialization.config.load.calculate_storage_offsets` asks for.
+        span: (offset, bytes) of the zip in the file, where it is not the whole. Records' offsets then count from the beginning of
+            the file all the same.
 
     Raises:
         CheckpointError: it is not a zip, is cut off, or says what cannot be.
         IoError: it cannot be read.
     """
-    file_nbytes = os.fstat(descriptor).st_size
-    begin, nbytes, count = _find_directory(descriptor, path, file_nbytes)
+    base, file_nbytes = span or (0, os.fstat(descriptor).st_size)
+    part = _Part(descriptor, path, base)
+    begin, nbytes, count = _find_directory(part, file_nbytes)
     if nbytes > _MOST_DIRECTORY_BYTES:
         raise _bad(path, f"its directory claims {nbytes} bytes")
-    listing = _read_at(descriptor, path, begin, nbytes)
+    listing = part.read(begin, nbytes)
     records: dict[str, ZipRecord] = {}
     cursor = 0
     for _ in range(count):
@@ -83,25 +100,27 @@ def read_index(descriptor: int, path: Path, *, calculate: bool = False) -> ZipIn
         records[entry.name] = entry
     if cursor != nbytes:
         raise _bad(path, f"its directory has {nbytes} bytes, of which {count} entries take {cursor}")
-    alignment = _stated_alignment(descriptor, path, records) if calculate else None
-    located = {
-        name: _locate(descriptor, path, entry, alignment if _is_payload(name) else None)
-        for name, entry in records.items()
-    }
+    alignment = _stated_alignment(part, records) if calculate else None
+    located = {name: _locate(part, entry, alignment if _is_payload(name) else None) for name, entry in records.items()}
     _check_apart(path, located, begin)
-    return ZipIndex(path, file_nbytes, located, begin)
+    if base:
+        located = {
+            name: replace(record, header_offset=base + record.header_offset, offset=base + record.offset)
+            for name, record in located.items()
+        }
+    return ZipIndex(path, file_nbytes, located, base + begin)
 
 
-def _find_directory(descriptor: int, path: Path, file_nbytes: int) -> tuple[int, int, int]:
+def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
     """Return offset, bytes and number of entries of the central directory."""
     span = min(file_nbytes, _END.size + _LONGEST_COMMENT + _ZIP64_LOCATOR.size)
     tail_offset = file_nbytes - span
-    tail = _read_at(descriptor, path, tail_offset, span)
+    tail = part.read(tail_offset, span)
     at = len(tail) - _END.size + 1
     while True:
         at = tail.rfind(b"PK\x05\x06", 0, at + 3)
         if at < 0:
-            raise _bad(path, "it has no end record: it is cut off, or no zip")
+            raise _bad(part.path, "it has no end record: it is cut off, or no zip")
         if at + _END.size <= len(tail):
             end = _END.unpack_from(tail, at)
             if at + _END.size + end[7] == len(tail):
@@ -112,18 +131,18 @@ def _find_directory(descriptor: int, path: Path, file_nbytes: int) -> tuple[int,
     if locator_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\x06\x07":
         _, _, end64_offset, _ = _ZIP64_LOCATOR.unpack_from(tail, locator_at)
         if end64_offset > limit - _ZIP64_LOCATOR.size - _ZIP64_END.size:
-            raise _bad(path, f"its zip64 end record is said to be at {end64_offset}, where it cannot be")
-        end64 = _ZIP64_END.unpack(_read_at(descriptor, path, end64_offset, _ZIP64_END.size))
+            raise _bad(part.path, f"its zip64 end record is said to be at {end64_offset}, where it cannot be")
+        end64 = _ZIP64_END.unpack(part.read(end64_offset, _ZIP64_END.size))
         if end64[0] != b"PK\x06\x06":
-            raise _bad(path, f"there is no zip64 end record at {end64_offset}, where one is said to be")
+            raise _bad(part.path, f"there is no zip64 end record at {end64_offset}, where one is said to be")
         _, _, _, _, disk, first_disk, count_here, count, nbytes, begin = end64
         limit = end64_offset
     if disk or first_disk or count_here != count:
-        raise _bad(path, "it is a part of a zip of several parts")
+        raise _bad(part.path, "it is a part of a zip of several parts")
     if begin > limit or nbytes > limit - begin:
-        raise _bad(path, f"its directory is said to be {nbytes} bytes at {begin}, which do not fit before {limit}")
+        raise _bad(part.path, f"its directory is said to be {nbytes} bytes at {begin}, which do not fit before {limit}")
     if count * _DIRECTORY_ENTRY.size > nbytes:
-        raise _bad(path, f"its directory of {nbytes} bytes is said to have {count} entries")
+        raise _bad(part.path, f"its directory of {nbytes} bytes is said to have {count} entries")
     return begin, nbytes, count
 
 
@@ -177,24 +196,26 @@ def _is_payload(name: str) -> bool:
     return name.split("/")[1:-1] == ["data"]
 
 
-def _stated_alignment(descriptor: int, path: Path, records: Mapping[str, ZipRecord]) -> int | None:
+def _stated_alignment(part: _Part, records: Mapping[str, ZipRecord]) -> int | None:
     """Return the alignment that the file's `.storage_alignment` states, in bytes; None if there is none to go by."""
     for name, record in records.items():
         if name.endswith("/.storage_alignment") and record.nbytes < 8 and not record.compressed:
-            located = _locate(descriptor, path, record, None)
-            text = _read_at(descriptor, path, located.offset, located.nbytes)
+            located = _locate(part, record, None)
+            text = part.read(located.offset, located.nbytes)
             return int(text) if text.isdigit() and int(text) > 0 else None
     return None
 
 
-def _locate(descriptor: int, path: Path, entry: ZipRecord, alignment: int | None) -> ZipRecord:
+def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
     """Return the record with its `offset`."""
     if alignment is not None:
         offset = payload_offset(entry.header_offset, entry.name, entry.nbytes, alignment)
     else:
-        header = _LOCAL_HEADER.unpack(_read_at(descriptor, path, entry.header_offset, _LOCAL_HEADER.size))
+        header = _LOCAL_HEADER.unpack(part.read(entry.header_offset, _LOCAL_HEADER.size))
         if header[0] != b"PK\x03\x04":
-            raise _bad(path, f"there is no header of {entry.name!r} at {entry.header_offset}, where it is said to be")
+            raise _bad(
+                part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, where it is said to be"
+            )
         offset = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
     return ZipRecord(entry.name, entry.header_offset, offset, entry.nbytes, entry.crc32, entry.compressed)
 

@@ -1,0 +1,164 @@
+"""Where the tensors of a torch.distributed.checkpoint directory lie.
+
+Its `.metadata` is a pickle that torch runs; here nothing of it is run (skeleton.py), and what it says is held against the
+files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own at some offset of a file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.skeleton import Opaque, TensorView, read_skeleton
+from swapper.checkpoint.sources import FileStamp, Source, StoredTensor
+from swapper.checkpoint.torchfile import opened, read_item
+from swapper.errors import CheckpointError, IoError
+
+METADATA_NAME = ".metadata"
+_MOST_METADATA_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where in the tensor it begins, and where in a file it lies."""
+
+    offsets: tuple[int, ...]
+    stored: StoredTensor
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """A tensor in chunks that tile it, in the order of their offsets."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def in_rows(self) -> bool:
+        """Whether its bytes are those of the chunks one after the other."""
+        cursor = 0
+        for chunk in self.chunks:
+            whole = chunk.stored.shape[1:] == self.shape[1:] and not any(chunk.offsets[1:])
+            if not whole or (chunk.offsets and chunk.offsets[0] != cursor) or chunk.stored.stride is not None:
+                return False
+            cursor += chunk.stored.shape[0] if chunk.stored.shape else 0
+        return True
+
+
+@dataclass(frozen=True)
+class DcpDirectory:
+    """What a directory holds."""
+
+    path: Path
+    tensors: dict[str, ChunkedTensor]
+    others: tuple[str, ...]  # names of what is not a tensor
+    stamps: dict[Path, FileStamp]
+
+
+def read(path: Path) -> Source:
+    """Return where the tensors lie, of a checkpoint none of whose tensors is in several chunks.
+
+    Raises:
+        CheckpointError: it is damaged, or a tensor is in several chunks.
+        IoError: it cannot be read.
+    """
+    directory = read_directory(path)
+    tensors = {}
+    for name, tensor in directory.tensors.items():
+        if len(tensor.chunks) != 1:
+            raise CheckpointError(
+                f"{path}: {name} is in {len(tensor.chunks)} chunks, so it cannot be read in place: `swapper export "
+                f"{path} NEW --to safetensors` joins them"
+            )
+        tensors[name] = tensor.chunks[0].stored
+    return Source(path, "dcp", tensors, directory.stamps, {})
+
+
+def read_directory(path: Path) -> DcpDirectory:
+    """Return all chunks of all tensors in the directory `path`.
+
+    Raises:
+        CheckpointError: the metadata is damaged, or a chunk is not where it says.
+        IoError: something cannot be read.
+    """
+    try:
+        data = (path / METADATA_NAME).read_bytes()
+    except OSError as error:
+        raise IoError("read", str(path / METADATA_NAME), 0, 0, error.errno or 0) from error
+    tree = read_skeleton(data, str(path / METADATA_NAME)).tree
+    try:
+        described = _fields(tree)["state_dict_metadata"]
+        places = {_index(index): _fields(info) for index, info in _fields(tree)["storage_data"].items()}
+        tensors = {name: entry for name, entry in described.items() if "chunks" in _fields(entry)}
+        found = {name: _chunked(path, name, _fields(entry), places) for name, entry in tensors.items()}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path / METADATA_NAME} is not one of torch.distributed.checkpoint ({type(error).__name__}: {error})"
+        ) from error
+    files = sorted({chunk.stored.path for tensor in found.values() for chunk in tensor.chunks})
+    stamps = {file: FileStamp.of(file) for file in files}
+    return DcpDirectory(path, found, tuple(name for name in described if name not in tensors), stamps)
+
+
+def _fields(obj: Any) -> dict[str, Any]:
+    """The attributes of an instance in the pickle."""
+    state = obj.state if isinstance(obj, Opaque) else None
+    if state is None and isinstance(obj, Opaque):
+        return {}
+    if not isinstance(state, dict):
+        raise TypeError(f"{str(type(obj).__name__)[:60]} has no attributes")
+    return state
+
+
+def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
+    fields = _fields(index)
+    offset = fields.get("offset")
+    return fields["fqn"], None if offset is None else tuple(offset)
+
+
+def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dict[str, Any]]) -> ChunkedTensor:
+    dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
+    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"tensor {name!r} has no dtype")
+    chunks = []
+    for described in entry["chunks"]:
+        fields = _fields(described)
+        offsets, sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
+        place = places.get((name, offsets)) or places[name, None]
+        stored = _locate(path, name, dtype, sizes, place)
+        chunks.append(Chunk(offsets, stored))
+    chunks.sort(key=lambda chunk: chunk.offsets)
+    if any(o + n > size for c in chunks for o, n, size in zip(c.offsets, c.stored.shape, shape, strict=True)):
+        raise ValueError(f"{name} has a chunk that is not inside of it")
+    if sum(chunk.stored.numel for chunk in chunks) != math.prod(shape):
+        raise ValueError(f"{name} of shape {shape} is not covered by its chunks")
+    return ChunkedTensor(name, dtype, shape, tuple(chunks))
+
+
+def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, Any]) -> StoredTensor:
+    relative, offset, length = place["relative_path"], place["offset"], place["length"]
+    if not isinstance(relative, str) or Path(relative).name != relative or relative in ("", ".", ".."):
+        raise ValueError(f"{relative!r} is not a file beside it")
+    if place.get("transform_descriptors"):
+        raise ValueError(f"{name} was transformed ({place['transform_descriptors']}) when it was saved")
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise ValueError(f"{name} is said to be {length} bytes at {offset}")
+    with opened(path / relative) as descriptor:
+        item = read_item(descriptor, path / relative, offset, length)
+    view = item.skeleton.tree
+    if not isinstance(view, TensorView) or (view.dtype, view.shape) != (dtype, sizes):
+        raise CheckpointError(f"{path / relative}: at {offset} there is not {name}, a tensor of {dtype} {sizes}")
+    return replace(item.stored(name, view), path=path / relative)
+
+
+def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
+        raise ValueError(f"{str(sizes)[:100]} are not sizes")
+    return sizes

@@ -1,0 +1,332 @@
+"""Export: a checkpoint of any format as another format, in memory that does not depend on its size.
+
+Where the source's tensors lie is found out first (sources.py, dcpread.py, skeleton.py); then they are read and written at once
+(relay.py). The result appears under its name when it is complete, file or directory, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.dcpread import METADATA_NAME, ChunkedTensor, read_directory
+from swapper.checkpoint.engines import engine_for, open_for
+from swapper.checkpoint.formats import (
+    ExportTensor,
+    Payloads,
+    safetensors_header,
+    write_items,
+    write_safetensors,
+    write_torch,
+)
+from swapper.checkpoint.relay import Relay
+from swapper.checkpoint.replacing import check_target, replacing
+from swapper.checkpoint.skeleton import Opaque, Skeleton
+from swapper.checkpoint.sources import FileStamp, Source, StoredTensor, open_source
+from swapper.checkpoint.torchfile import read_torch_file
+from swapper.errors import CheckpointError, IoError
+
+FORMATS = ("torch", "safetensors", "huggingface", "dcp")
+WHAT = ("model", "all")
+MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
+"""Where in a training state the model's state dict is looked for."""
+SHARD_BYTES = 5 * 10**9
+_RESERVE_BYTES = 16 << 20
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What of a source is to be exported.
+
+    Attributes:
+        tensors: in the source's order.
+        left_out: names of what is no tensor, or not asked for.
+        stamps: of the files, to notice a change.
+    """
+
+    tensors: list[ExportTensor]
+    left_out: list[str]
+    stamps: Mapping[Path, FileStamp]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
+    """Find out what of the checkpoint `path` is to be exported.
+
+    Args:
+        what: "model": of a training state, its model, by the names of the model's own state dict; of anything else, everything.
+            "all": everything, by the path in the checkpoint.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or damaged; or a tensor in it is sparse or quantized.
+        IoError: it cannot be read.
+    """
+    source = Path(path).absolute()
+    if (source / METADATA_NAME).exists():
+        return _select_from_dcp(source, what)
+    opened = open_source(source)
+    if opened.kind != "torch":
+        return Selection([_whole(tensor) for tensor in opened.tensors.values()], [], opened.stamps)
+    return _select_from_torch(opened, what)
+
+
+def export(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    what: str = "model",
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+    selection: Selection | None = None,
+    progress: Progress = lambda nbytes: None,
+) -> None:
+    """Write the checkpoint `source` as `target`, in the format `to`.
+
+    Args:
+        source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, or a directory of
+            torch.distributed.checkpoint.
+        target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
+        to: one of FORMATS. torch, dcp and safetensors get one flat state dict, {name: tensor}.
+        what: see `select`.
+        shard_bytes: the most that a file of a Hugging Face directory holds, unless one tensor is larger.
+        overwrite: replace a file that is there. Directories are never replaced.
+        selection: what `select` returned, where it was called before.
+        progress: called with numbers of bytes as they are written.
+
+    Raises:
+        CheckpointError: the source is damaged or changes meanwhile, the format cannot hold it, or the target is there.
+        IoError: a transfer failed, or the drive is full. Nothing is left of the target.
+    """
+    if to not in FORMATS:
+        raise CheckpointError(f"there is no format {to!r}: use one of {', '.join(FORMATS)}")
+    chosen = select(source, what) if selection is None else selection
+    if not chosen.tensors:
+        raise CheckpointError(f"{source} has no tensors to export")
+    destination = Path(os.path.realpath(target))
+    with Payloads() as payloads:
+        if to in ("torch", "safetensors"):
+            _check_room(destination.parent, chosen.nbytes)
+            with replacing(destination, overwrite=overwrite) as temporary:
+                _write_file(temporary, to, chosen.tensors, payloads, progress)
+                _check_unchanged(chosen.stamps)
+        else:
+            with _new_directory(destination, chosen.nbytes) as folder:
+                write = _write_huggingface if to == "huggingface" else _write_dcp
+                write(folder, chosen.tensors, payloads, shard_bytes, progress)
+                _check_unchanged(chosen.stamps)
+
+
+# --- what to export ------------------------------------------------------------------------------------------------------
+
+
+def _whole(tensor: StoredTensor) -> ExportTensor:
+    return ExportTensor(tensor.name, tensor.dtype, tensor.shape, (tensor,))
+
+
+def _select_from_torch(source: Source, what: str) -> Selection:
+    skeleton = read_torch_file(source.path).skeleton
+    prefix = "" if what == "all" else _model_prefix(skeleton)
+    tensors = {
+        name.removeprefix(prefix): ExportTensor(name.removeprefix(prefix), tensor.dtype, tensor.shape, (tensor,))
+        for name, tensor in source.tensors.items()
+        if name.startswith(prefix)
+    }
+    left_out = []
+    for name, value in skeleton.leaves():
+        if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
+            raise CheckpointError(
+                f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
+                f"and not a plain tensor ({value.origin or type(value).__name__}): it cannot be exported"
+            )
+        if name not in source.tensors or not name.startswith(prefix):
+            left_out.append(name)
+    return Selection(list(tensors.values()), left_out, source.stamps)
+
+
+def _model_prefix(skeleton: Skeleton) -> str:
+    """Where the model is in a training state; "" where everything is the model."""
+    if isinstance(skeleton.tree, dict):
+        for key in MODEL_KEYS:
+            if isinstance(skeleton.tree.get(key), dict):
+                return f"{key}."
+    return ""
+
+
+def _holds_tensor(value: Opaque) -> bool:
+    return "_rebuild" in type(value).__name__ or "Tensor" in type(value).__name__
+
+
+def _select_from_dcp(path: Path, what: str) -> Selection:
+    directory = read_directory(path)
+    prefix = ""
+    if what == "model":
+        prefixes = (f"{key}." for key in MODEL_KEYS)
+        # A flat state dict may have names that begin like this; a training state has others beside them.
+        prefix = next((p for p in prefixes if any(n.startswith(p) for n in directory.tensors)), "")
+        others = [name for name in [*directory.tensors, *directory.others] if not name.startswith(prefix)]
+        if not any(name.startswith(("optim", "step", "epoch")) for name in others):
+            prefix = ""
+    chosen = {name: tensor for name, tensor in directory.tensors.items() if name.startswith(prefix)}
+    left_out = [name for name in [*directory.tensors, *directory.others] if name not in chosen]
+    tensors = [_from_chunks(path, tensor, prefix) for tensor in chosen.values()]
+    return Selection(tensors, left_out, directory.stamps)
+
+
+def _from_chunks(path: Path, tensor: ChunkedTensor, prefix: str) -> ExportTensor:
+    if len(tensor.chunks) > 1 and not tensor.in_rows():
+        raise CheckpointError(
+            f"{path}: {tensor.name} is cut along other dimensions than the first, so its chunks cannot be joined on the way: "
+            "load it with torch.distributed.checkpoint, and save it"
+        )
+    parts = tuple(chunk.stored for chunk in tensor.chunks)
+    return ExportTensor(tensor.name.removeprefix(prefix), tensor.dtype, tensor.shape, parts)
+
+
+def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:
+    for path, stamp in stamps.items():
+        if FileStamp.of(path) != stamp:
+            raise CheckpointError(f"{path} was changed while it was exported: do it again when nobody writes to it")
+
+
+# --- where to ------------------------------------------------------------------------------------------------------------
+
+
+def _check_room(directory: Path, nbytes: int) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(f"directory {directory} does not exist: create it first")
+    free = shutil.disk_usage(directory).free
+    if free < nbytes + _RESERVE_BYTES:
+        raise CheckpointError(f"{directory} has {free / 1e9:.2f} GB free, and the export takes {nbytes / 1e9:.2f} GB")
+
+
+@contextmanager
+def _new_directory(target: Path, nbytes: int) -> Iterator[Path]:
+    """Yields a directory to fill, which gets the name `target` at the end. Nothing may be there."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: choose another name, or remove it")
+    _check_room(target.parent, nbytes)
+    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise IoError("open", str(temporary), 0, 0, error.errno or 0) from error
+    try:
+        yield temporary
+        for file in [*temporary.iterdir(), temporary]:
+            sync(file)
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} appeared meanwhile: it was left as it is")
+        temporary.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Have a file or directory on the drive."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        raise IoError("sync", str(path), 0, 0, error.errno or 0) from error
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _relay_into(path: Path, nbytes: int, progress: Progress) -> Iterator[Relay]:
+    """Yields a relay into `path`, an empty file that will have about `nbytes` bytes."""
+    file = open_for(path, read_only=False)
+    try:
+        if file.direct:
+            file.allocate(nbytes)
+        relay = Relay(engine_for(path, writes=True), file, progress)
+        try:
+            yield relay
+        finally:
+            relay.close()
+        file.truncate(relay.position)
+    finally:
+        file.close()
+
+
+def _write_file(path: Path, to: str, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
+    with _relay_into(path, sum(tensor.nbytes for tensor in tensors), progress) as relay:
+        if to == "torch":
+            write_torch(relay, payloads, tensors)
+        else:
+            write_safetensors(relay, payloads, tensors, {})
+
+
+def _write_huggingface(
+    folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, shard_bytes: int, progress: Progress
+) -> None:
+    shards = _shards(tensors, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        (folder / name).touch()
+        with _relay_into(folder / name, sum(tensor.nbytes for tensor in shard), progress) as relay:
+            write_safetensors(relay, payloads, shard, {})
+        weight_map |= {tensor.name: name for tensor in shard}
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[ExportTensor]]:
+    safetensors_header(tensors, {})  # refuses what the format cannot hold, before anything is written
+    shards: list[list[ExportTensor]] = [[]]
+    room = shard_bytes
+    for tensor in tensors:
+        if tensor.nbytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    return shards
+
+
+def _write_dcp(
+    folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, shard_bytes: int, progress: Progress
+) -> None:
+    from torch.distributed.checkpoint import metadata as described
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    name = "__0_0.distcp"
+    (folder / name).touch()
+    with _relay_into(folder / name, sum(tensor.nbytes for tensor in tensors), progress) as relay:
+        places = write_items(relay, payloads, tensors)
+    entries: dict[str, Any] = {}
+    storage = {}
+    planner: dict[str, Any] = {}
+    for tensor in tensors:
+        begin = torch.Size([0] * len(tensor.shape))
+        size = torch.Size(tensor.shape)
+        properties = described.TensorProperties(dtype=tensor.dtype)
+        chunk = described.ChunkStorageMetadata(offsets=begin, sizes=size)
+        entries[tensor.name] = described.TensorStorageMetadata(properties, size, [chunk])
+        storage[described.MetadataIndex(tensor.name, begin)] = _StorageInfo(name, *places[tensor.name])
+        planner[tensor.name] = (tensor.name,)
+    whole = described.Metadata(entries, planner, storage, described.StorageMeta(), "1.0.0")
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(whole))
+
+
+__all__ = ["FORMATS", "WHAT", "Selection", "check_target", "export", "select"]

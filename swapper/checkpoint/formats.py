@@ -1,0 +1,206 @@
+"""Writing tensors that lie in other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
+
+Each function is given a relay (relay.py) into an empty file and tensors whose bytes are still where they are. Nothing but
+headers is held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swapper import _C
+from swapper.checkpoint.engines import drain, engine_for, open_for
+from swapper.checkpoint.items import Item
+from swapper.checkpoint.pickling import StorageRef, pickle_state
+from swapper.checkpoint.relay import Checksum, Relay
+from swapper.checkpoint.safetensors import DTYPES
+from swapper.checkpoint.saving import ROOT, leading_records, serialization_id
+from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.zipformat import Entry, descriptor, descriptor_nbytes, directory, local_header
+from swapper.errors import CheckpointError
+
+ALIGNMENT = 4096
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ExportTensor:
+    """A tensor to be written: its elements in row-major order are those of `parts`, one part after the other."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel for part in self.parts) * self.dtype.itemsize
+
+
+class Payloads:
+    """The files that tensors are read from, each opened once. A context."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[_C.Engine, _C.File]] = {}
+
+    def __enter__(self) -> Payloads:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, file in self._files.values():
+            file.close()
+
+    def append(self, relay: Relay, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
+        """Append a tensor's elements."""
+        for part in tensor.parts:
+            if part.stride is None:
+                engine, file = self._open(part.path)
+                relay.append_read(engine, file, part.offset, part.nbytes, checksum)
+                continue
+            data = self._gathered(part)
+            relay.append(data)
+            if checksum is not None:
+                checksum.add_bytes(data)
+
+    def _open(self, path: Path) -> tuple[_C.Engine, _C.File]:
+        if path not in self._files:
+            self._files[path] = engine_for(path, writes=False), open_for(path, read_only=True)
+        return self._files[path]
+
+    def _gathered(self, part: StoredTensor) -> bytes:
+        """A tensor whose elements do not lie in order is brought into memory whole."""
+        engine, file = self._open(part.path)
+        memory = torch.empty(part.nbytes, dtype=torch.uint8)
+        ticket = engine.read(file, part.offset, memory.data_ptr(), part.nbytes)
+        try:
+            ticket.wait()
+        finally:
+            drain(ticket)
+        plain = torch.empty(part.shape, dtype=part.dtype)
+        plain.copy_(memory.view(part.dtype).as_strided(part.shape, part.stride or ()))
+        return plain.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_safetensors(
+    relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
+) -> None:
+    """Write one safetensors file. Its data begins at a multiple of 4096, and tensors of wider types come first."""
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    relay.append(safetensors_header(ordered, metadata))
+    for tensor in ordered:
+        payloads.append(relay, tensor)
+    relay.finish()
+
+
+def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    cursor = 0
+    for tensor in tensors:
+        if tensor.dtype not in _SAFETENSORS_NAMES:
+            raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors cannot hold: use --to torch")
+        entries[tensor.name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [cursor, cursor + tensor.nbytes],
+        }
+        cursor += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
+    """Write a state dict, {name: tensor}, as torch.save does. Tensors that are one in the source stay one."""
+    records: dict[tuple[object, ...], int] = {}
+    stand_ins: dict[int, StorageRef] = {}
+    state: OrderedDict[str, torch.Tensor] = OrderedDict()
+    unique: list[ExportTensor] = []
+    for tensor in tensors:
+        identity = (
+            tensor.dtype,
+            *((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts),
+        )
+        key = records.setdefault(identity, len(unique)) if tensor.nbytes else len(unique)
+        if key == len(unique):
+            unique.append(tensor)
+        state[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        stand_ins[id(state[tensor.name])] = StorageRef(str(key), 0)
+    sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
+    pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
+    archive = _Archive(relay)
+    for name, content in leading_records(len(pickled), ALIGNMENT):
+        archive.add(name, content if isinstance(content, bytes) else pickled)
+    for key, tensor in enumerate(unique):
+        archive.add_tensor(f"data/{key}", payloads, tensor)
+    archive.finish()
+
+
+class _Archive:
+    """A zip under construction, whose payloads' checksums become known while it is written."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._places: list[Entry] = []  # without checksums
+        self._entries: list[Callable[[], Entry]] = []
+
+    def add(self, name: str, content: bytes) -> None:
+        checksum = Checksum()
+        checksum.add_bytes(content)
+        cursor = self._begin(name, len(content))
+        self._relay.append(content)
+        self._end(name, cursor, len(content), checksum)
+
+    def add_tensor(self, name: str, payloads: Payloads, tensor: ExportTensor) -> None:
+        checksum = Checksum()
+        cursor = self._begin(name, tensor.nbytes)
+        payloads.append(self._relay, tensor, checksum)
+        self._end(name, cursor, tensor.nbytes, checksum)
+
+    def finish(self) -> None:
+        self.add("version", b"3\n")
+        name, cursor = ".data/serialization_id", self._begin(".data/serialization_id", 40)
+        known = tuple(self._entries)
+        identity = Checksum()
+
+        def make() -> bytes:
+            data = serialization_id([entry() for entry in known])
+            identity.add_bytes(data)
+            return data
+
+        self._relay.append_later(40, make)
+        self._end(name, cursor, 40, identity)
+        begin = self._relay.position
+        nbytes = len(directory(self._places, begin, ALIGNMENT))
+        self._relay.append_later(nbytes, lambda: directory([entry() for entry in self._entries], begin, ALIGNMENT))
+        self._relay.finish()
+
+    def _begin(self, name: str, nbytes: int) -> int:
+        cursor = self._relay.position
+        self._relay.append(local_header(cursor, f"{ROOT}/{name}", nbytes, ALIGNMENT))
+        return cursor
+
+    def _end(self, name: str, cursor: int, nbytes: int, checksum: Checksum) -> None:
+        self._relay.append_later(descriptor_nbytes(cursor, nbytes), lambda: descriptor(cursor, nbytes, checksum.value))
+        self._places.append(Entry(f"{ROOT}/{name}", cursor, nbytes, 0))
+        self._entries.append(lambda: Entry(f"{ROOT}/{name}", cursor, nbytes, checksum.value))
+
+
+def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> dict[str, tuple[int, int]]:
+    """Write tensors as torch.distributed.checkpoint has them in a file; returns (offset, bytes) of each item."""
+    places = {}
+    for tensor in tensors:
+        item = Item.of(tensor.dtype, tensor.shape)
+        relay.append(bytes(item.head_gap(relay.position)))
+        places[tensor.name] = (relay.position, item.total_nbytes)
+        relay.append(item.head)
+        checksum = Checksum()
+        payloads.append(relay, tensor, checksum)
+        relay.append_later(item.tail_nbytes, lambda item=item, checksum=checksum: item.tail(checksum.value))  # type: ignore[misc]
+    relay.finish()
+    return places

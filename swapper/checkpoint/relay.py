@@ -1,0 +1,184 @@
+"""Writing a file whose bytes come from other files: read and written at the same time, through a ring of page-locked blocks.
+
+The new file is tiled by blocks. A block is filled by reads and by bytes made here, and is written when all of it is there;
+half of the blocks are being read into while the other half is being written. So a copy runs at the speed of the slower side, in
+memory that does not depend on its size.
+
+Blocks are written in order, so what depends on earlier bytes (a checksum behind a payload) can be appended before they are
+read: as a function that is called when they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from swapper import _C
+from swapper.checkpoint.engines import drain
+
+BLOCK_BYTES = 2 << 20
+BLOCKS = 12
+READING = BLOCKS // 2
+
+
+class Checksum:
+    """The CRC-32 of what `Relay.append_read` was asked for; known once it is written."""
+
+    def __init__(self) -> None:
+        self._tickets: list[Any] = []
+        self._value = 0
+
+    def add(self, ticket: Any) -> None:
+        """Go on with what a read ticket of the engine brings."""
+        self._tickets.append(ticket)
+
+    def add_bytes(self, data: bytes) -> None:
+        self._tickets.append(_Known(_C.crc32(data), len(data)))
+
+    @property
+    def value(self) -> int:
+        """
+        Raises:
+            ValueError: not all is read yet.
+        """
+        for ticket in self._tickets:
+            self._value = _C.crc32_combine(self._value, ticket.crc32, ticket.nbytes)
+        self._tickets.clear()
+        return self._value
+
+
+@dataclass(frozen=True)
+class _Known:
+    crc32: int
+    nbytes: int
+
+
+@dataclass
+class _Block:
+    address: int
+    offset: int = 0  # in the file
+    filled: int = 0
+    reads: list[Any] = field(default_factory=list)
+    later: list[tuple[int, int, Callable[[], bytes]]] = field(default_factory=list)  # (start, bytes, what)
+    write: Any = None
+
+    def tickets(self) -> list[Any]:
+        return [*self.reads, self.write] if self.write is not None else self.reads
+
+
+class Relay:
+    """Appends to `file`, which is empty. `finish` waits for all; `close` lets go of the memory, well or not.
+
+    Args:
+        engine: writes. Reads go through the engine that `append_read` is given.
+        moved: called with the number of bytes, whenever some are written.
+    """
+
+    def __init__(self, engine: _C.Engine, file: _C.File, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+        self._engine = engine
+        self._file = file
+        self._moved = moved
+        self._arena = _C.Arena(BLOCKS * BLOCK_BYTES)
+        self._free = deque(_Block(self._arena.address + n * BLOCK_BYTES) for n in range(BLOCKS))
+        self._reading: deque[_Block] = deque()
+        self._writing: deque[_Block] = deque()
+        self._block = self._free.popleft()
+
+    @property
+    def position(self) -> int:
+        """Bytes appended so far."""
+        return self._block.offset + self._block.filled
+
+    def append(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            part = view[: self._room(len(view))]
+            ctypes.memmove(self._block.address + self._block.filled, bytes(part), len(part))
+            self._block.filled += len(part)
+            view = view[len(part) :]
+
+    def append_later(self, nbytes: int, make: Callable[[], bytes]) -> None:
+        """Append `nbytes` bytes, which `make` returns when everything before them has been read."""
+        made: list[bytes] = []
+        begin = 0
+        while begin < nbytes:
+            room = self._room(nbytes - begin)
+
+            def part(begin: int = begin, room: int = room) -> bytes:
+                if not made:
+                    made.append(make())
+                return made[0][begin : begin + room]
+
+            self._block.later.append((self._block.filled, room, part))
+            self._block.filled += room
+            begin += room
+
+    def append_read(
+        self, engine: _C.Engine, file: _C.File, offset: int, nbytes: int, checksum: Checksum | None
+    ) -> None:
+        """Append [offset, offset + nbytes) of another file. `checksum` then goes over it, after what it was given before."""
+        done = 0
+        while done < nbytes:
+            room = self._room(nbytes - done)
+            address = self._block.address + self._block.filled
+            ticket = engine.read(file, offset + done, address, room, checksum=checksum is not None)
+            self._block.reads.append(ticket)
+            if checksum is not None:
+                checksum.add(ticket)
+            self._block.filled += room
+            done += room
+
+    def finish(self) -> None:
+        """Write what is left, and wait until all is written.
+
+        Raises:
+            IoError: a transfer failed.
+        """
+        end = self.position
+        if self._block.filled:
+            self._reading.append(self._block)
+            self._block = _Block(0, offset=end)
+        while self._reading:
+            self._begin_write()
+        while self._writing:
+            self._end_write()
+
+    def close(self) -> None:
+        """Wait until nothing is in flight, and let go of the ring."""
+        for block in [self._block, *self._reading, *self._writing]:
+            for ticket in block.tickets():
+                drain(ticket)
+        self._arena.close()
+
+    def _room(self, wanted: int) -> int:
+        """Bytes, up to `wanted`, that the block can take; at least one."""
+        if self._block.filled == BLOCK_BYTES:
+            offset = self.position
+            self._reading.append(self._block)
+            if len(self._reading) > READING:
+                self._begin_write()
+            if not self._free:
+                self._end_write()
+            self._block = self._free.popleft()
+            self._block.offset = offset
+        return min(wanted, BLOCK_BYTES - self._block.filled)
+
+    def _begin_write(self) -> None:
+        block = self._reading[0]
+        for ticket in block.reads:
+            ticket.wait()
+        for start, nbytes, make in block.later:
+            data = make()
+            ctypes.memmove(block.address + start, data, nbytes)
+        block.write = self._engine.write(self._file, block.offset, block.address, block.filled)
+        self._writing.append(self._reading.popleft())
+
+    def _end_write(self) -> None:
+        block = self._writing[0]
+        block.write.wait()
+        self._moved(block.filled)
+        self._writing.popleft()
+        self._free.append(_Block(block.address))
