@@ -29,8 +29,10 @@ from swapper.checkpoint.formats import (
     write_safetensors,
     write_torch,
 )
+from swapper.checkpoint.loading import load
 from swapper.checkpoint.relay import Relay
 from swapper.checkpoint.replacing import check_target, replacing
+from swapper.checkpoint.saving import save
 from swapper.checkpoint.skeleton import Opaque, Skeleton
 from swapper.checkpoint.sources import FileStamp, Source, StoredTensor, open_source
 from swapper.checkpoint.torchfile import read_torch_file
@@ -102,7 +104,7 @@ def export(
         source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, or a directory of
             torch.distributed.checkpoint.
         target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
-        to: one of FORMATS. torch, dcp and safetensors get one flat state dict, {name: tensor}.
+        to: one of FORMATS. They get one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the nest.
         what: see `select`.
         shard_bytes: the most that a file of a Hugging Face directory holds, unless one tensor is larger.
         overwrite: replace a file that is there. Directories are never replaced.
@@ -115,6 +117,9 @@ def export(
     """
     if to not in FORMATS:
         raise CheckpointError(f"there is no format {to!r}: use one of {', '.join(FORMATS)}")
+    if to == "torch" and what == "all" and Path(source).is_file() and open_source(source).kind == "torch":
+        save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and what is no tensor
+        return
     chosen = select(source, what) if selection is None else selection
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")

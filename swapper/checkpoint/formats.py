@@ -90,8 +90,9 @@ class Payloads:
 def write_safetensors(
     relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file. Its data begins at a multiple of 4096, and tensors of wider types come first."""
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
+    """Write one safetensors file. Wider types come first, as the format wants it; among them those of whole runs of 4096 bytes:
+    they are then all aligned for direct transfers, since the data begins at a multiple of 4096."""
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % ALIGNMENT != 0, t.name))
     relay.append(safetensors_header(ordered, metadata))
     for tensor in ordered:
         payloads.append(relay, tensor)

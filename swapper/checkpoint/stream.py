@@ -32,22 +32,26 @@ class StreamWriter:
         file: where to. The caller closes it.
         checksums: take CRC-32s of what is appended, for `append` to return; 0 otherwise.
         pinned: have the ring in memory that a device can copy to by itself (torch's `pin_memory`).
+        blocks: of BLOCK_BYTES, in the ring.
     """
 
-    def __init__(self, engine: _C.Engine, file: _C.File, *, checksums: bool, pinned: bool = False) -> None:
+    def __init__(
+        self, engine: _C.Engine, file: _C.File, *, checksums: bool, pinned: bool = False, blocks: int = BLOCKS
+    ) -> None:
         self._engine = engine
         self._file = file
         self._checksums = checksums
-        nbytes = BLOCKS * BLOCK_BYTES
+        nbytes = blocks * BLOCK_BYTES
         self._arena = None if pinned else _C.Arena(nbytes)
         if self._arena is None:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         else:
             self._memory = torch.frombuffer(self._arena.view(0, nbytes), dtype=torch.uint8)
         self._address = self._memory.data_ptr()
-        self._free = deque(range(BLOCKS))
+        self._free = deque(range(blocks))
         self._blocks: deque[tuple[int, Any]] = deque()  # in flight, oldest first
         self._direct: deque[Any] = deque()
+        self._kept: list[Any] = []
         self._block = self._free.popleft()
         self._filled = 0  # bytes of the block
         self._written = 0  # the file offset at which the block begins
@@ -89,6 +93,10 @@ class StreamWriter:
             self._direct.popleft().wait()
         return self._gather(address + done, nbytes - done, checksum)
 
+    def keep(self, owner: object) -> None:
+        """Keep what owns memory that is appended alive until `finish` or `close`."""
+        self._kept.append(owner)
+
     def append_device(self, data: torch.Tensor) -> int:
         """Append a one-dimensional uint8 tensor of any device; returns the CRC-32."""
         checksum = done = 0
@@ -118,6 +126,7 @@ class StreamWriter:
         """Wait until nothing is in flight, and let go of the ring."""
         for ticket in [*self._direct, *(ticket for _, ticket in self._blocks)]:
             drain(ticket)
+        self._kept.clear()
         if self._arena is not None:
             self._arena.close()
 

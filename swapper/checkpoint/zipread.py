@@ -25,6 +25,7 @@ _LONGEST_COMMENT = 0xFFFF
 _ENCRYPTED = 0x0001
 _STORED = 0
 _MOST_DIRECTORY_BYTES = 1 << 30
+_END_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,22 @@ class _Part:
     descriptor: int
     path: Path
     base: int
+    known: list[tuple[int, bytes]]  # (offset, bytes) that were read before
 
     def read(self, offset: int, nbytes: int) -> bytes:
+        for begin, data in self.known:
+            if begin <= offset and offset + nbytes <= begin + len(data):
+                return data[offset - begin : offset - begin + nbytes]
         return _read_at(self.descriptor, self.path, self.base + offset, nbytes)
+
+
+def _ends(descriptor: int, path: Path, base: int, nbytes: int) -> list[tuple[int, bytes]]:
+    """Beginning and end of an item, where all that is not payload lies."""
+    at_end = max(nbytes - _END_BYTES, 0)
+    return [
+        (0, _read_at(descriptor, path, base, min(nbytes, _END_BYTES))),
+        (at_end, _read_at(descriptor, path, base + at_end, nbytes - at_end)),
+    ]
 
 
 def read_index(
@@ -86,7 +100,8 @@ def read_index(
         IoError: it cannot be read.
     """
     base, file_nbytes = span or (0, os.fstat(descriptor).st_size)
-    part = _Part(descriptor, path, base)
+    ends = _ends(descriptor, path, base, file_nbytes) if span else []
+    part = _Part(descriptor, path, base, ends)
     begin, nbytes, count = _find_directory(part, file_nbytes)
     if nbytes > _MOST_DIRECTORY_BYTES:
         raise _bad(path, f"its directory claims {nbytes} bytes")
@@ -113,7 +128,8 @@ def read_index(
 
 def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
     """Return offset, bytes and number of entries of the central directory."""
-    span = min(file_nbytes, _END.size + _LONGEST_COMMENT + _ZIP64_LOCATOR.size)
+    longest = _END_BYTES if part.known else _END.size + _LONGEST_COMMENT + _ZIP64_LOCATOR.size
+    span = min(file_nbytes, longest)
     tail_offset = file_nbytes - span
     tail = part.read(tail_offset, span)
     at = len(tail) - _END.size + 1

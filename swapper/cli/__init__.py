@@ -10,6 +10,8 @@ import typer
 from swapper.cli.bench import bench
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
+from swapper.cli.export import export
+from swapper.cli.inspect import inspect
 from swapper.cli.tune import tune
 from swapper.cli.verify import verify
 
@@ -19,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, doctor, bench, tune, verify):
+for command in (demo, doctor, bench, tune, verify, inspect, export):
     app.command()(command)
 
 

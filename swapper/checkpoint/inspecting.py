@@ -1,0 +1,85 @@
+"""What is in a checkpoint, for people and programs: every tensor with its place, and what the format says of the whole."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
+from swapper.checkpoint.sources import StoredTensor, open_source
+from swapper.checkpoint.torchfile import TorchFile, read_torch_file
+
+_MOST_ALIGNMENT = 1 << 21
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what is in the checkpoint `path`, in types that JSON knows. Reads headers only.
+
+    "tensors" is a list in file order; each has "name", "dtype", "shape", "stride" (null if contiguous), "file", "offset" and
+    "bytes", "alignment" (the largest power of two that divides the offset, up to 2 MiB), and in torch checkpoints "record" and
+    "crc32" (of the whole record, as 8 hex digits).
+
+    Raises:
+        CheckpointError: it is no checkpoint, or damaged.
+        IoError: it cannot be read.
+    """
+    source = Path(path).absolute()
+    if (source / METADATA_NAME).exists():
+        directory = read_directory(source)
+        tensors = [
+            {**_describe(chunk.stored), "chunk_offsets": list(chunk.offsets)}
+            for tensor in directory.tensors.values()
+            for chunk in tensor.chunks
+        ]
+        return _summary(source, "dcp", tensors, {}, step=None)
+    opened = open_source(source)
+    tensors = [_describe(tensor) for tensor in opened.tensors.values()]
+    if opened.kind != "torch":
+        return _summary(source, opened.kind, tensors, dict(opened.metadata), step=None)
+    file = read_torch_file(source)
+    views = dict(file.skeleton.tensors())
+    for tensor in tensors:
+        record = file.record(views[tensor["name"]].storage)
+        tensor["record"], tensor["crc32"] = record.name, f"{record.crc32:08x}"
+    return _summary(source, "torch", tensors, dict(opened.metadata), _step(file))
+
+
+def _describe(tensor: StoredTensor) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "stride": None if tensor.stride is None else list(tensor.stride),
+        "file": tensor.path.name,
+        "offset": tensor.offset,
+        "bytes": tensor.nbytes,
+        "alignment": min(tensor.offset & -tensor.offset, _MOST_ALIGNMENT) if tensor.offset else _MOST_ALIGNMENT,
+    }
+
+
+def _summary(
+    path: Path, kind: str, tensors: list[dict[str, Any]], metadata: dict[str, str], step: int | None
+) -> dict[str, Any]:
+    unique = {(tensor["file"], tensor["offset"], tensor["bytes"]) for tensor in tensors}
+    return {
+        "path": str(path),
+        "kind": kind,
+        "step": step,
+        "metadata": metadata,
+        "tensor_bytes": sum(nbytes for _, _, nbytes in unique),
+        "tensors": tensors,
+    }
+
+
+def _step(file: TorchFile) -> int | None:
+    """The training step, where the checkpoint has one where one looks for it."""
+    tree = file.skeleton.tree
+    if not isinstance(tree, dict):
+        return None
+    ours = tree.get("swapper")
+    for holder, key in ((ours, "step"), (tree, "step"), (tree, "global_step")):
+        value = holder.get(key) if isinstance(holder, dict) else None
+        if type(value) is int:
+            return value
+    return None

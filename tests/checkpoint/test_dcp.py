@@ -1,0 +1,205 @@
+"""The storage writer and reader of torch.distributed.checkpoint: each side reads what the other writes, sharded and not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import socket
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+import swapper
+from checkpoint import dcp_process
+from checkpoint.equality import bytes_of
+from swapper.checkpoint.dcp import StorageReader, StorageWriter, split_by_size
+from swapper.checkpoint.dcpread import read_directory
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WRITERS: dict[str, Callable[..., Any]] = {"ours": StorageWriter, "stock": dcp.FileSystemWriter}
+READERS: dict[str, Callable[..., Any]] = {"ours": StorageReader, "stock": dcp.FileSystemReader}
+
+
+def make_state() -> dict[str, Any]:
+    torch.manual_seed(2)
+    state: dict[str, Any] = {f"w{n}": torch.randn(200 + n, 1000) for n in range(5)}
+    state |= {f"b{n}": torch.randn(n) for n in range(5)}
+    state["half"] = torch.randn(77, 5).bfloat16()
+    state["turned"] = torch.randn(60, 80).t()
+    state["scalar"] = torch.tensor(3)
+    state["part"] = torch.arange(1000.0)[10:20]
+    state["words"] = {"a": 1, "b": [1, "x"]}
+    return state
+
+
+def emptied(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else {"a": 0, "b": [0, ""]}
+        for name, value in state.items()
+    }
+
+
+def assert_loaded(target: dict[str, Any], state: dict[str, Any]) -> None:
+    assert target["words"] == state["words"]
+    for name, value in target.items():
+        if isinstance(value, torch.Tensor):
+            assert bytes_of(value) == bytes_of(state[name]), name
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}])
+def test_each_reads_what_the_other_writes(writer: str, reader: str, options: dict[str, Any], tmp_path: Path) -> None:
+    state = make_state()
+    dcp.save(state, storage_writer=WRITERS[writer](tmp_path / "x", **options), no_dist=True)
+    target = emptied(state)
+    dcp.load(target, storage_reader=READERS[reader](tmp_path / "x"), no_dist=True)
+    assert_loaded(target, state)
+    files = list((tmp_path / "x").glob("*.distcp"))
+    tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
+    assert (
+        len(files) == options.get("thread_count", 1)
+        if options.get("single_file_per_rank", True)
+        else len(files) >= tensors
+    )
+
+
+def test_large_tensors_are_aligned(tmp_path: Path) -> None:
+    dcp.save(make_state(), storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    state = {name: value for name, value in make_state().items() if name.startswith("w") and name != "words"}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "y"), no_dist=True)
+    for tensor in read_directory(tmp_path / "y").tensors.values():
+        assert tensor.chunks[0].stored.offset % 4096 == 0
+
+
+def test_async_save_works_as_with_torchs_own(tmp_path: Path) -> None:
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    try:
+        state = make_state()
+        future = dcp.async_save(state, storage_writer=StorageWriter(tmp_path / "x"))
+        getattr(future, "upload_completion", future).result()
+        target = emptied(state)
+        dcp.load(target, storage_reader=StorageReader(tmp_path / "x"))
+        assert_loaded(target, state)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_together(world: int, directory: Path, action: str, whose: str) -> None:
+    """Run `dcp_process.run` in `world` forked processes, which have torch imported: that saves most of the time."""
+    port = free_port()
+    children = []
+    for rank in range(world):
+        child = os.fork()
+        if child == 0:
+            try:
+                dcp_process.run(rank, world, port, directory, action, whose)
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * world
+
+
+def test_two_processes_save_and_one_and_three_load(tmp_path: Path) -> None:
+    run_together(2, tmp_path / "ours", "save", "ours")
+    run_together(1, tmp_path / "ours", "load", "ours")
+    run_together(3, tmp_path / "ours", "load", "ours")
+    run_together(3, tmp_path / "ours", "load", "stock")
+
+
+def test_what_torchs_writer_sharded_is_loaded(tmp_path: Path) -> None:
+    run_together(2, tmp_path / "stock", "save", "stock")
+    run_together(3, tmp_path / "stock", "load", "ours")
+
+
+def test_a_checkpoint_that_is_overwritten_is_whole_until_the_new_one_is(tmp_path: Path) -> None:
+    old, new = {"a": torch.zeros(5000)}, {"a": torch.ones(5000)}
+    dcp.save(old, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    seen: list[float] = []
+
+    class Watched(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            target = {"a": torch.full((5000,), 7.0)}
+            dcp.load(target, storage_reader=StorageReader(tmp_path / "x"), no_dist=True)
+            seen.append(target["a"].max().item())
+            super().finish(metadata, results)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Detected an existing checkpoint")
+        dcp.save(new, storage_writer=Watched(tmp_path / "x"), no_dist=True)
+    target = {"a": torch.zeros(5000)}
+    dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "x"), no_dist=True)
+    assert (seen, target["a"].min().item()) == ([0.0], 1.0)
+    assert len(list((tmp_path / "x").iterdir())) == 2
+    with pytest.raises(CheckpointException, match="overwrite=True"):
+        dcp.save(new, storage_writer=StorageWriter(tmp_path / "x", overwrite=False), no_dist=True)
+
+
+def test_a_failed_save_leaves_no_metadata_and_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swapper.checkpoint.stream import StreamWriter
+
+    def fails(writer: StreamWriter) -> None:
+        raise swapper.IoError("write", "x", 0, 1, errno.ENOSPC)
+
+    monkeypatch.setattr(StreamWriter, "finish", fails)
+    with pytest.raises(CheckpointException, match="No space left"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    assert list((tmp_path / "x").iterdir()) == []
+
+
+def test_damaged_and_hostile_checkpoints_end_in_errors_of_ours(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(5000)}, storage_writer=StorageWriter(tmp_path / "x"), no_dist=True)
+    metadata = tmp_path / "x" / ".metadata"
+    good = metadata.read_bytes()
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(tmp_path / "was here"),))
+
+    for data, message in (
+        (pickle.dumps(Hostile()), "mkdir"),
+        (good[:-20], "damaged"),
+        (pickle.dumps(3), "not the metadata"),
+    ):
+        metadata.write_bytes(data)
+        with pytest.raises(swapper.CheckpointError, match=message):
+            StorageReader(tmp_path / "x").read_metadata()
+    assert not (tmp_path / "was here").exists()
+    metadata.write_bytes(good)
+    os.truncate(tmp_path / "x" / "__0_0.distcp", 10_000)
+    with pytest.raises(CheckpointException, match=r"ends at|end record|cut off"):
+        dcp.load({"a": torch.zeros(5000)}, storage_reader=StorageReader(tmp_path / "x"), no_dist=True)
+
+
+def test_shares_are_of_about_equal_size() -> None:
+    def item(rows: int) -> WriteItem:
+        size = torch.Size([rows, 10])
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
+        data = TensorWriteData(chunk, TensorProperties(torch.float32), size)
+        return WriteItem(MetadataIndex(str(rows)), WriteItemType.TENSOR, tensor_data=data)
+
+    items = [item(rows) for rows in (100, 90, 80, 70, 60, 50, 10, 5)]
+    shares = split_by_size(items, 3)
+    sizes = [sum(one.tensor_data.size[0] for one in share if one.tensor_data) for share in shares]
+    assert sum(sizes) == 465 and max(sizes) - min(sizes) <= 20
+    assert [len(split_by_size(items[:2], 5)), len(split_by_size([], 5))] == [2, 1]
