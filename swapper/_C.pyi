@@ -85,6 +85,15 @@ class Window:
             IoError: out of memory, or of mappings (`vm.max_map_count`).
         """
 
+    def guard(self, window_offset: int, nbytes: int) -> None:
+        """Makes what is mapped at [window_offset, window_offset + nbytes) read-only, until the next `map` there.
+
+        A write is let through all the same: the first one makes the range writable again and is noted.
+        """
+
+    def written_at(self, window_offset: int) -> int:
+        """The window offset of the first write into the range that was guarded at `window_offset`; -1 if there was none."""
+
     def unmap(self, window_offset: int, nbytes: int, file: File | None = None, file_offset: int = 0) -> None:
         """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes.
 

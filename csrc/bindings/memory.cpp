@@ -83,6 +83,20 @@ void bind_memory(nb::module_& module) {
           },
           "window_offset"_a, "arena_offset"_a, "nbytes"_a)
       .def(
+          "guard",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
+            Window& window = usable(self, "guard");
+            const nb::gil_scoped_release released;
+            window.guard(window_offset, nbytes);
+          },
+          "window_offset"_a, "nbytes"_a)
+      .def(
+          "written_at",
+          [](const WindowHandle& self, std::uint64_t window_offset) {
+            return usable(self, "written_at").written_at(window_offset);
+          },
+          "window_offset"_a)
+      .def(
           "unmap",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes,
              const FileHandle* file, std::uint64_t file_offset) {

@@ -23,7 +23,9 @@ constexpr std::uint64_t kChunkBytes = 256 << 10;
 struct Range {
   std::uint64_t nbytes;
   Backing backing;
-  std::vector<bool> present;  // by chunk
+  std::vector<bool> present;        // by chunk
+  bool watched = false;             // mapped read-only: a write is to be noted
+  std::byte* written_at = nullptr;  // the first one
 };
 
 std::map<std::byte*, Range> g_ranges;  // by begin; never destroyed: threads may fault until the process ends
@@ -78,6 +80,13 @@ Answer serve(std::byte* address) {
   auto& [begin, range] = *std::prev(after);
   const auto at = static_cast<std::uint64_t>(address - begin);
   if (at >= range.nbytes) return Answer::kNotOurs;
+  if (range.watched) {
+    if (range.written_at == nullptr) {
+      if (::mprotect(begin, range.nbytes, PROT_READ | PROT_WRITE) != 0) return Answer::kRefused;
+      range.written_at = address;
+    }
+    return Answer::kServed;  // or another thread was faster
+  }
   const std::uint64_t chunk = at / kChunkBytes;
   const std::uint64_t from = chunk * kChunkBytes;
   if (range.present[chunk]) return Answer::kRefused;  // it is there, so this is a write
@@ -141,17 +150,20 @@ void install() {
 
 }  // namespace
 
-void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing) {
+namespace {
+
+// Puts `range` into the table in place of what was there; none if it has neither backing nor watch.
+void replace_ranges(std::byte* begin, Range range) {
   static const bool installed = (install(), true);
   (void)installed;
   if (::getpid() != g_owner) {  // a forked process that makes windows of its own: the parent's are not there
     g_owner = ::getpid();
     g_ranges.clear();
   }
-  Range range{nbytes, std::move(backing), std::vector<bool>((nbytes + kChunkBytes - 1) / kChunkBytes)};
+  const std::uint64_t nbytes = range.nbytes;
   std::vector<Range> forgotten;  // freed when the lock is no more held
   std::map<std::byte*, Range>::node_type fresh;
-  if (range.backing.owner) {
+  if (range.backing.owner || range.watched) {
     std::map<std::byte*, Range> made;
     made.emplace(begin, std::move(range));
     fresh = made.extract(made.begin());
@@ -162,6 +174,25 @@ void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing) {
     it = g_ranges.erase(it);
   }
   if (fresh) g_ranges.insert(std::move(fresh));
+}
+
+}  // namespace
+
+void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing) {
+  std::vector<bool> present((nbytes + kChunkBytes - 1) / kChunkBytes);
+  replace_ranges(begin, Range{nbytes, std::move(backing), std::move(present)});
+}
+
+void watch_range(std::byte* begin, std::uint64_t nbytes) {
+  Range range{nbytes, {}, {}};
+  range.watched = true;
+  replace_ranges(begin, std::move(range));
+}
+
+std::byte* written_at(std::byte* begin) {
+  const SpinLock lock;
+  const auto found = g_ranges.find(begin);
+  return found == g_ranges.end() ? nullptr : found->second.written_at;
 }
 
 }  // namespace swapper

@@ -5,6 +5,10 @@
 // again. A write is refused, by a message and the death that it would have been anyway, since it could only
 // be lost.
 //
+// It answers another kind of fault too. A parameter that was leased for reading is mapped read-only; code
+// that changes it all the same (weight.data.clamp_(), which torch's version counter does not see) faults
+// once: the range becomes writable, and where it was written first is noted for whoever takes the lease back.
+//
 // The handler makes system calls and takes one spin lock, nothing else: it may run in any thread at any load
 // instruction, the GIL held or not. Owns the table of places and the process's SIGSEGV handler, which passes
 // on what is not for it.
@@ -26,5 +30,12 @@ struct Backing {
 // From now on reads of [begin, begin + nbytes) are answered from `backing`; forgets what was told of any part
 // of that range. Without an owner, only forgets. Installs the handler at the first call.
 void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing);
+
+// From now on the first write to the mapped range makes all of it writable and is noted. Forgets what was
+// told of any part of the range. The caller has made it read-only.
+void watch_range(std::byte* begin, std::uint64_t nbytes);
+
+// The address of the first write into the range since watch_range with the same begin, or nullptr.
+std::byte* written_at(std::byte* begin);
 
 }  // namespace swapper

@@ -76,6 +76,20 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
   }
 }
 
+void Window::guard(std::uint64_t window_offset, std::uint64_t nbytes) {
+  check_range(window_offset, nbytes);
+  if (nbytes == 0) return;
+  std::byte* place = address_ + window_offset;
+  watch_range(place, nbytes);
+  if (::mprotect(place, nbytes, PROT_READ) != 0) throw map_failure("mprotect", window_offset, nbytes, errno);
+}
+
+std::int64_t Window::written_at(std::uint64_t window_offset) const {
+  check_range(window_offset, 0);
+  const std::byte* first = swapper::written_at(address_ + window_offset);
+  return first == nullptr ? -1 : first - address_;
+}
+
 void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;

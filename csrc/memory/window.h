@@ -29,6 +29,11 @@ class Window {
   // filled in.
   void map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
 
+  // Makes what is mapped there read-only until the next map(); a write is let through all the same, and
+  // noted: `written_at` gives its offset, or -1 (memory/fault.h).
+  void guard(std::uint64_t window_offset, std::uint64_t nbytes);
+  std::int64_t written_at(std::uint64_t window_offset) const;
+
   // Takes the memory away again. Until the next map(), reading it gives the bytes of `backing`, if there is
   // one; anything else is a segmentation fault (memory/fault.h).
   void unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing = {});

@@ -6,11 +6,16 @@ finished is taken note of by `settle`, which everything that looks at residency 
 [Note: promised frames] When the frame of a WRITING page is promised, that page's `heir` is the page that will get it, and the
 heir is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame
 changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the heir COLD.
+
+[Note: writes that nobody announced] Parameters that a forward has leased can be changed in ways that torch's version counter does
+not see (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
+first write faults, is let through and noted (csrc/memory/fault.h), and who gives the lease back asks for it (`written_at`).
 """
 
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +23,8 @@ from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.section import Page
 from swapper.errors import InvariantError, IoError
+
+log = logging.getLogger("swapper")
 
 
 class Frames:
@@ -134,6 +141,24 @@ class Frames:
         page.frame = None
         self.ahead.discard(page.index)
 
+    # --- who writes -----------------------------------------------------------------------------------------------
+
+    def guard(self, page: Page) -> None:
+        """Nobody who may change the page has it: a write is to be noted from now on. [Note: writes that nobody announced]"""
+        mapped = page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
+        if mapped and page.section.guards_writes and not page.guarded:
+            page.section.window.guard(page.offset, page.nbytes)
+            page.guarded = True
+
+    def allow_writes(self, page: Page) -> None:
+        """Somebody who may change it has the page."""
+        if page.guarded:
+            self._map(page)
+
+    def written_at(self, page: Page) -> int:
+        """Return where, in bytes from the start of its section, the page was written since `guard`; -1 if nowhere."""
+        return page.section.window.written_at(page.offset) if page.guarded else -1
+
     def back_cold_pages(self) -> None:
         """Pages that were never in memory, as where a run goes on: as if they had just left."""
         for page in self._pages:
@@ -240,6 +265,7 @@ class Frames:
         page.ticket = None
         page.move(Residency.CLEAN)
         self._map(page)
+        self.guard(page)
         self.offer(page)
 
     def _end_transfer(self, page: Page) -> None:
@@ -248,9 +274,17 @@ class Frames:
 
     def _map(self, page: Page) -> None:
         page.section.window.map(page.offset, self._pool.offset(page.frame), page.nbytes)  # type: ignore[arg-type]
+        page.guarded = False
 
     def _unmap(self, page: Page) -> None:
         """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
+        if page.guarded and self.written_at(page) >= 0:
+            log.error(
+                "%s was changed through an alias of a parameter while nothing had it in use: the change is lost. Change "
+                "parameters inside `with manager.gather(..., write=True)`",
+                page,
+            )
+        page.guarded = False
         page.section.window.unmap(page.offset, page.nbytes, self._store.file_of(page), page.file_offset)
 
     # --- for people and tests -------------------------------------------------------------------------------------

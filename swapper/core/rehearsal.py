@@ -62,6 +62,12 @@ class NoWindow:
     def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None:
         pass
 
+    def guard(self, window_offset: int, nbytes: int, /) -> None:
+        pass
+
+    def written_at(self, window_offset: int, /) -> int:
+        return -1
+
 
 class Rehearsal:
     """A pager with nothing behind it.

@@ -21,6 +21,8 @@ class Window(Protocol):
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
     def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None: ...
+    def guard(self, window_offset: int, nbytes: int, /) -> None: ...
+    def written_at(self, window_offset: int, /) -> int: ...
 
 
 class Page:
@@ -33,6 +35,7 @@ class Page:
         "file_offset",
         "frame",
         "fresh",
+        "guarded",
         "heir",
         "index",
         "leases",
@@ -59,6 +62,7 @@ class Page:
         self.ticket: Any = None  # of the read or write in flight
         self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
         self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
+        self.guarded = False  # mapped read-only: see Frames.guard
         self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for
         self.location: int | None = None  # which of the store's files has the newest content
@@ -95,6 +99,7 @@ class Section:
         self.piece = Page(
             -1, self, 0, plan.nbytes
         )  # a resident section as a whole: only its places in the store are used
+        self.guards_writes = False  # the user sees its tensors, and may change them where nobody expects it
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
 

@@ -129,6 +129,7 @@ def make_sections(
     first_page = 0
     for plan, offset in zip(plans, file_offsets, strict=True):
         section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
+        section.guards_writes = plan.family == "param"
         first_page += len(section.pages)
         sections.append(section)
     return sections

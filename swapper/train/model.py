@@ -230,7 +230,7 @@ class OffloadedModel:
         groups = [g for g in self.groups if any(id(p) in wanted for p in g.parameters)]
         leased: list[GroupParameters] = []
         versions = {id(p): p._version for group in groups for p in group.parameters}
-        changed: list[GroupParameters] = []
+        names: list[str] = []  # of parameters that were changed though nobody had said so
         self._gathered += 1
         try:
             with held_back:
@@ -242,13 +242,17 @@ class OffloadedModel:
             with held_back:
                 self._gathered -= 1
                 if not self._closed:  # then `close` has let go of them
-                    changed = [g for g in leased if any(p._version != versions[id(p)] for p in g.parameters)]
                     for group in leased:
+                        seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
+                        unannounced = [] if write else [*seen, *group.written()]
                         group.let_go(write)
+                        if unannounced:  # memory and file shall not differ
+                            names += unannounced
+                            group.hold(write=True)
+                            group.let_go(write=True)
                     if write:
                         self._refresh_masters(leased)
-        if changed and not write:
-            names = [n for g in changed for n, p in g.group.parameters if p._version != versions[id(p)]]
+        if names:
             raise StateError(
                 f"parameter {names[0]} was changed inside gather(write=False), and the change may be lost: "
                 "say gather(..., write=True)"

@@ -9,7 +9,7 @@ from torch import nn
 from swapper.core.layout import Slot
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
-from swapper.core.section import Section
+from swapper.core.section import Page, Section
 from swapper.errors import StateError
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 from swapper.modules.groups import Group
@@ -90,11 +90,24 @@ class GroupParameters:
     def _changed(self) -> list[str]:
         """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
         versions, self._versions = self._versions, []
-        return [
+        changed = [
             name
             for (name, parameter), version in zip(self.group.parameters, versions, strict=False)
             if parameter._version != version
         ]
+        return changed + [name for name in self.written() if name not in changed]
+
+    def written(self) -> list[str]:
+        """Names of the parameters that were written past torch's version counter by someone who had not leased them to write."""
+        if not self.paged:
+            return []
+        return [self._name_at(page, at) for page, at in self._pager.written_at(self._read_access)]
+
+    def _name_at(self, page: Page, at: int) -> str:
+        for (name, _), (section, slot) in zip(self.group.parameters, self.places, strict=True):
+            if section is page.section and slot.offset <= at < slot.end:
+                return name
+        return f"in {page.section.plan.name}"
 
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""

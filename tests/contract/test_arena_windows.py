@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -297,3 +298,47 @@ def test_frames_of_huge_pages_can_be_mapped_page_by_page(
     other.unmap(0, PAGE)
     assert in_huge_pages(huge_arena) == huge_arena.nbytes, "the arena's own pages stay whole"
     engine.close()
+
+
+def test_the_first_write_into_a_guarded_range_is_let_through_and_noted(arena: _C.Arena) -> None:
+    window = arena.window(8 * PAGE)
+    seen = torch.frombuffer(window, dtype=torch.uint8)
+    window.map(0, 0, 4 * PAGE)
+    window.map(4 * PAGE, 4 * PAGE, 4 * PAGE)
+    seen[:] = 1
+    for begin in (0, 4 * PAGE):
+        window.guard(begin, 4 * PAGE)
+        assert window.written_at(begin) == -1
+    assert seen.sum() == 8 * PAGE
+    assert window.written_at(0) == window.written_at(4 * PAGE) == -1  # reading is no write
+    seen[5 * PAGE + 7] = 9
+    seen[4 * PAGE] = 9
+    assert window.written_at(4 * PAGE) == 5 * PAGE + 7
+    assert window.written_at(0) == -1
+    assert seen.sum() == 8 * PAGE + 16
+    window.guard(4 * PAGE, 4 * PAGE)
+    assert window.written_at(4 * PAGE) == -1
+    seen[6 * PAGE] = 9
+    assert window.written_at(4 * PAGE) == 6 * PAGE
+    window.map(4 * PAGE, 4 * PAGE, 4 * PAGE)  # for writing again
+    seen[6 * PAGE] = 10
+    assert window.written_at(4 * PAGE) == -1
+    window.unmap(0, 8 * PAGE)
+    assert window.written_at(0) == -1
+
+
+def test_threads_that_write_into_a_guarded_range_at_once_all_succeed(arena: _C.Arena) -> None:
+    window = arena.window(64 * PAGE)
+    seen = torch.frombuffer(window, dtype=torch.uint8)
+    window.map(0, 0, 64 * PAGE)
+    for _ in range(20):
+        seen.zero_()
+        window.guard(0, 64 * PAGE)
+        threads = [threading.Thread(target=seen[i * PAGE : (i + 1) * PAGE].fill_, args=(i,)) for i in range(64)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(seen.view(64, PAGE)[:, 5], torch.arange(64, dtype=torch.uint8))
+        assert window.written_at(0) >= 0
+        window.map(0, 0, 64 * PAGE)
