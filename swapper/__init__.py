@@ -22,6 +22,7 @@ from swapper.stats import Stats
 
 if TYPE_CHECKING:
     from swapper import checkpoint
+    from swapper.infer.empty import without_weights
     from swapper.infer.loaded import load, loaded
     from swapper.io import AioHandle, GdsHandle, Operation
     from swapper.manager import SwapManager
@@ -47,6 +48,7 @@ __all__ = [
     "checkpoint",
     "load",
     "loaded",
+    "without_weights",
 ]
 
 _LATER = {
@@ -57,6 +59,7 @@ _LATER = {
     "SwapManager": "swapper.manager",
     "load": "swapper.infer.loaded",
     "loaded": "swapper.infer.loaded",
+    "without_weights": "swapper.infer.empty",
 }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,14 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def row(self, index: int) -> StoredTensor | None:
+        """Return what `tensor[index]` would be; None if that is not one run of bytes."""
+        if self.stride is not None or not self.shape or not 0 <= index < self.shape[0]:
+            return None
+        nbytes = self.nbytes // self.shape[0]
+        offset = self.offset + index * nbytes
+        return replace(self, offset=offset, nbytes=nbytes, shape=self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)

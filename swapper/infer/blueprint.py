@@ -11,6 +11,7 @@ from typing import cast
 from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.infer.experts import ExpertWeights, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Recipe, Weight
 from swapper.infer.rows import can_look_up
 from swapper.infer.runs import Run, plan_runs
@@ -19,6 +20,8 @@ from swapper.modules.groups import Group, Unit, by_module
 SLOTS_BYTES = 256 << 10
 LEAST_STAGING_BYTES = 1 << 20
 MOST_STAGING_BYTES = 4 << 20
+LEAST_EXPERTS = 2
+SPARE_BYTES = 4 << 20
 SMALL_BYTES = 64 << 10
 """A tensor of at most this size always stays in memory: a page of its own would waste a frame, a read of its own time."""
 
@@ -52,6 +55,7 @@ class Blueprint:
         working_sets: for each unit, the groups that are leased while it runs: its own and those of the units around it.
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
+        experts: for each layer of experts, the parameters whose experts are read one by one.
         lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
     """
 
@@ -62,6 +66,7 @@ class Blueprint:
     small_runs: list[Run]
     buffer_bytes: int
     lookups: list[tuple[nn.Embedding, Recipe]] = field(default_factory=list)
+    experts: list[list[ExpertWeights]] = field(default_factory=list)
 
     @cached_property
     def used_groups(self) -> set[int]:
@@ -86,6 +91,16 @@ class Blueprint:
         """Slots of the engine."""
         most = MOST_STAGING_BYTES if any(group.needs_slots for group in self.groups) else LEAST_STAGING_BYTES
         return min(most, max(SLOTS_BYTES, round_up(self.streamed_bytes // 32, SLOTS_BYTES)))
+
+    def cache_bytes(self, budget_bytes: int) -> int:
+        """Memory for experts: what all else leaves, at least that of a few."""
+        if not self.experts:
+            return 0
+        everything = sum(weights.stored_bytes for layer in self.experts for weights in layer)
+        largest = max(sum(weights.largest_bytes for weights in layer) for layer in self.experts)
+        dense = sum(nbytes for runs in self.runs_of_used for nbytes in runs)
+        left = budget_bytes - self.fixed_bytes - self.staging_bytes - dense - dense // 16 - SPARE_BYTES
+        return max(min(left, everything + largest), LEAST_EXPERTS * largest)
 
     @property
     def streamed_bytes(self) -> int:
@@ -121,6 +136,21 @@ def with_lookups(blueprint: Blueprint) -> Blueprint:
             unit = replace(unit, groups=())
         units.append(unit)
     return replace(blueprint, units=units, working_sets=_working_sets(units), lookups=lookups)
+
+
+def with_single_experts(blueprint: Blueprint) -> Blueprint:
+    """Return a blueprint in which experts that a layer holds in one parameter are read one by one."""
+    layers: list[list[ExpertWeights]] = []
+    units = []
+    for unit in blueprint.units:
+        own = {id(parameter) for parameter in unit.module._parameters.values()}
+        weights = [w for group in unit.groups for w in blueprint.groups[group].weights if id(w.parameter) in own]
+        found = [(w, find_recipes(w.name, w.parameter, w.recipe)) for w in weights]
+        if found and all(recipes for _, recipes in found) and takes_single_experts(unit.module):
+            layers.append([ExpertWeights(w.parameter, recipes) for w, recipes in found if recipes])
+            unit = replace(unit, groups=())
+        units.append(unit)
+    return replace(blueprint, units=units, working_sets=_working_sets(units), experts=layers)
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:

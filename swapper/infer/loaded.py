@@ -22,7 +22,8 @@ from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
 from swapper.errors import InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
-from swapper.infer.blueprint import Blueprint, draw, with_lookups
+from swapper.infer.blueprint import Blueprint, draw, with_lookups, with_single_experts
+from swapper.infer.experts import Experts, ExpertWeights
 from swapper.infer.hooks import Hooks
 from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
 from swapper.infer.placement import Placement, place
@@ -81,16 +82,17 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes:
     """As `load`, for whoever has found out by itself which parameter gets which tensors."""
     blueprint = draw(model, matched)
     if blueprint.fixed_bytes + blueprint.staging_bytes + blueprint.streamed_bytes > budget_bytes:
-        blueprint = with_lookups(blueprint)
+        blueprint = with_single_experts(with_lookups(blueprint))
+    cache_bytes = blueprint.cache_bytes(budget_bytes)
     placement = place(
         budget_bytes,
-        blueprint.fixed_bytes + blueprint.staging_bytes,
+        blueprint.fixed_bytes + blueprint.staging_bytes + cache_bytes,
         blueprint.runs_of_used,
         blueprint.working_sets,
         [unit.name or type(model).__name__ for unit in blueprint.units],
     )
     with torch.inference_mode(False), torch.no_grad(), held_back:
-        model.__dict__[KEY] = LoadedModel(model, source, blueprint, matched.buffers, placement, backend)
+        model.__dict__[KEY] = LoadedModel(model, source, blueprint, matched.buffers, placement, cache_bytes, backend)
     return model
 
 
@@ -122,6 +124,7 @@ class LoadedModel:
         blueprint: Blueprint,
         buffers: list[BufferPlace],
         placement: Placement,
+        cache_bytes: int,
         backend: str,
     ) -> None:
         self._model = weakref.ref(model)
@@ -133,6 +136,7 @@ class LoadedModel:
         self._mappings: dict[Path, mmap.mmap] = {}
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
+        self._experts: Experts | None = None
         self._hooks: Hooks | None = None
         self._last_order: list[int] = []
         self._stats = Stats(
@@ -149,6 +153,7 @@ class LoadedModel:
         except BaseException:
             self._streaming.close()
             raise
+        self._experts = Experts(self._expert_layers(blueprint), self._streaming.read_part, cache_bytes)
         for place_, tensor in zip(buffers, buffer_tensors, strict=True):
             place_.module._buffers[place_.name] = tensor
         self._hooks = Hooks(blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases)
@@ -194,8 +199,10 @@ class LoadedModel:
                     stop_looking_up(module)
                 model.__dict__.pop(KEY, None)
             self._mappings.clear()
+            if self._experts is not None:
+                self._experts.forget()
             self._streaming.close()
-            self._hooks = None
+            self._hooks = self._experts = None
             self._groups, self._small = [], []  # their tensors keep memory and files
 
     def __enter__(self) -> LoadedModel:
@@ -225,6 +232,10 @@ class LoadedModel:
         number = stored.nbytes // stored.dtype.itemsize
         flat = torch.frombuffer(self._mappings[stored.path], dtype=stored.dtype, count=number, offset=stored.offset)
         return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
+
+    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+        self._check_usable()
+        return None if self._experts is None else self._experts.take(parameter, index)
 
     def note_change(self, group: object, names: list[str]) -> None:
         raise InvariantError("a group for inference notes changes by itself")
@@ -257,6 +268,15 @@ class LoadedModel:
             look_up_by_rows(embedding, recipe, self._streaming.read_part)
         for name, module in model.named_modules():
             module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
+
+    def _expert_layers(self, blueprint: Blueprint) -> list[list[ExpertWeights]]:
+        """The blueprint's, with the parameters that the model has now."""
+        adopted = {w.name: w.parameter for group in self._groups for w in group.weights}
+        names = {id(w.parameter): w.name for group in blueprint.groups for w in group.weights}
+        return [
+            [replace(weights, parameter=adopted[names[id(weights.parameter)]]) for weights in layer]
+            for layer in blueprint.experts
+        ]
 
     def _begin_pass(self) -> None:
         self._check_usable()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,12 +33,14 @@ class Recipe:
         make: what gives it from `parts`; None where it is the only one of them.
         dtype: of what comes out.
         is_cast: `make` does nothing but convert the one part to `dtype`.
+        node: how it is made, where that was traced (swapper.infer.tracing).
     """
 
     parts: tuple[StoredTensor, ...]
     make: Make | None
     dtype: torch.dtype
     is_cast: bool = False
+    node: Any = None
 
     @property
     def stored_bytes(self) -> int:

@@ -9,7 +9,7 @@ are none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,46 @@ def recipe_of(traced: Traced) -> Recipe:
     numbers = {key: number for number, key in enumerate(leaves)}
     node = traced.node
     is_cast = node.function is _cast and isinstance(node.arguments[0], Node) and node.arguments[0].stored is not None
-    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, is_cast)
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, is_cast, node)
+
+
+def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
+    """Return the recipe of `tensor[row]`, which reads no other rows; None if that is not known."""
+    if recipe.make is None or (recipe.is_cast and recipe.node is None):
+        stored = recipe.parts[0].row(row)
+        if stored is None:
+            return None
+        dtype = recipe.dtype
+        return Recipe((stored,), recipe.make and (lambda parts: parts[0].to(dtype)), dtype, recipe.is_cast)
+    node = None if recipe.node is None else _row(recipe.node, row)
+    if node is None:
+        return None
+    if node.stored is not None:
+        return Recipe((node.stored,), None, recipe.dtype)
+    leaves: dict[int, StoredTensor] = {}
+    _collect(node, leaves)
+    numbers = {key: number for number, key in enumerate(leaves)}
+    found = node
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(found, parts, numbers, {}), recipe.dtype)
+
+
+def _row(node: Node, row: int) -> Node | None:
+    """What indexing the first dimension of `node` by `row` comes to: of stacks and concatenations, and what they are made of."""
+    if node.stored is not None:
+        stored = node.stored.row(row)
+        return None if stored is None else Node(stored=stored)
+    options = dict(node.options)
+    dim = options.get("dim", node.arguments[1] if len(node.arguments) > 1 else 0)
+    if node.function is _cast and isinstance(node.arguments[0], Node):
+        inner = _row(node.arguments[0], row)
+        return None if inner is None else replace(node, arguments=(inner, *node.arguments[1:]))
+    if node.function is torch.stack and dim == 0 and row < len(node.arguments[0]):
+        chosen = node.arguments[0][row]
+        return chosen if isinstance(chosen, Node) else None
+    if node.function is torch.cat and isinstance(dim, int) and dim > 0:
+        rows = [_row(child, row) for child in node.arguments[0]]
+        return None if None in rows else Node(None, torch.cat, (rows, dim - 1))
+    return None
 
 
 def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tensor) -> bool:

@@ -45,7 +45,8 @@ def from_pretrained(
         config: the model's configuration, where it shall not be read from `path`.
         dtype: "auto" is the checkpoint's; another one is converted to as weights come in.
         backend: of the I/O engine.
-        options: for `cls.from_pretrained`, as attn_implementation="sdpa".
+        options: for `cls.from_pretrained`, as attn_implementation="sdpa". Where experts_implementation is not among them it is
+            "eager", which alone takes experts one by one.
 
     Raises:
         As swapper.load; and what transformers raises.
@@ -58,6 +59,8 @@ def from_pretrained(
     model: nn.Module = model_class.from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
     model.config.name_or_path = str(path)  # type: ignore[union-attr]
     _read_generation_config(model, path)
+    if "experts_implementation" not in options:
+        _take_experts_one_by_one(model)
     budget_bytes = parse_host_memory(host_memory)
     return load_matched(model, source, _take_out(model), budget_bytes, backend)
 
@@ -87,6 +90,14 @@ def _read_generation_config(model: Any, path: str | os.PathLike[str]) -> None:
         from transformers import GenerationConfig
 
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+
+
+def _take_experts_one_by_one(model: nn.Module) -> None:
+    """The form of a mixture of experts that takes each expert by its index, so that only those that are used are read."""
+    for name, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        if name.split(".")[-1] == "experts" and hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"
 
 
 def _take_out(model: nn.Module) -> Match:

@@ -38,6 +38,10 @@ class Keeper(Protocol):
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is refused."""
         ...
 
+    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+        """Return `parameter[index]` without bringing all of `parameter` in; None: all of it is brought in."""
+        ...
+
     def note_change(self, group: Any, names: list[str]) -> None:
         """A forward or backward changed parameters of `group` in place; their pages are being written back."""
         ...
@@ -185,6 +189,11 @@ class ColdParameter(nn.Parameter):
             detached = None if keeper is None else keeper.detached(args[0])
             if detached is not None:
                 return detached
+        if func is torch.Tensor.__getitem__ and type(args[0]) is cls:
+            keeper = _keepers.get(id(args[0]))
+            row = None if keeper is None else keeper.indexed(args[0], args[1])
+            if row is not None:
+                return row
         aliasing = func is torch.Tensor.detach and is_aliasing()
         if func not in _METADATA and not aliasing:
             for parameter in _cold_among((args, kwargs)):

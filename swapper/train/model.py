@@ -267,6 +267,9 @@ class OffloadedModel:
         """Nothing: what a state_dict of cold parameters would hold is written by manager.snapshot."""
         return None
 
+    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+        return None
+
     def note_change(self, group: GroupParameters, names: list[str]) -> None:
         """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass."""
         mastered = {places.name for _, places in self._trained() if places.has_master}

@@ -324,3 +324,37 @@ def test_a_transposed_weight_of_a_torch_checkpoint_is_a_view(tmp_path):
         assert torch.equal(model(x), reference(x))
     assert model[0].weight.stride() == (1, 512)
     swapper.loaded(model).unload()
+
+
+class Rotary(nn.Module):
+    """With a buffer that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.map.weight
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(8) / 8), persistent=False)
+
+    def forward(self, x):
+        return self.tied(self.map(x)) * self.frequencies
+
+
+def test_buffers_that_no_checkpoint_holds_are_made_properly(tmp_path):
+    torch.manual_seed(0)
+    reference = Rotary()
+    state = reference.state_dict()
+    del state["tied.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Rotary()
+    with pytest.raises(swapper.UnsupportedError, match=r"frequencies are not in the checkpoint.*without_weights"):
+        swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB")
+    with swapper.without_weights():
+        model = Rotary()
+    assert all(p.is_meta for p in model.parameters())
+    assert model.tied.weight is model.map.weight
+    swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB")
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), reference(x))
+    assert not Rotary().map.weight.is_meta
