@@ -242,7 +242,12 @@ class SwapManager:
         return nn.utils.clip_grad_norm_(self._model.model.parameters(), max_norm, norm_type)
 
     def snapshot(
-        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, keep: int | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        extra: dict[str, Any] | None = None,
+        keep: int | None = None,
+        frozen: str = "include",
     ) -> SnapshotTicket:
         """Take a snapshot of the whole state as of the last step: a file that plain torch.load opens. Training may go on at once.
 
@@ -256,6 +261,9 @@ class SwapManager:
             extra: values of the user's own, beside those of `manager.extra`.
             keep: remove the oldest snapshots that this run published with `keep` under names like this one, different in
                 digits only ("step-90.pt", "step-100.pt"), until so many are left. Other files are never touched.
+            frozen: "include", or "reference" to leave out the parameters that were frozen when they were offloaded (the
+                base of a LoRA): state["swapper"]["left_out"] names them, and `load_state_dict(..., strict=False)` loads
+                the rest over them.
 
         Raises:
             CheckpointError: `path` exists, its directory does not, or something cannot be kept in such a file.
@@ -269,6 +277,7 @@ class SwapManager:
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         if self._model.is_gathered:
             raise StateError("snapshot inside manager.gather: leave the gather first")
+        parse_choice(frozen, "frozen", ("include", "reference"))
         self._publisher.raise_failure()
         with held_back:
             self._model.abandon_pass()
@@ -278,6 +287,7 @@ class SwapManager:
                 Path(path).absolute(),
                 self._content(self._model, extra or {}),
                 keep,
+                frozen == "include",
                 self._stats.step,
                 self._finish_snapshots,
             )
@@ -375,7 +385,12 @@ class SwapManager:
             [piece for section in self._sections for piece in (section.pages or [section.piece])],
         )
         self._publisher = Publisher(
-            self._sections, self._layout, self._engine, self._store, Retention(self._directory.path)
+            self._sections,
+            self._layout,
+            self._engine,
+            self._store,
+            Retention(self._directory.path),
+            inventory.unchanging,
         )
         pages = [page for section in self._sections for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)

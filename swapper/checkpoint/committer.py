@@ -13,18 +13,22 @@ none where it is not. A number commits every so many steps, writing what is resi
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
 from swapper.checkpoint.snapshot import Publisher, Snapshot
+from swapper.checkpoint.verify import find_losses
 from swapper.core.budget import SMALL_SECTION_BYTES
 from swapper.core.pager import Pager
 from swapper.core.section import Page, Section
 from swapper.core.store import Store
-from swapper.errors import IoError, StateError
+from swapper.errors import CheckpointError, IoError, StateError
 from swapper.interrupts import held_back
+
+log = logging.getLogger("swapper")
 
 
 def steps_between_commits(policy: str | int | None, sections: Sequence[Section]) -> int | None:
@@ -108,7 +112,12 @@ class Committer:
         """
         self._due = step
         self._snapshot = snapshot
-        self._capture()
+        try:
+            self._capture()
+        except BaseException as error:
+            self._snapshot = None
+            snapshot.ticket.finish(error)
+            raise
 
     @property
     def has_snapshot(self) -> bool:
@@ -171,9 +180,27 @@ class Committer:
     def _commit(self, record: CommitRecord) -> None:
         if self._durable:
             self._store.sync()
-        self._store.check_frozen()
+        self._check_frozen()
         places = {"files": self._store.names, "sections": self._places()}
         publish_commit(self._directory, encode_commit(CommitRecord(**{**vars(record), **places})), self._durable)
+
+    def _check_frozen(self) -> None:
+        """Somebody may have changed a snapshot that is a swap file too: find out what that costs the run.
+
+        Raises:
+            CheckpointError: something that the run needs is lost.
+        """
+        for number, path in self._store.changed_frozen().items():
+            faults = find_losses(path, number, self._sections)
+            if faults:
+                names = sorted({name for fault in faults for name in fault.tensors})
+                raise CheckpointError(
+                    f"{path} was changed from outside ({faults[0].what}): it is the same file as a snapshot that was published "
+                    f"by hard link, and the run needs it for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}. "
+                    "Restore the snapshot, or go on from another one with resume='discard'"
+                )
+            log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
+            self._store.accept(number)
 
     def _places(self) -> list[SectionRecord]:
         records = []

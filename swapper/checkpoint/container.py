@@ -16,7 +16,7 @@ import hashlib
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -138,6 +138,7 @@ class PreparedTail:
         crc32s: Mapping[str, int],
         pieces: Sequence[Chunk] | None = None,
         tensors: Mapping[str, Sequence[TensorPlace]] | None = None,
+        left_out: Collection[str] = (),
     ) -> bytes:
         """Makes the whole tail of a container: all bytes from `layout.tail_offset` to the end of the file.
 
@@ -149,6 +150,7 @@ class PreparedTail:
             pieces: the same by pieces that together are all payloads. Given, the tail gets a manifest and a seal, with
                 which every byte of the file can be verified.
             tensors: what lies where in each record, by key, for the manifest.
+            left_out: keys of records that the file shall not have, though there is room for them.
 
         Raises:
             CheckpointError: `crc32s` or `pieces` do not fit the layout.
@@ -157,7 +159,7 @@ class PreparedTail:
             raise CheckpointError(
                 f"need one CRC-32 for each of {len(self._layout.records)} records, got {sorted(crc32s)}"
             )
-        tail = _Tail(self._layout, crc32s)
+        tail = _Tail(self._layout, crc32s, left_out)
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
         tail.add("data.pkl", self._data)
@@ -187,7 +189,7 @@ def build_tail(
 class _Tail:
     """The tail under construction: the bytes so far, and the directory entry of every record of the file."""
 
-    def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int]) -> None:
+    def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int], left_out: Collection[str] = ()) -> None:
         self._root = layout.root
         self._begin = layout.tail_offset
         self._entries = [
@@ -198,6 +200,8 @@ class _Tail:
         if self._entries:  # the last payload's descriptor; the others' are in the header chunks
             last = self._entries[-1]
             self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
+        absent = {_name(layout.root, key) for key in left_out}
+        self._entries = [entry for entry in self._entries if entry.name not in absent]
 
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self._bytes)

@@ -8,6 +8,7 @@ See [Note: who touches what while a snapshot is published], snapshot.py.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -24,10 +25,16 @@ from swapper.checkpoint.manifest import Chunk, TensorPlace
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
 
+ZEROS_BYTES = 1 << 20
+PUNCH_HOLE = 0x03
+"""fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 FICLONE = 0x40049409
 """ioctl_ficlone(2): make a file share another one's bytes."""
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES)
 """What link(2) says where the filesystem, or the rights on it, allow no other name for this file."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class Base:
@@ -61,7 +68,10 @@ class Base:
 
 @dataclass(frozen=True)
 class Content:
-    """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of."""
+    """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of.
+
+    `holes` are payloads that it shall not have, as (offset, nbytes); their checksums in `chunks` are those of zeros.
+    """
 
     tail: PreparedTail
     layout: ContainerLayout
@@ -69,9 +79,11 @@ class Content:
     chunks: Sequence[Chunk]
     tensors: Mapping[str, Sequence[TensorPlace]]
     everything: Sequence[Run]
+    left_out: frozenset[str]
+    holes: Sequence[tuple[int, int]]
 
     def make_tail(self) -> bytes:
-        return self.tail.build(self.crc32s, self.chunks, self.tensors)
+        return self.tail.build(self.crc32s, self.chunks, self.tensors, self.left_out)
 
 
 class Publication:
@@ -220,7 +232,8 @@ class Publication:
         """Publish a copy."""
         file = _C.File(str(self._temporary), create=True)
         try:
-            file.allocate(self._content.layout.tail_offset)
+            if not self._content.holes:
+                file.allocate(self._content.layout.tail_offset)
             copy(self._engine, self._content.everything, file)
             self.sources_read.set()
         finally:
@@ -236,6 +249,8 @@ class Publication:
 
     def _end(self, descriptor: int) -> None:
         """Write the tail, cut off what was behind it, and make the whole file durable."""
+        for hole in self._content.holes:
+            _punch(descriptor, *hole)
         offset = self._content.layout.tail_offset
         tail = self._content.make_tail()
         _write_all(descriptor, tail, offset)
@@ -257,6 +272,14 @@ class Publication:
 
     def _taken(self) -> CheckpointError:
         return CheckpointError(f"{self._path} appeared while the snapshot was written: it was left as it is")
+
+
+def _punch(descriptor: int, offset: int, nbytes: int) -> None:
+    """Make a run of a file zeros that take no space."""
+    if _libc.fallocate(descriptor, PUNCH_HOLE, offset, nbytes) == 0:
+        return
+    for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not on this filesystem
+        _write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

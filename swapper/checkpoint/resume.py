@@ -54,7 +54,7 @@ def restore(record: CommitRecord, sections: Sequence[Section], store: Store, poo
             raise CheckpointError(f"{section.plan.name} is divided in another way than in the run. {REMEDY}")
         for piece, file, crc32 in zip(pieces, places.files, places.crc32s, strict=True):
             piece.location = piece.committed = file
-            piece.crc32 = crc32
+            piece.crc32 = piece.committed_crc32 = crc32
         if section.resident:
             _check(section.piece, store.read(section.piece, section.memory.data_ptr(), checksum=True))
     if record.boot_id != boot_id():

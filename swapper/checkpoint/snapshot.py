@@ -13,8 +13,10 @@ note of by `settle`, in the thread that trains.
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,7 @@ class Snapshot:
     path: Path
     tail: PreparedTail
     keep: int | None
+    left_out: frozenset[int]  # numbers of sections
     ticket: SnapshotTicket
 
 
@@ -53,6 +56,7 @@ class Publisher:
         engine: does the transfers.
         store: has the swap files.
         retention: knows what was published with `keep=`.
+        unchanging: numbers of the sections that training does not change.
     """
 
     def __init__(
@@ -62,17 +66,25 @@ class Publisher:
         engine: Any,
         store: Store,
         retention: Retention,
+        unchanging: frozenset[int],
     ) -> None:
         self._sections = sections
         self._layout = layout
         self._engine = engine
         self._store = store
         self._retention = retention
+        self._unchanging = unchanging
         self._publications: list[Publication] = []  # those that `settle` has not seen the end of
         self._tickets: list[SnapshotTicket] = []  # those whose failure may be untold
 
     def capture(
-        self, path: Path, content: dict[str, Any], keep: int | None, step: int, hurry: Callable[[], None]
+        self,
+        path: Path,
+        content: dict[str, Any],
+        keep: int | None,
+        with_unchanging: bool,
+        step: int,
+        hurry: Callable[[], None],
     ) -> Snapshot:
         """Note what memory has.
 
@@ -80,6 +92,8 @@ class Publisher:
             path: must not exist; its directory must.
             content: what torch.load shall return. Tensors in the sections are only looked at for their place.
             keep: how many snapshots of this name's pattern to keep.
+            with_unchanging: False leaves out what training does not change, and names it.
+            step: of which it is.
             hurry: has `start` called, if it was not yet.
 
         Raises:
@@ -89,10 +103,21 @@ class Publisher:
             raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
         if not path.parent.is_dir():
             raise CheckpointError(f"directory {path.parent} does not exist: create it first")
+        left_out = frozenset() if with_unchanging else self._unchanging
+        if not with_unchanging:
+            content = self._leave_out(content, left_out)
         tail = PreparedTail(self._layout, content, _locator(self._sections, self._layout))
         ticket = SnapshotTicket(path, step, hurry)
         self._tickets.append(ticket)
-        return Snapshot(path, tail, keep, ticket)
+        return Snapshot(path, tail, keep, left_out, ticket)
+
+    def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:
+        addresses = {self._sections[number].memory.data_ptr() for number in left_out}
+        absent = [n for n, t in content["model"].items() if t.untyped_storage().data_ptr() in addresses]
+        model = copy.copy(content["model"])  # an OrderedDict with _metadata
+        for name in absent:
+            del model[name]
+        return {**content, "model": model, "swapper": {**content["swapper"], "left_out": absent}}
 
     def start(self, snapshot: Snapshot) -> None:
         """The step is written (and, where the run commits, committed): publish it from now on, in the background.
@@ -133,21 +158,31 @@ class Publisher:
     # --------------------------------------------------------------------------------------------------------------
 
     def _start(self, snapshot: Snapshot) -> None:
-        number = self._store.newest()
-        files = {place: self._open(place) for place in {_place(piece) for piece in self._pieces()}}
+        absent = [self._sections[number] for number in sorted(snapshot.left_out)]
+        present = [section for section in self._sections if section not in absent]
+        number = self._store.newest(without=absent)
+        pieces = [piece for section in present for piece in _pieces_of(section)]
+        files = {place: self._open(place) for place in {_place(piece) for piece in pieces}}
         is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
         base = self._replace(number, is_near)
         try:
-            everything = [
-                Run(files[_place(p)], p.file_offset, p.nbytes, _checksum_of(p), repr(p)) for p in self._pieces()
-            ]
+            everything = [Run(files[_place(p)], p.file_offset, p.nbytes, _checksum_of(p), repr(p)) for p in pieces]
+            # The run may need what the frozen file has of them: that stays, though nothing names it.
+            kept = [p for s in absent for p in _pieces_of(s) if base is not None and is_near and p.location == number]
+            holes = [(p.file_offset, p.nbytes) for s in absent for p in _pieces_of(s) if p not in kept]
             content = Content(
                 snapshot.tail,
                 self._layout,
                 self._crc32s(),
-                [Chunk(run.offset, run.nbytes, run.crc32) for run in everything],
+                [
+                    *(Chunk(run.offset, run.nbytes, run.crc32) for run in everything),
+                    *(Chunk(piece.file_offset, piece.nbytes, _checksum_of(piece)) for piece in kept),
+                    *(Chunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in holes),
+                ],
                 {r.key: _tensors(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
                 everything,
+                frozenset(self._layout.records[index].key for index in snapshot.left_out),
+                holes,
             )
             predecessor = self._publications[-1] if self._publications else None
             publication = Publication(
@@ -177,9 +212,6 @@ class Publisher:
 
     def _open(self, number: int) -> Any:
         return _C.File(str(self._store.path(number)), read_only=True)
-
-    def _pieces(self) -> list[Page]:
-        return [piece for section in self._sections for piece in _pieces_of(section)]
 
     def _crc32s(self) -> dict[str, int]:
         """Return the CRC-32 of each record's payload, from those of its pieces."""

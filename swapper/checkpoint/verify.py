@@ -28,6 +28,7 @@ from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
+from swapper.core.section import Section
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 
@@ -290,6 +291,28 @@ def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
         name = owner if kind == "param" else f"{owner} {kind}"
         sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
     return sections
+
+
+def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fault]:
+    """Compare what a run needs of its changed file `number` with its checksums; returns what is not whole.
+
+    What only the commit before names was read in the step since. A read behind the end of a file would have failed that step;
+    so of that, only what is there and wrong counts.
+    """
+    needed, past = [], []
+    for section in sections:
+        tensors = [TensorPlace(s.spec.owner, section.file_offset + s.offset, s.spec.nbytes) for s in section.plan.slots]
+        for piece in section.pages or [section.piece]:
+            if piece.location == number and piece.crc32 is not None:
+                needed.append(_Part(Chunk(piece.file_offset, piece.nbytes, piece.crc32), section.plan.name, tensors))
+            elif piece.committed == number and piece.committed_crc32 is not None:
+                past.append(
+                    _Part(Chunk(piece.file_offset, piece.nbytes, piece.committed_crc32), section.plan.name, tensors)
+                )
+    report = Report(str(path), "run")
+    lost = _check({path: needed}, report, lambda done, total: None) if needed else []
+    wrong = _check({path: past}, report, lambda done, total: None) if past else []
+    return lost + [fault for fault in wrong if fault.what.startswith("CRC-32")]
 
 
 # --- streaming --------------------------------------------------------------------------------------------------------

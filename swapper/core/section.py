@@ -30,6 +30,7 @@ class Page:
 
     __slots__ = (
         "committed",
+        "committed_crc32",
         "crc32",
         "error",
         "file_offset",
@@ -67,6 +68,7 @@ class Page:
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for
         self.location: int | None = None  # which of the store's files has the newest content
         self.committed: int | None = None  # which file the last commit names for it
+        self.committed_crc32: int | None = None  # of the content there
         self.crc32: int | None = None  # of the content at `location`
 
     def move(self, new: Residency) -> None:

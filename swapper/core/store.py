@@ -12,12 +12,12 @@ that has no write permission or a second name, so that a run which goes on after
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swapper import _C
-from swapper.core.section import Page
+from swapper.core.section import Page, Section
 from swapper.errors import CheckpointError, InvariantError
 
 TURNS = 2
@@ -138,15 +138,22 @@ class Store:
         """What is written is what the commit names from now on. Call when no write is in flight."""
         for page in self._written:
             page.committed = page.location
+            page.committed_crc32 = page.crc32
         self._written.clear()
         self.release_frozen()
 
     # --- publishing a file ----------------------------------------------------------------------------------------
 
-    def newest(self) -> int:
-        """Return the number of the turn that has, or is about to get, the newest content of the most bytes of pages."""
+    def newest(self, without: Collection[Section] = ()) -> int:
+        """Return the number of the turn that has, or is about to get, the newest content of the most bytes.
+
+        Args:
+            without: sections that do not count.
+        """
         nbytes = dict.fromkeys(self._turns, 0)
         for piece in self._pieces:
+            if piece.section in without:
+                continue
             place = self._target(piece) if piece.section.resident else self._targets.get(piece, piece.location)
             if place in nbytes:
                 nbytes[place] += piece.nbytes
@@ -184,14 +191,17 @@ class Store:
         """
         self._frozen[number] = status
 
-    def check_frozen(self) -> None:
-        """Raise CheckpointError if a snapshot whose bytes the run still needs was changed by someone."""
-        for number, expected in self._frozen.items():
-            if expected is not None and expected != self._look(number):
-                raise CheckpointError(
-                    f"{self.path(number)} was changed from outside: it is the same file as a snapshot that was published by "
-                    "hard link. Restore the snapshot, or go on from another one with resume='discard'"
-                )
+    def changed_frozen(self) -> dict[int, Path]:
+        """Return the published files, by number, that the run still needs and that were changed by someone."""
+        return {
+            number: self.path(number)
+            for number, expected in self._frozen.items()
+            if expected is not None and expected != self._look(number)
+        }
+
+    def accept(self, number: int) -> None:
+        """What the run needs of the changed file `number` is whole: notice only what is changed from now on."""
+        self._frozen[number] = self._look(number) or (-1, 0)
 
     def _look(self, number: int) -> tuple[int, int] | None:
         try:

@@ -49,6 +49,16 @@ class Inventory:
     discovery: Discovery
     master_dtype: torch.dtype | None
 
+    @property
+    def unchanging(self) -> frozenset[int]:
+        """Which of `plans` have nothing that is trained: parameters that were frozen when they were offloaded."""
+        trained = {slot.spec.owner for plan in self.grad_plans for slot in plan.slots}
+        return frozenset(
+            number
+            for number, plan in enumerate(self.plans)
+            if plan.family == "param" and not any(slot.spec.owner in trained for slot in plan.slots)
+        )
+
     def family_bytes(self, family: str) -> int:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
 
@@ -82,12 +92,19 @@ def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch
             forms[name] = discovery.form(index, updated, parameter.dim())
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
             state += _state_specs(name, parameter, updated, forms[name])
-        param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in group.parameters])
+        for parameters in _by_training(group.parameters):
+            param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in parameters])
         state_plans += plan_group(group.index, "state", state)
         trained = [_spec(n, "grad", p) for n, p in group.parameters if p.requires_grad]
         grad_plans += plan_group(group.index, "grad", trained)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights)
+
+
+def _by_training(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return those that are trained and those that are not, in order of first appearance: what never changes lies apart."""
+    kinds = dict.fromkeys(parameter.requires_grad for _, parameter in parameters)
+    return [[(name, p) for name, p in parameters if p.requires_grad == kind] for kind in kinds]
 
 
 def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], Place]:

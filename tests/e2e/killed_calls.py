@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+import swapper
 from e2e import killed_run
 from e2e.stopped_calls import run_until
 
@@ -23,6 +24,7 @@ STEPS = 4
 
 def main(directory: Path, stride: int, first: int) -> None:
     torch.set_num_threads(1)
+    swapper.SwapManager  # noqa: B018  # imported here and not in every child
     expected = killed_run.Expected(STEPS)
     place = directory / "run"
     place.mkdir()

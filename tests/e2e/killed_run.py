@@ -174,6 +174,7 @@ def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **op
 
 def main(directory: Path, seed: int, kills: int) -> None:
     torch.set_num_threads(1)
+    swapper.SwapManager  # noqa: B018  # imported here and not in every child
     expected = Expected()
     chance = random.Random(seed)
     killed = runs = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
+from swapper.checkpoint.verify import verify
 
 
 def digest(path: Path) -> str:
@@ -103,6 +105,54 @@ def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Pa
         run.train(2)
     with pytest.raises(swapper.CheckpointError, match="was changed from outside"):
         run.manager.close()
+
+
+@pytest.mark.parametrize("harm", ["touched", "cut off"])
+def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    losses = run.train(2)
+    path = run.manager.snapshot(tmp_path / "a.pt").result()
+    path.chmod(0o600)
+    if harm == "touched":
+        os.utime(path)
+        losses += run.train(1)
+    else:
+        losses += run.train(1)  # everything is written anew; what is in the snapshot is needed by the last commit only
+        run.manager._pager.flush()
+        with path.open("r+b") as file:
+            file.truncate(100_000)
+    losses += run.train(2)
+    run.manager.close()
+    assert "was changed from outside" in caplog.text
+    model, optimizer, scheduler = killed_run.make()
+    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+
+
+def test_a_snapshot_without_the_frozen_parameters_is_small_and_names_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, freeze=True)
+    frozen = {name for name, parameter in run.model.named_parameters() if not parameter.requires_grad}
+    expected = {name: value.clone() for name, value in killed_run.make()[0].state_dict().items() if name in frozen}
+    paths = []
+    for number in range(3):
+        run.train(1)
+        paths.append(run.manager.snapshot(tmp_path / f"{number}.pt", frozen="reference").result())
+    whole = run.manager.snapshot(tmp_path / "whole.pt").result()
+    run.manager.close()
+    states = [torch.load(path, weights_only=True) for path in (*paths, whole)]
+    for state, path in zip(states, paths, strict=False):
+        assert set(state["swapper"]["left_out"]) == frozen
+        assert not frozen & state["model"].keys()
+        assert verify(path)[0].faults == []
+        model = killed_run.make()[0]
+        assert set(model.load_state_dict(state["model"], strict=False).missing_keys) == frozen
+    assert all(torch.equal(states[3]["model"][name], value) for name, value in expected.items())
+    for name in states[2]["model"]:
+        assert torch.equal(states[2]["model"][name], states[3]["model"][name])
+    taken = [path.stat().st_blocks * 512 for path in (*paths, whole)]
+    frozen_bytes = sum(value.nbytes for value in expected.values())
+    assert min(taken[:3]) <= taken[3] - frozen_bytes // 2
 
 
 def test_pages_of_another_file_are_brought_over(tmp_path: Path) -> None:
