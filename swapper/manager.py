@@ -12,7 +12,7 @@ import copy
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
 from swapper.core.store import Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
-from swapper.errors import CheckpointError, ConfigError, StateError
+from swapper.errors import CheckpointError, ConfigError, StateError, SwapperError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
 from swapper.plan import Plan, plan_run
@@ -409,6 +409,7 @@ class SwapManager:
         self._committer = Committer(
             self._directory.path, every, self._fsync, self._sections, self._pager, self._store,
             lambda step: self._describe_commit(step, kind, plans, places), self._publisher,
+            record.step if record is not None else None,
         )  # fmt: skip
         if record is not None:
             restore(record, self._sections, self._store, self._pool)
@@ -477,15 +478,28 @@ class SwapManager:
         self._model.check_step()
         self._model.abandon_pass()
         self._committer.finish()  # the writes of the step before are long done
+        settings = self._model.packed_groups()
         try:
             self._model.update()
             self._pager.end_step()
         except BaseException as error:
-            self._failure = error
+            self._roll_back(error)
+            self._model.restore_settings(settings)
             raise
         self._stats.step += 1
         self._note_rng()
         self._committer.step_done(self._stats.step)
+
+    def _roll_back(self, error: BaseException) -> None:
+        """A step failed half-way. Where the one before is committed all is as it was then; else only closing is left."""
+        self._failure = error
+        if not self._committer.can_roll_back(self._stats.step):
+            return
+        with held_back, suppress(SwapperError):
+            self._pager.discard()
+            self._committer.roll_back()
+            self._pager.back_cold_pages()
+            self._failure = None
 
     def _note_rng(self) -> None:
         """At the end of a step: what draws random numbers from here on belongs to the next one."""

@@ -50,6 +50,7 @@ class Committer:
         pager, store: what transfers go through.
         describe: returns the record for a step, its `files` and `sections` still empty.
         publisher: takes snapshots.
+        committed: the step that is committed already, where a run goes on.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Committer:
         store: Store,
         describe: Callable[[int], CommitRecord],
         publisher: Publisher,
+        committed: int | None,
     ) -> None:
         self._directory = directory
         self._durable = durable
@@ -72,6 +74,7 @@ class Committer:
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
+        self._committed = committed
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
@@ -118,6 +121,23 @@ class Committer:
             self._snapshot = None
             snapshot.ticket.finish(error)
             raise
+
+    def can_roll_back(self, step: int) -> bool:
+        """Whether `step` is committed, so that what is done of the one after it can be undone."""
+        return self._committed == step
+
+    def roll_back(self) -> None:
+        """Have everything as the last commit has it. Call when the pager has forgotten every frame.
+
+        Raises:
+            IoError, CheckpointError: what is in memory cannot be read back.
+        """
+        self._store.roll_back()
+        for section in self._resident:
+            ticket = self._store.read(section.piece, section.memory.data_ptr(), checksum=True)
+            ticket.wait()
+            if ticket.crc32 != section.piece.crc32:
+                raise CheckpointError(f"{section.piece} has not the content of the commit")
 
     @property
     def has_snapshot(self) -> bool:
@@ -171,6 +191,7 @@ class Committer:
             self._writes = []
             if self._every is not None:
                 self._commit(self._record)
+                self._committed = self._record.step
             self._record = self._due = None  # only now: what fails before is tried again
             self._store.commit() if self._every is not None else self._store.release_frozen()
             if self._snapshot is not None:

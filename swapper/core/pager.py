@@ -224,7 +224,10 @@ class Pager:
             self._write_what_was_put_off()
 
     def discard(self) -> None:
-        """Wait for all transfers and forget the content of every frame; for closing, when nothing must be kept."""
+        """Wait for all transfers and forget the content of every frame: what is in the store is what there is.
+
+        The windows forget the files too, which may be closed now; `back_cold_pages` has them read there again.
+        """
         for page in list(self._frames.in_flight.values()):
             if page.ticket is not None:
                 _wait_quietly(page.ticket)
@@ -232,6 +235,8 @@ class Pager:
             self._frames.settle()
             self._put_off.clear()
             self._frames.unsaved.clear()
+            with contextlib.suppress(IoError):
+                self._frames.raise_failure()  # of what is thrown away now
             self._ahead = self._schedule.position
             for page in self._pages:
                 page.leases = 0

@@ -142,6 +142,13 @@ class Store:
         self._written.clear()
         self.release_frozen()
 
+    def roll_back(self) -> None:
+        """What the last commit names is the newest content again. Call when no write is in flight."""
+        for piece in self._pieces:
+            piece.location, piece.crc32 = piece.committed, piece.committed_crc32
+        self._written.clear()
+        self._targets.clear()
+
     # --- publishing a file ----------------------------------------------------------------------------------------
 
     def newest(self, without: Collection[Section] = ()) -> int:

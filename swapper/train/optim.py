@@ -48,10 +48,11 @@ class PagedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        Ctrl-C takes effect when the update is whole; a second Ctrl-C at once, and the manager can then only be closed.
+        Ctrl-C takes effect when the update is whole; a second Ctrl-C at once. A step that fails half-way is undone where the
+        one before is committed, and can be taken again; where it is not, the manager can then only be closed.
 
         Raises:
-            IoError: a transfer failed. The manager can then only be closed.
+            IoError: a transfer failed.
             StateError: the manager is closed, has failed, or is used in a forked child.
         """
         loss = None

@@ -11,6 +11,8 @@ from e2e.models import WIDTH, Block, Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 from torch import nn
 
+import swapper
+
 MakeTwins = Callable[..., Twins]
 
 
@@ -182,18 +184,71 @@ def test_an_error_of_torchs_own_in_the_middle_of_a_step(twins: MakeTwins) -> Non
     pair.finish()
 
 
-def test_a_step_that_the_optimizer_itself_refuses_ends_the_run_and_says_so(twins: MakeTwins) -> None:
-    """Half-way through a sweep there is no way back but a snapshot."""
+@pytest.mark.parametrize("options", [{}, {"master": True}], ids=["plain", "masters"])
+def test_a_step_that_fails_can_be_taken_again(twins: MakeTwins, options: dict[str, Any]) -> None:
+    """Everything is as it was before it: what the last commit names was not touched."""
+    pair = twins(Net().bfloat16() if options else Net(), **options)
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, _: loss_of(model, tokens()).backward())
+    sweep = pair.manager._model._sweep
+    apply, calls = sweep._apply, iter(range(1000))
+
+    def fail_in_the_middle(*arguments: Any) -> None:
+        apply(*arguments)
+        if next(calls) == 7:
+            raise Trouble
+
+    sweep._apply = fail_in_the_middle
+    with pytest.raises(Trouble):
+        pair.optimizer.step()
+    sweep._apply = apply
+    pair.check_pager()
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.both(lambda model, _: model.zero_grad())
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_a_step_whose_writes_fail_can_be_taken_again(twins: MakeTwins) -> None:
     pair = twins(Net())
+    pair.train(train_step, steps=2)
+    pair.both(lambda model, _: loss_of(model, tokens()).backward())
+    pair.manager._pager.flush()
+    frames = pair.manager._pager._frames
+    write, calls = frames.write, iter(range(1000))
+
+    def fail_once(page: Any) -> None:
+        if next(calls) == 3:
+            raise swapper.IoError("write", "turn-0.swap", 0, 4096, 5)
+        write(page)
+
+    frames.write = fail_once
+    with pytest.raises(swapper.IoError):
+        pair.optimizer.step()
+    frames.write = write
+    pair.check_pager()
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.both(lambda model, _: model.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish()
+
+
+def test_without_commits_a_step_that_fails_ends_the_run_and_says_so(twins: MakeTwins) -> None:
+    """Half-way through a sweep there is no way back but a snapshot."""
+    pair = twins(Net(), params="host")
     pair.train(train_step, steps=1)
     loss_of(pair.swapped, tokens()).backward()
-    pair.optimizer.param_groups[0]["betas"] = None
-    with pytest.raises(TypeError):
+
+    def fail(*_: Any) -> None:
+        raise Trouble
+
+    pair.manager._model._sweep._apply = fail
+    with pytest.raises(Trouble):
         pair.optimizer.step()
     for use in (
         lambda: pair.optimizer.step(),
         lambda: loss_of(pair.swapped, tokens()),
-        lambda: pair.manager.snapshot(pair.directory / "a.pt").result(),
+        lambda: pair.manager.snapshot(pair.directory / "a.pt"),
     ):
         with pytest.raises(RuntimeError, match=r"failed half-way .* go on from the last .*snapshot"):
             use()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e import corrupted, killed_calls, killed_run
+from e2e import corrupted, killed_calls, killed_run, synced_run
 from e2e.processes import run_python
 from e2e.stopped_calls import why_not
 
@@ -22,6 +22,13 @@ def test_killed_at_system_calls_that_write_a_run_goes_on_exactly(tmp_path: Path)
     done = run_python(Path(killed_calls.__file__), tmp_path, 41, 17)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_with_fsync_a_commit_is_on_the_drive_before_the_next_step_writes(tmp_path: Path) -> None:
+    done = run_python(Path(synced_run.__file__), tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "each synced" in done.stdout
 
 
 def test_a_change_of_any_byte_of_a_snapshot_is_found(tmp_path: Path) -> None:

@@ -154,6 +154,13 @@ def test_a_damaged_run_is_refused_with_a_remedy(tmp_path: Path, harm: Callable[[
         go(tmp_path, 3)
 
 
+def test_a_run_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go(tmp_path, 1)
+    monkeypatch.setattr("swapper.checkpoint.commit.FORMAT", 999)
+    with pytest.raises(swapper.CheckpointError, match=r"is of format \d+, this swapper reads 999.*resume='discard'"):
+        go(tmp_path, 2)
+
+
 def test_after_a_restart_of_the_system_an_undamaged_run_goes_on(tmp_path: Path) -> None:
     losses = go(tmp_path, 2)
     run = tmp_path / "rank-0-of-1"
