@@ -34,6 +34,7 @@ from swapper.core.memory import HostMemory, return_free_memory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
+from swapper.core.scratch import ScratchFile, Stores
 from swapper.core.store import Store
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError, SwapperError
@@ -46,7 +47,6 @@ from swapper.train.inventory import (
     expected_cycle,
     find_places,
     find_trainables,
-    make_sections,
     take_inventory,
 )
 from swapper.train.model import OffloadedModel
@@ -115,6 +115,7 @@ class SwapManager:
         self._engine: Any = None
         self._store: Store | None = None
         self._publisher: Any = None  # a Publisher, once something is offloaded
+        self._scratch: ScratchFile | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
         try:
@@ -144,7 +145,8 @@ class SwapManager:
             model: on the CPU, with values; hooks are put into it.
             optimizer: over parameters of `model`. It is not used any more; the returned one takes its place.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes).
-            gradients: "host" or "auto": they stay in host memory.
+            gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
+                says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
 
@@ -163,7 +165,7 @@ class SwapManager:
         self._check_places(params, optimizer_state, gradients)
         inventory = take_inventory(model, optimizer, master_weights)
         try:
-            return model, self._offload(model, optimizer, inventory, params, optimizer_state)
+            return model, self._offload(model, optimizer, inventory, params, optimizer_state, gradients)
         except BaseException:
             self._release_resources()
             self._model = None
@@ -188,7 +190,7 @@ class SwapManager:
         self._check_places(params, optimizer_state, gradients)
         inventory = take_inventory(model, optimizer, master_weights)
         tuning = find_tuning(self._directory.path)
-        return plan_run(inventory, params, optimizer_state, self._host_bytes, self._commit_every, tuning)
+        return plan_run(inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning)
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
@@ -239,7 +241,14 @@ class SwapManager:
         self._enter()
         if self._model is None:
             raise StateError("clip_grad_norm_ needs an offloaded model: call manager.offload first")
-        return nn.utils.clip_grad_norm_(self._model.model.parameters(), max_norm, norm_type)
+        return self._model.gradients.clip_norm(self._model.model.parameters(), max_norm, norm_type)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
+        self._enter()
+        if self._model is None:
+            raise StateError("clip_grad_value_ needs an offloaded model: call manager.offload first")
+        self._model.gradients.clip_value(self._model.model.parameters(), clip_value)
 
     def snapshot(
         self,
@@ -357,7 +366,13 @@ class SwapManager:
     # --- opening and closing --------------------------------------------------------------------------------------
 
     def _offload(
-        self, model: nn.Module, optimizer: Optimizer, inventory: Inventory, params: str, optimizer_state: str
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        inventory: Inventory,
+        params: str,
+        optimizer_state: str,
+        gradients: str,
     ) -> Optimizer:
         record = self._resumed
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -366,14 +381,18 @@ class SwapManager:
             params, optimizer_state = follow_placement(record, params, optimizer_state)
         existing = record.files if record is not None else {}
         plan = plan_run(
-            inventory, params, optimizer_state, self._host_bytes, self._commit_every,
+            inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every,
             page_bytes=page_bytes_of(record) if record is not None else None, existing_files=existing,
         )  # fmt: skip
         places, budget, every, turns = plan.places, plan.budget, plan.commit_every, plan.turns
         self._layout = plan.layout
         self._sections = plan.make_sections()
-        self._directory.require_space((turns - len(existing)) * self._layout.tail_offset)
-        arena, frames_offset = self._memory.attach(self._sections, budget.pool_bytes)
+        grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self._sections))
+        everything = [*self._sections, *grad_sections]
+        self._directory.require_space((turns - len(existing)) * self._layout.tail_offset + plan.scratch_bytes)
+        arena, frames_offset = self._memory.attach(
+            [*self._sections, *(section for section in grad_sections if section.pages)], budget.pool_bytes
+        )
         self._engine = _C.Engine(backend=self._backend, arena=arena)
         self._store = Store(
             self._engine,
@@ -392,17 +411,19 @@ class SwapManager:
             Retention(self._directory.path),
             inventory.unchanging,
         )
-        pages = [page for section in self._sections for page in section.pages]
+        if plan.scratch_bytes:
+            self._scratch = ScratchFile(self._engine, self._directory.path, plan.scratch_bytes)
+        pages = [page for section in everything for page in section.pages]
         self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
-        trainables = find_trainables(inventory, find_places(inventory, self._sections))
-        schedule = Schedule(expected_cycle(inventory, self._sections, trainables, budget.page_bytes))
+        trainables = find_trainables(inventory, find_places(inventory, everything))
+        schedule = Schedule(expected_cycle(inventory, everything, trainables, budget.page_bytes))
         self._pager = Pager(
-            pages, self._pool, self._store, schedule, self._stats,
+            pages, self._pool, Stores(self._store, self._scratch), schedule, self._stats,
             window_pages=plan.window_pages, lazy=plan.lazy,
         )  # fmt: skip
         self._note_sizes(inventory, budget, places)
         self._model = OffloadedModel(
-            model, optimizer, inventory, self._sections, self._pager, budget.page_bytes, self._stats,
+            model, optimizer, inventory, self._sections, grad_sections, self._pager, budget.page_bytes, self._stats,
             self._enter, self._enter_to_write,
         )  # fmt: skip
         plans = describe_plans(inventory.plans)
@@ -417,7 +438,7 @@ class SwapManager:
             self._model.restore_settings(record.param_groups)
             self._model.entries.unpack(record.state_entries)
             self._stats.step = record.step
-        paged = self._model.adopt(self._run_step, fill=record is None)
+        returned = self._model.adopt(self._run_step, fill=record is None)
         self._pager.flush()
         if record is None or record.rng is None:
             self._note_rng()
@@ -426,18 +447,17 @@ class SwapManager:
         if record is None:
             self._committer.step_done(0)
         return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
-        grad_sections = make_sections(inventory.grad_plans, [0] * len(inventory.grad_plans), lambda _: True, 1)
-        self._memory.attach(grad_sections, 0)
-        self._model.start(grad_sections)
+        self._memory.attach([section for section in grad_sections if section.resident], 0)
+        self._model.start()
         if self._rng is not None and record is not None:
             set_rng_states(self._rng)
-        return paged
+        return returned
 
     def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
             parse_choice(value, option, PLACEMENTS)
-            if value == "device" or (option == "gradients" and value == "nvme"):
-                raise ConfigError(f"{option}={value!r} is not available yet: use 'host' or 'auto'")
+            if value == "device":
+                raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
 
     def _note_sizes(self, inventory: Inventory, budget: Budget, places: dict[str, str]) -> None:
         self._stats.pool_bytes = budget.page_bytes * budget.frame_count
@@ -461,10 +481,11 @@ class SwapManager:
         if self._engine is not None:
             self.stats  # noqa: B018  # the engine's last counts
             self._engine.close()
-        if self._store is not None:
-            self._store.close()
+        for files in (self._store, self._scratch):
+            if files is not None:
+                files.close()
         self._memory.close()
-        self._engine = self._store = None
+        self._engine = self._store = self._scratch = None
 
     # --- a step ---------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ the real pager (core/rehearsal.py).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from swapper.checkpoint.committer import steps_between_commits
 from swapper.checkpoint.container import ContainerLayout
 from swapper.config import format_bytes
 from swapper.core.budget import Budget, read_ahead_pages
+from swapper.core.layout import SectionPlan
 from swapper.core.rehearsal import count_traffic
 from swapper.core.section import Section
 from swapper.core.store import TURNS
@@ -46,7 +48,7 @@ class Plan:
 
     Attributes:
         inventory: what there is.
-        places: "host" or "nvme" for "param" and "state". Gradients are on the host.
+        places: "host" or "nvme" for "param", "state" and "grad".
         budget: how host memory is divided.
         host_bytes: the budget that was given.
         layout: of a swap file.
@@ -70,6 +72,29 @@ class Plan:
         """Return the sections of parameters and optimizer state, without memory."""
         return _make_sections(self.inventory, self.places, self.budget, self.layout)
 
+    def make_grad_sections(self, first_page: int) -> list[Section]:
+        """Return the sections of gradients, without memory; those that are paged lie one after the other in a scratch file.
+
+        Args:
+            first_page: index of their first page.
+        """
+        offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in self.inventory.grad_plans)][:-1]
+        return make_sections(
+            self.inventory.grad_plans,
+            offsets,
+            lambda plan: is_resident(plan, self.places),
+            self.budget.page_bytes,
+            first_page,
+        )
+
+    def _scratch_bytes_of(self, plan: SectionPlan) -> int:
+        return 0 if is_resident(plan, self.places) else plan.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What gradients take on the drive."""
+        return sum(self._scratch_bytes_of(plan) for plan in self.inventory.grad_plans)
+
     @property
     def lazy(self) -> bool:
         """Whether changed pages are written only when they leave: no commit names them each step."""
@@ -82,12 +107,13 @@ class Plan:
     @property
     def space_bytes(self) -> int:
         """What the swap files take on the drive; a snapshot that is kept takes as much as one of them."""
-        return self.turns * self.layout.tail_offset
+        return self.turns * self.layout.tail_offset + self.scratch_bytes
 
     @cached_property
     def traffic(self) -> Traffic:
         """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
         sections = self.make_sections()
+        sections += self.make_grad_sections(sum(len(section.pages) for section in sections))
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
         cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes)
         return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy))
@@ -119,14 +145,17 @@ class Plan:
         lines = [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
             ("optimizer state", f"{format_bytes(size('state'))} on {self.places['state']}"),
-            ("gradients", f"{format_bytes(size('grad'))} on host"),
+            ("gradients", f"{format_bytes(size('grad'))} on {self.places['grad']}"),
             (
                 "host memory",
                 f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
                 f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
                 f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
             ),
-            ("drive space", f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}"),
+            (
+                "drive space",
+                f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}",
+            ),
             ("a step reads", _by_family(self.traffic.read_bytes)),
             ("a step writes", _by_family(self.traffic.written_bytes)),
             ("commits", self._commits()),
@@ -138,6 +167,9 @@ class Plan:
         daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
         lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
         return lines
+
+    def _scratch(self) -> str:
+        return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
 
     def _commits(self) -> str:
         if self.commit_every is None:
@@ -154,6 +186,7 @@ def plan_run(
     inventory: Inventory,
     params: str,
     optimizer_state: str,
+    gradients: str,
     host_bytes: int,
     commit_policy: str | int | None,
     tuning: Tuning | None = None,
@@ -164,7 +197,7 @@ def plan_run(
 
     Args:
         inventory: what there is.
-        params, optimizer_state: "host", "nvme" or "auto".
+        params, optimizer_state, gradients: "host", "nvme" or "auto".
         host_bytes: the budget.
         commit_policy: "free", a number of steps, or None.
         tuning: what is known about the drive.
@@ -173,7 +206,7 @@ def plan_run(
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    places, budget = choose_placement(inventory, params, optimizer_state, host_bytes, page_bytes)
+    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))

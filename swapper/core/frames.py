@@ -141,6 +141,13 @@ class Frames:
         page.frame = None
         self.ahead.discard(page.index)
 
+    def forget(self, page: Page) -> None:
+        """Nobody wants the content of a transient page any more, which nobody leases."""
+        self.unsaved.pop(page.index, None)
+        page.location = None
+        if page.residency in (Residency.CLEAN, Residency.DIRTY):
+            self.evict(page)
+
     # --- who writes -----------------------------------------------------------------------------------------------
 
     def guard(self, page: Page) -> None:
@@ -207,7 +214,8 @@ class Frames:
         if page.leases:
             return False
         if page.residency is Residency.DIRTY:
-            return self._lazy and page.index not in self.unsaved and not page.fresh
+            is_late = self._lazy or page.section.transient
+            return is_late and page.index not in self.unsaved and not page.fresh
         return page.residency is Residency.CLEAN or (page.residency is Residency.WRITING and page.heir is None)
 
     # --- taking note of what the engine finished ------------------------------------------------------------------

@@ -61,6 +61,11 @@ class SectionPlan:
     nbytes: int
 
     @property
+    def transient(self) -> bool:
+        """Whether the content matters within a step only: it is never committed, and written only when its frame is needed."""
+        return self.family == "grad"
+
+    @property
     def name(self) -> str:
         return f"group {self.group} {self.family} {str(self.dtype).removeprefix('torch.')}"
 

@@ -137,11 +137,11 @@ class Pager:
         return [(page, at) for page, at in found if at >= 0]
 
     def write_back(self) -> None:
-        """Submit the write of every changed page that nobody leases."""
+        """Submit the write of every changed page that nobody leases, transient ones excepted."""
         with self._lock:
             self._frames.settle()
             for page in self._pages:
-                if page.residency is Residency.DIRTY and page.leases == 0:
+                if page.residency is Residency.DIRTY and page.leases == 0 and not page.section.transient:
                     self._frames.write(page)
             self._put_off.clear()
 
@@ -163,7 +163,7 @@ class Pager:
         with self._lock:
             self._frames.settle()
             self._write_what_failed()
-        for page in [p for p in list(self._frames.in_flight.values()) if p.residency is Residency.WRITING]:
+        for page in [p for p in list(self._frames.in_flight.values()) if self._is_being_saved(p)]:
             self._wait_for_write(page)
         with self._lock:
             self._frames.settle()
@@ -183,8 +183,16 @@ class Pager:
                 self._write_what_was_put_off()
             self._write_what_failed()
             self._frames.raise_failure()
-            writing = any(page.residency is Residency.WRITING for page in self._frames.in_flight.values())
+            writing = any(self._is_being_saved(page) for page in self._frames.in_flight.values())
             return not writing and not self._put_off and not self._frames.unsaved
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Nobody wants the content of these transient pages any more: they need not be written, nor read."""
+        with self._lock:
+            self._frames.settle()
+            for index in pages:
+                if self._pages[index].leases == 0:
+                    self._frames.forget(self._pages[index])
 
     def back_cold_pages(self) -> None:
         """Where a run goes on: what was never in memory can be read past the guard too. See csrc/memory/fault.h."""
@@ -299,6 +307,8 @@ class Pager:
                 if page.residency is Residency.COLD and page.leases == 0:
                     fresh = index in access.fresh
                     if not fresh and page.location is None:
+                        if page.section.transient:
+                            continue  # its content is still to be made
                         return
                     if not self._frames.free_count and len(self._frames.ahead) >= self._window_pages:
                         return  # [Note: what stays]
@@ -381,6 +391,8 @@ class Pager:
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
+            elif page.section.transient:
+                pass
             elif self._lazy or self._is_changed_again_soon(page):
                 self._put_off[page.index] = page
             else:
@@ -395,6 +407,9 @@ class Pager:
             page.next_use < self._schedule.position + SOON_ACCESSES
             and page.index in self._schedule.at(page.next_use).writes
         )
+
+    def _is_being_saved(self, page: Page) -> bool:
+        return page.residency is Residency.WRITING and not page.section.transient
 
     def _write_what_was_put_off(self) -> None:
         for page in list(self._put_off.values()):

@@ -85,10 +85,11 @@ class Rehearsal:
         self.store = CountingStore()
         self._cycle = cycle
         pages = [page for section in sections for page in section.pages]
+        self._transient = [page.index for page in pages if page.section.transient]
         for section in sections:
             section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
         for page in pages:
-            page.location = 0
+            page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         self._pager = Pager(pages, pool, self.store, Schedule(cycle), Stats(), window_pages=window_pages, lazy=lazy)
 
@@ -107,6 +108,7 @@ class Rehearsal:
             if held is not None:
                 self._pager.release(held, held.writes)
             self._pager.end_step()
+            self._pager.forget(self._transient)
 
 
 def count_traffic(

@@ -96,6 +96,7 @@ class Section:
         self.plan = plan
         self.file_offset = file_offset
         self.resident = page_bytes is None
+        self.transient = plan.transient
         pieces = [] if page_bytes is None else plan.pages(page_bytes)
         self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
         self.piece = Page(

@@ -89,7 +89,7 @@ def _forbid_in_child() -> None:
     for parameter in list(_guarded.values()):
         set_cold(parameter)
     if _guarded:
-        _METADATA.difference_update(_getters("grad", "_grad"))  # gradients lie there too
+        METADATA.difference_update(_getters("grad", "_grad"))  # gradients lie there too
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)
@@ -136,7 +136,7 @@ def _setters(*names: str) -> set[Callable[..., Any]]:
 
 
 # What can be answered without the data.
-_METADATA: set[Callable[..., Any]] = {
+METADATA: set[Callable[..., Any]] = {
     *_getters(
         *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names"),
         *("_version", "retains_grad", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized"),
@@ -195,7 +195,7 @@ class ColdParameter(nn.Parameter):
             if row is not None:
                 return row
         aliasing = func is torch.Tensor.detach and is_aliasing()
-        if func not in _METADATA and not aliasing:
+        if func not in METADATA and not aliasing:
             for parameter in _cold_among((args, kwargs)):
                 keeper = _keepers.get(id(parameter))
                 if keeper is None or not keeper.bring(parameter):

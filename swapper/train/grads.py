@@ -1,20 +1,101 @@
-"""Gradients in host memory, inside the budget.
+"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py).
 
-When autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor that
-autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
-ordinary tensor for everything that looks at it: clipping, scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its
-values: before the place is used again, that tensor gets memory of its own.
+In host memory: when autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor
+that autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
+ordinary tensor for everything that looks at it: clipping, scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values:
+before the place is used again, that tensor gets memory of its own.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from swapper.core.pager import Pager
+from swapper.core.section import Section
 from swapper.errors import UnsupportedError
+from swapper.train.paged_grads import ColdGradient, PagedGradients
+from swapper.train.slices import Place
+
+
+class Gradients:
+    """All gradients of a model, wherever they live: what clipping and the optimizer's sweep need of them.
+
+    Args:
+        parameters: all, with their qualified names.
+        sections: with memory; those that are not resident are on NVMe.
+        pager: what leases go to.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], sections: Iterable[Section], pager: Pager
+    ) -> None:
+        places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
+        trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
+        self._paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
+        self._host = HostGradients(
+            [(name, p, place.section.tensor(place.slot)) for name, p, place in trained if place.section.resident]
+        )
+
+    def remove(self) -> None:
+        self._paged.remove()
+        self._host.remove()
+
+    def entered(self) -> None:
+        """A forward begins, or something else outside of a backward."""
+        self._paged.restore()
+        self._paged.forget_what_was_let_go()
+
+    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of a gradient, flat, as clipped; not to be changed. Its pages, if any, are leased."""
+        gradient = parameter.grad
+        if gradient is None:
+            raise RuntimeError("a gradient vanished during the optimizer's step")
+        if type(gradient) is ColdGradient:
+            return self._paged.part(parameter, begin, end)
+        return gradient.detach().reshape(-1)[begin:end]
+
+    @torch.no_grad()
+    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip as torch.nn.utils.clip_grad_norm_ does, and return the norm before it."""
+        given = [parameter for parameter in parameters if parameter.grad is not None]
+        if not any(type(parameter.grad) is ColdGradient for parameter in given):
+            return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+        dtypes = list(dict.fromkeys(_grad(parameter).dtype for parameter in given))
+        norms = [self._norm(p, norm_type) for p in sorted(given, key=lambda p: dtypes.index(_grad(p).dtype))]
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in given:
+            if type(parameter.grad) is ColdGradient:
+                self._paged.multiply(parameter, factor)
+            else:
+                _grad(parameter).mul_(factor)
+        return total
+
+    @torch.no_grad()
+    def clip_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
+        """Clip as torch.nn.utils.clip_grad_value_ does."""
+        for parameter in parameters:
+            if type(parameter.grad) is ColdGradient:
+                self._paged.clamp(parameter, float(clip_value))
+            elif parameter.grad is not None:
+                parameter.grad.clamp_(-float(clip_value), float(clip_value))
+
+    def _norm(self, parameter: nn.Parameter, norm_type: float) -> torch.Tensor:
+        if type(parameter.grad) is ColdGradient:
+            return self._paged.norm(parameter, norm_type)
+        norm: torch.Tensor = torch.linalg.vector_norm(_grad(parameter), norm_type)
+        return norm
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        raise RuntimeError("a gradient vanished")
+    return parameter.grad
 
 
 class HostGradients:

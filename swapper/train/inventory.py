@@ -131,7 +131,9 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
                 state = {MASTER: places[name, MASTER], **state}
             others = {key: place for key, place in of_key.items() if key not in like}
             found.parameters.append(parameter)
-            found.places.append(ParameterPlaces(name, places[name, "param"], state, others, form.may_cut))
+            grad = places.get((name, "grad"))
+            paged_grad = grad if grad is not None and grad.section.pages else None
+            found.places.append(ParameterPlaces(name, places[name, "param"], state, others, form.may_cut, paged_grad))
             found.settings.append(index)
         if found.parameters:
             trainables.append(found)
@@ -139,11 +141,14 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
 
 
 def make_sections(
-    plans: Sequence[SectionPlan], file_offsets: Sequence[int], resident: Callable[[SectionPlan], bool], page_bytes: int
+    plans: Sequence[SectionPlan],
+    file_offsets: Sequence[int],
+    resident: Callable[[SectionPlan], bool],
+    page_bytes: int,
+    first_page: int = 0,
 ) -> list[Section]:
-    """Return sections without memory; the pages of those that are not `resident` are numbered through."""
+    """Return sections without memory; the pages of those that are not `resident` are numbered through from `first_page`."""
     sections = []
-    first_page = 0
     for plan, offset in zip(plans, file_offsets, strict=True):
         section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
         section.guards_writes = plan.family == "param"
@@ -154,12 +159,15 @@ def make_sections(
 
 def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int) -> int:
     """Return how many frames a step leases at one time at most, and two more so that I/O can overlap."""
-    sections = make_sections(inventory.plans, [0] * len(inventory.plans), resident, page_bytes)
+    plans = [*inventory.plans, *inventory.grad_plans]
+    sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
     group_pages = [0] * len(inventory.groups)
     for section in sections:
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
+    if any(section.transient and section.pages for section in sections):
+        most += 1  # on which a gradient leaves
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
@@ -176,9 +184,33 @@ def expected_cycle(
     for section in sections:
         if section.plan.family == "param":
             pages[section.plan.group] += [page.index for page in section.pages]
-    forward = [Access(("param", group), tuple(indices)) for group, indices in pages.items() if indices]
+    forward = {group: Access(("param", group), tuple(indices)) for group, indices in pages.items() if indices}
+    backward: list[Access] = []
+    seen: set[int] = set()
+    by_group = {trainable.group: trainable for trainable in trainables}
+    for group in sorted(pages, reverse=True):
+        backward += [forward[group]] if group in forward else []
+        for places in reversed(by_group[group].places if group in by_group else []):
+            backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
     slices = [part.access for t in trainables for part in t.all_slices(page_bytes)]
-    return [*forward, *reversed(forward), *slices]
+    return [*forward.values(), *backward, *slices]
+
+
+def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:
+    """Return the accesses with which a gradient leaves for its pages, page by page.
+
+    Args:
+        name: the parameter's.
+        place: the gradient's.
+        seen: pages that have another gradient already; these are added.
+    """
+    accesses = []
+    for number, index in enumerate(place.pages(0, place.slot.spec.numel)):
+        only = frozenset({index})
+        fresh = frozenset() if index in seen else only
+        seen.add(index)
+        accesses.append(Access(("grad", name, number), (index,), fresh=fresh, writes=only))
+    return accesses
 
 
 def _check_model(model: nn.Module) -> None:

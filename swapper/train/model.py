@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from swapper.core.pager import Pager
 from swapper.core.section import Section
-from swapper.errors import StateError
+from swapper.errors import InvariantError, StateError
 from swapper.interrupts import held_back
 from swapper.modules.cold import aliases
 from swapper.stats import Stats
 from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
-from swapper.train.grads import HostGradients
+from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
 from swapper.train.inventory import MASTER, Inventory, find_places, find_trainables, updated_dtype
 from swapper.train.loading import LoadHooks
@@ -38,6 +38,7 @@ class OffloadedModel:
         model, optimizer: the user's.
         inventory: what they consist of.
         sections: param and state sections, with memory.
+        grad_sections: of gradients; those that are resident get their memory before `start`.
         pager: what leases go to.
         page_bytes: size of a page.
         stats: counters to keep.
@@ -57,6 +58,7 @@ class OffloadedModel:
         optimizer: Optimizer,
         inventory: Inventory,
         sections: list[Section],
+        grad_sections: list[Section],
         pager: Pager,
         page_bytes: int,
         stats: Stats,
@@ -71,10 +73,11 @@ class OffloadedModel:
         self._enter_to_write = enter_to_write
         self._optimizer = optimizer
         self._state_sections = [section for section in sections if section.plan.family == "state"]
-        self._places = find_places(inventory, sections)
+        self._grad_sections = grad_sections
+        self._places = find_places(inventory, [*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
         self.entries = StateEntries(inventory.forms)
-        self._sweep = Sweep(self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, stats)
+        self._sweep = Sweep(self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, stats, self._gradient)
         self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
         for trainable in self._trainables:
@@ -91,7 +94,7 @@ class OffloadedModel:
         self.groups: list[GroupParameters] = []
         self._hooks: Hooks | None = None
         self._load_hooks: LoadHooks | None = None
-        self._gradients: HostGradients | None = None
+        self._gradients: Gradients | None = None
         self._original_guard: Any = None
 
     def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
@@ -135,22 +138,29 @@ class OffloadedModel:
         """Return a copy of the optimizer's groups in torch's packed form."""
         return copy.deepcopy(packed_groups(self._optimizer.param_groups))
 
-    def start(self, grad_sections: Iterable[Section]) -> None:
+    def start(self) -> None:
         """Gradients get their places, and the hooks are put in."""
-        gradient_places = {
-            slot.spec.owner: section.tensor(slot) for section in grad_sections for slot in section.plan.slots
-        }
-        self._gradients = HostGradients(
-            [
-                (name, parameter, gradient_places[name])
-                for group in self._inventory.groups
-                for name, parameter in group.parameters
-                if name in gradient_places
-            ]
-        )
+        parameters = [entry for group in self._inventory.groups for entry in group.parameters]
+        self._gradients = Gradients(parameters, self._grad_sections, self._pager)
         units = self._inventory.units
-        self._hooks = Hooks(units, self.groups, self._enter, self._pager.drop_leases)
+        self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases)
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
+
+    def _enter_forward(self) -> None:
+        self._enter()
+        if self._gradients is not None and torch._C._current_graph_task_id() == -1:  # not a forward within a backward
+            self._gradients.entered()
+
+    def _gradient(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        if self._gradients is None:
+            raise InvariantError("the optimizer's sweep began before there were places for gradients")
+        return self._gradients.part(parameter, begin, end)
+
+    @property
+    def gradients(self) -> Gradients:
+        if self._gradients is None:
+            raise StateError("the model is not offloaded yet")
+        return self._gradients
 
     # --- what a step does -----------------------------------------------------------------------------------------
 

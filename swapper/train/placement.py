@@ -9,17 +9,20 @@ from swapper.errors import BudgetError, ConfigError
 from swapper.train.inventory import Inventory, frames_needed
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
-"""Places of (parameters, optimizer state), best first: what is used twice a step comes before what is used once."""
+"""Places of (parameters, optimizer state), best first: what is used twice a step comes before what is used once.
+
+Gradients are on the host unless the user says "nvme", which changes what can be done with `parameter.grad`.
+"""
 
 
 def choose_placement(
-    inventory: Inventory, params: str, optimizer_state: str, host_bytes: int, page_bytes: int | None
+    inventory: Inventory, params: str, optimizer_state: str, gradients: str, host_bytes: int, page_bytes: int | None
 ) -> tuple[dict[str, str], Budget]:
-    """Return where "param" and "state" live, and the division of the budget.
+    """Return where "param", "state" and "grad" live, and the division of the budget.
 
     Args:
         inventory: what is to be placed.
-        params, optimizer_state: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
+        params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
         host_bytes: the budget.
         page_bytes: the size of a page where a run goes on; None to choose it.
 
@@ -30,7 +33,7 @@ def choose_placement(
     for choice in PREFERENCES:
         if any(wish not in ("auto", place) for wish, place in zip((params, optimizer_state), choice, strict=True)):
             continue
-        places = {"param": choice[0], "state": choice[1]}
+        places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
             return places, _divide(inventory, places, host_bytes, page_bytes)
         except BudgetError as too_small:
@@ -41,8 +44,8 @@ def choose_placement(
 
 
 def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
-    """Gradients, what is placed on the host, and what is too small for a frame of its own stay in memory."""
-    return plan.family == "grad" or places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
+    """What is placed on the host, and what is too small for a frame of its own, stays in memory."""
+    return places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
 
 
 def _divide(inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None) -> Budget:
@@ -50,15 +53,16 @@ def _divide(inventory: Inventory, places: dict[str, str], host_bytes: int, page_
         return is_resident(plan, places)
 
     kept = [p for p in inventory.plans if resident(p)]
-    kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in inventory.grad_plans])
+    kept_grads = [p for p in inventory.grad_plans if resident(p)]
+    kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
     explain = ", ".join(
-        f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *inventory.grad_plans) if p.family == family))}"
+        f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
         for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
     )
     return divide(
         host_bytes,
         kept_bytes,
-        [p.nbytes for p in inventory.plans if not resident(p)],
+        [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
         lambda size: frames_needed(inventory, resident, size),
         explain,
         page_bytes,

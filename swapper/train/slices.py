@@ -47,6 +47,7 @@ class ParameterPlaces:
         state: state tensors of the parameter's shape by key, the fp32 master (key "master") first where there is one.
         others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
         may_cut: whether its elements may be updated in pieces.
+        grad: its gradient, where that is on NVMe.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ParameterPlaces:
     state: dict[str, Place]
     others: dict[str, Place]
     may_cut: bool = True
+    grad: Place | None = None
 
     @property
     def numel(self) -> int:
@@ -122,7 +124,11 @@ def _runs(
         begin = 0
         for end in cuts:
             nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
-            pages = {*_state_pages(places, begin, end), *places.param.pages(begin, end)}
+            pages = {
+                *_state_pages(places, begin, end),
+                *places.param.pages(begin, end),
+                *_grad_pages(places, begin, end),
+            }
             if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > most_pages):
                 yield tuple(run)
                 run, run_bytes, run_pages = [], 0, set()
@@ -177,6 +183,10 @@ def _state_pages(places: ParameterPlaces, begin: int, end: int) -> list[int]:
     return others + [page for place in places.state.values() for page in place.pages(begin, end)]
 
 
+def _grad_pages(places: ParameterPlaces, begin: int, end: int) -> list[int]:
+    return places.grad.pages(begin, end) if places.grad is not None else []
+
+
 def _access(
     group: int,
     number: int,
@@ -185,11 +195,13 @@ def _access(
     unfilled: set[int],
 ) -> Access:
     read: dict[int, None] = {}
+    gradients: dict[int, None] = {}
     filled: dict[int, None] = {}
     for piece in pieces:
         places = parameters[piece.parameter]
         read.update(dict.fromkeys(_state_pages(places, piece.begin, piece.end)))
+        gradients.update(dict.fromkeys(_grad_pages(places, piece.begin, piece.end)))
         for page in places.param.pages(piece.begin, piece.end):
             (filled if page in unfilled else read)[page] = None
-    pages = (*read, *filled)
-    return Access(("slice", group, number), pages, fresh=frozenset(filled), writes=frozenset(pages))
+    changed = (*read, *filled)
+    return Access(("slice", group, number), (*gradients, *changed), fresh=frozenset(filled), writes=frozenset(changed))

@@ -10,7 +10,7 @@ between the optimizer's passes over it, which is several times faster than one p
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +73,16 @@ class Update:
 
 
 class Sweep:
-    """Applies the optimizer to all groups, slice by slice."""
+    """Applies the optimizer to all groups, slice by slice.
+
+    Args:
+        trainables: all groups.
+        shadow: what updates.
+        entries: what the optimizer keeps for each parameter.
+        pager, page_bytes: what leases go to, and the size of its pages.
+        stats: counters to keep.
+        gradient: returns elements [begin, end) of a parameter's gradient, flat; its pages, if it has any, are leased.
+    """
 
     def __init__(
         self,
@@ -83,8 +92,10 @@ class Sweep:
         pager: Pager,
         page_bytes: int,
         stats: Stats,
+        gradient: Callable[[nn.Parameter, int, int], torch.Tensor],
     ) -> None:
         self._trainables = trainables
+        self._gradient = gradient
         self._shadow = shadow
         self._entries = entries
         self._pager = pager
@@ -156,16 +167,13 @@ class Sweep:
 
     def _prepare(self, trainable: Trainable, number: int, begin: int, end: int) -> Update:
         places = trainable.places[number]
-        gradient = trainable.parameters[number].grad
-        if gradient is None:
-            raise RuntimeError(f"the gradient of {places.name} vanished during the optimizer's step")
         homes = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
         master = homes.pop("master", None)
         target = param if master is None else master
-        gradient = gradient.detach()
-        if places.may_cut:
-            gradient = gradient.reshape(-1)[begin:end]
+        gradient = self._gradient(trainable.parameters[number], begin, end)
+        if not places.may_cut:
+            gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, homes)
         work = Work(trainable.settings[number], target.detach(), gradient.to(target.dtype), state)
         return Update(work, places, begin, end, homes, target, None if master is None else param)

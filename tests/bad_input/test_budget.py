@@ -87,7 +87,6 @@ def test_an_option_that_is_not_known_is_refused(tmp_path: Path, options: dict[st
     [
         {"params": "moon"},
         {"optimizer_state": "disk"},
-        {"gradients": "nvme"},
         {"params": "device"},
         {"master_weights": 16},
     ],

@@ -42,6 +42,7 @@ def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
         {"room_bytes": 1 << 20},
         {"commit_every": None, "room_bytes": 1 << 20},
         {"commit_every": 3},
+        {"gradients": "nvme"},
     ],
     ids=str,
 )
@@ -52,7 +53,11 @@ def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, obje
     manager = pair.manager
     assert manager is not None
     assert plan.budget.pool_bytes == manager.stats.pool_bytes
-    assert plan.places == {"param": options.get("params", "nvme"), "state": options.get("optimizer_state", "nvme")}
+    assert plan.places == {
+        "param": options.get("params", "nvme"),
+        "state": options.get("optimizer_state", "nvme"),
+        "grad": options.get("gradients", "host"),
+    }
     pair.train(step, steps=6)
     before = manager.stats.snapshot()
     pair.train(step, steps=6)
@@ -63,7 +68,9 @@ def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, obje
     commits = plan.commit_bytes / plan.commit_every if plan.commit_every else 0  # at most
     assert written >= plan.traffic.total_written_bytes - 0.02 * written - on_the_way
     assert written <= plan.traffic.total_written_bytes + commits + 0.02 * written + on_the_way
-    assert sum(path.stat().st_blocks * 512 for path in pair.run_files()) == pytest.approx(plan.space_bytes, rel=0.02)
+    assert sum(path.stat().st_blocks * 512 for path in pair.run_files()) == pytest.approx(
+        plan.space_bytes - plan.scratch_bytes, rel=0.02
+    )
 
 
 def test_planning_changes_nothing(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ class Run:
         threads: other threads may ask the pager for something while one waits.
         hurry: chance that the engine makes a move whenever somebody looks; None lets the seed say.
         window_pages, lazy: the pager's; None lets the seed say.
+        transient: numbers of the sections whose content need not be kept.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Run:
         hurry: float | None = None,
         window_pages: int | None = None,
         lazy: bool | None = None,
+        transient: frozenset[int] = frozenset(),
     ) -> None:
         self.random = Random(seed)
         self.frame_count = frame_count
@@ -98,7 +100,7 @@ class Run:
         eagerness = self.random.choice([0.0, 0.05, 0.3, 0.7, 0.97]) if hurry is None else hurry
         slowness = self.random.choice([0.0, 0.1, 0.4])
         self.engine = Engine(self.arena, self.random, self.faults, eagerness, slowness)
-        self.sections, nbytes = _sections(section_pages, self.random)
+        self.sections, nbytes = _sections(section_pages, self.random, transient)
         for section in self.sections:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
@@ -205,7 +207,8 @@ class Run:
         if not self.attempt(self.pager.flush):
             return False
         if self._was_alone:
-            left = [p for p in self.pages if p.residency is Residency.DIRTY and p.leases == 0]
+            idle = [p for p in self.pages if p.residency is Residency.DIRTY and p.leases == 0]
+            left = [p for p in idle if not p.section.transient]
             if left or self.engine.write_failed:
                 raise SimulationError(f"flush returned and has not written {left}")
         return True
@@ -439,14 +442,14 @@ def _part_of(file: File, page: Page) -> bytes:
     return bytes(file.bytes[page.file_offset : page.file_offset + page.nbytes])
 
 
-def _sections(section_pages: list[int], random: Random) -> tuple[list[Section], int]:
+def _sections(section_pages: list[int], random: Random, transient: frozenset[int]) -> tuple[list[Section], int]:
     """Return sections of so many pages each, the last page of each perhaps short, and the size of a file that holds them."""
     sections = []
     offset = 0
     first_page = 0
     for number, pages in enumerate(section_pages):
         nbytes = pages * PAGE_BYTES - random.choice([0, 0, 4, PAGE_BYTES - 1])
-        plan = SectionPlan(number, "state", torch.uint8, (), nbytes)
+        plan = SectionPlan(number, "grad" if number in transient else "state", torch.uint8, (), nbytes)
         sections.append(Section(plan, offset, PAGE_BYTES, first_page))
         offset += nbytes + random.randrange(8)
         first_page += pages

@@ -201,6 +201,48 @@ def test_where_the_run_departs_from_the_schedule_the_new_order_is_followed_from_
         pass_over(run, [access])
 
 
+# --- transient pages --------------------------------------------------------------------------------------------------
+
+
+def make_transient(frames: int) -> Run:
+    """Two sections of four pages; the second is transient."""
+    return Run(1, [4, 4], frames, [], hurry=EAGER, window_pages=frames, lazy=False, transient=frozenset({1}))
+
+
+def test_transient_pages_are_written_only_when_their_frames_are_needed():
+    run = make_transient(4)
+    write(run, 4, 5, 6, 7)
+    assert run.flush()
+    assert run.pager.writes_are_done()
+    run.pager.end_step()
+    assert run.engine.seen["write"] == 0
+    write(run, 0, 1)
+    assert run.engine.seen["write"] == 2 + 2
+    for index in (4, 5, 6, 7):
+        lease = run.acquire(use(None, index))
+        assert run.look(index) == run.content[index]
+        run.release(lease)
+
+
+def test_what_nobody_wants_any_more_is_neither_written_nor_read():
+    run = make_transient(4)
+    write(run, 4, 5, 6, 7)
+    run.pager.forget([4, 5, 6, 7])
+    assert run.pool.free_count == 4
+    write(run, 0, 1, 2, 3)
+    assert run.flush()
+    assert (run.engine.seen["write"], run.engine.seen["read"]) == (4, 0)
+
+
+def test_a_leased_page_is_not_forgotten():
+    run = make_transient(4)
+    write(run, 4)
+    lease = run.acquire(use(None, 4))
+    run.pager.forget([4])
+    assert run.look(4) == run.content[4]
+    run.release(lease)
+
+
 # --- leases -----------------------------------------------------------------------------------------------------------
 
 

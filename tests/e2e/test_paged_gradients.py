@@ -1,0 +1,180 @@
+"""Gradients on NVMe: the same losses, parameters and state, bit for bit, and a `grad` that never lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e.twins import Twins
+from swapper.train.paged_grads import ColdGradient
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 256
+
+
+class Layers(nn.Module):
+    """Layers whose gradients are larger than a frame, with small ones between, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(self.norm(x)))
+        return self.layers[0](x)
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> torch.Tensor:
+    dtype = next(model.parameters()).dtype
+    loss = scale * model(torch.randn(4, WIDTH, dtype=dtype)).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    loss = backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+@pytest.fixture
+def paged(twins: MakeTwins) -> Callable[..., Twins]:
+    def make(model: nn.Module | None = None, **options: Any) -> Twins:
+        return twins(model or Layers(), gradients="nvme", **options)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", ["nvme", "host"])
+def test_training_is_bit_equal(paged: MakeTwins, dtype: torch.dtype, state: str) -> None:
+    pair = paged(Layers().to(dtype), master=dtype is torch.bfloat16, optimizer_state=state)
+    pair.train(step, steps=20)
+    pair.optimizer.zero_grad(), pair.plain_optimizer.zero_grad()
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+def test_gradients_accumulate(paged: MakeTwins) -> None:
+    def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        losses = [backward(model, 0.3) for _ in range(3)]
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses)
+
+    pair = paged()
+    pair.train(accumulate, steps=5)
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+def test_gradients_that_nobody_zeroes_go_on_accumulating(paged: MakeTwins) -> None:
+    def keep(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss = backward(model)
+        optimizer.step()
+        return loss
+
+    pair = paged()
+    pair.train(keep, steps=4)
+    pair.optimizer.zero_grad(), pair.plain_optimizer.zero_grad()
+    pair.assert_same_parameters()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_clipping_the_norm_is_bit_equal(paged: MakeTwins, max_norm: float, dtype: torch.dtype) -> None:
+    pair = paged(Layers().to(dtype), master=dtype is torch.bfloat16)
+
+    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        backward(model, 0.5)
+        loss = backward(model)
+        if model is pair.swapped:
+            norm = pair.manager.clip_grad_norm_(max_norm)
+        else:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack([loss, norm.float()])
+
+    pair.train(clipped, steps=6)
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+def test_clipping_values_is_bit_equal(paged: MakeTwins) -> None:
+    pair = paged()
+
+    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss = backward(model)
+        if model is pair.swapped:
+            pair.manager.clip_grad_value_(1e-4)
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    pair.train(clipped, steps=6)
+    pair.assert_same_parameters()
+
+
+def test_a_gradient_on_nvme_tells_its_shape_and_refuses_the_rest(paged: MakeTwins) -> None:
+    pair = paged()
+    backward(pair.swapped)
+    weight = pair.swapped.layers[1].weight
+    assert type(weight.grad) is ColdGradient
+    assert (weight.grad.shape, weight.grad.dtype, weight.grad.numel()) == (weight.shape, weight.dtype, weight.numel())
+    assert "on NVMe" in repr(weight.grad)
+    for use in (torch.norm, torch.clone, lambda g: g * 2, lambda g: g.add_(1), lambda g: g.tolist()):
+        with pytest.raises(swapper.ColdParameterError, match=r"layers\.1\.weight.*clip_grad_norm_"):
+            use(weight.grad)
+    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+        with pytest.raises(swapper.ColdParameterError, match=r"manager\.clip_grad_norm_"):
+            clip(pair.swapped.parameters(), 1.0)
+    pair.swapped.zero_grad()
+    assert weight.grad is None
+
+
+def test_clipping_twice_is_refused(paged: MakeTwins) -> None:
+    pair = paged()
+    backward(pair.swapped)
+    pair.manager.clip_grad_norm_(1.0)
+    with pytest.raises(swapper.UnsupportedError, match="once a step"):
+        pair.manager.clip_grad_norm_(1.0)
+
+
+def test_a_backward_that_computes_gradients_apart_leaves_those_that_are_there(paged: MakeTwins) -> None:
+    pair = paged()
+
+    def apart(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss = backward(model)
+        parameters = list(model.layers.parameters())
+        found = torch.autograd.grad(model(torch.randn(4, WIDTH)).sum(), parameters)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack([loss, *(g.detach().sum() for g in found)])
+
+    pair.train(apart, steps=3)
+    pair.assert_same_parameters()
+
+
+def test_gradients_take_no_memory_and_no_name_on_the_drive(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    nbytes = sum(p.nbytes for p in model.parameters())
+    options = {"params": "nvme", "optimizer_state": "nvme"}
+    with swapper.SwapManager(tmp_path, host_memory=nbytes * 2) as manager:
+        on_host = manager.plan(model, optimizer, **options).budget.resident_bytes
+        manager.offload(model, optimizer, gradients="nvme", **options)
+        assert manager.stats.resident_bytes < on_host - 0.9 * nbytes
+        assert {path.name for path in tmp_path.rglob("*.swap")} == {"turn-0.swap", "turn-1.swap"}
