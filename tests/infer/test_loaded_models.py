@@ -304,11 +304,28 @@ def test_a_torch_checkpoint_is_read_in_place(tmp_path, reference, nested):
     torch.save(
         {"model": reference.state_dict(), "step": 3} if nested else reference.state_dict(), tmp_path / "model.pt"
     )
-    model = swapper.load(on_meta(), tmp_path / "model.pt", host_memory=BUDGET, strict=not nested)
+    model = swapper.load(on_meta(), tmp_path / "model.pt", host_memory=BUDGET)
     assert swapper.loaded(model).read_bytes_a_pass > 0
     for _ in range(3):
         assert torch.equal(run(model), run(reference))
     swapper.loaded(model).unload()
+
+
+def test_a_snapshot_of_a_training_is_read_in_place(tmp_path):
+    torch.manual_seed(0)
+    model = Gpt(CONFIG)
+    reference = Gpt(CONFIG).eval()
+    (tmp_path / "run").mkdir()
+    with swapper.SwapManager(tmp_path / "run", host_memory="80MiB") as manager:
+        model, optimizer = manager.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        model(TOKENS, TOKENS).backward()
+        optimizer.step()
+        manager.snapshot(tmp_path / "snapshot.pt")
+    reference.load_state_dict(torch.load(tmp_path / "snapshot.pt", mmap=True)["model"])
+    loaded = swapper.load(on_meta(), tmp_path / "snapshot.pt", host_memory=BUDGET)
+    for _ in range(2):
+        assert torch.equal(run(loaded), run(reference))
+    swapper.loaded(loaded).unload()
 
 
 def test_a_transposed_weight_of_a_torch_checkpoint_is_a_view(tmp_path):
