@@ -498,7 +498,7 @@ class SwapManager:
         self._model.check_gradients()
         self._model.check_step()
         self._model.abandon_pass()
-        self._committer.finish()  # the writes of the step before are long done
+        self._committer.before_step()  # the writes of the step before are long done
         settings = self._model.packed_groups()
         try:
             self._model.update()

@@ -91,8 +91,22 @@ class Committer:
         if self._due is None:
             return
         self._capture()
+        if self._publisher.reads_sources:
+            return
         if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
             self._publish()
+
+    def before_step(self) -> None:
+        """Everything is about to be changed: `finish`, but while a snapshot copies from what the last commit names, go without.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        if self._snapshot is None and self._due is not None and self._publisher.reads_sources:
+            self._drain(self._writes)
+            self._writes = []
+            self._record = self._due = None
+        self.finish()
 
     def finish(self) -> None:
         """If a commit is due, write what is changed, wait for it, and publish.

@@ -134,6 +134,10 @@ class Publication:
             self._run()
 
     @property
+    def _base_path(self) -> str:
+        return str(self.base.path) if self.base is not None else ""
+
+    @property
     def is_over(self) -> bool:
         return self._over.is_set()
 
@@ -224,8 +228,7 @@ class Publication:
 
     def _bring_over(self, file: Any) -> None:
         """Copy into `file` what other files than the frozen one have of the step."""
-        base = str(self.base.path) if self.base is not None else ""
-        copy(self._engine, [run for run in self._content.everything if run.source.path != base], file)
+        copy(self._engine, [run for run in self._content.everything if run.source.path != self._base_path], file)
         self.sources_read.set()
 
     def _copy(self) -> None:
@@ -234,8 +237,8 @@ class Publication:
         try:
             if not self._content.holes:
                 file.allocate(self._content.layout.tail_offset)
-            copy(self._engine, self._content.everything, file)
-            self.sources_read.set()
+            self._bring_over(file)
+            copy(self._engine, [run for run in self._content.everything if run.source.path == self._base_path], file)
         finally:
             file.close()
         descriptor = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)

@@ -7,7 +7,7 @@ snapshot's: another file takes its turn, and a thread (publication.py) completes
 the publication values and objects of its own: captured bytes, paths, runs of bytes with their checksums, open files. From
 then on its thread touches those alone, and the engine, which any thread may use: no page, no pager, no store. The file that it
 completes is frozen: the store writes nowhere in it. What it reads from files that are still written in turns is named by the
-last commit, so the next step leaves it alone; the commit after that waits for `wait_for_sources`. What came of it is taken
+last commit, so no step touches it before the next commit, and there is none while `reads_sources`. What came of it is taken
 note of by `settle`, in the thread that trains.
 """
 
@@ -136,6 +136,11 @@ class Publisher:
             publication.join()
             if publication.base is not None:
                 self._store.published(publication.base.number, publication.base.status)
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether a publication still reads from a file that is written in turns."""
+        return any(not publication.sources_read.is_set() for publication in self._publications)
 
     def wait_for_sources(self) -> None:
         """Wait until no publication reads from a file that is written in turns."""

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
+from swapper.checkpoint.commit import read_commit
+from swapper.checkpoint.copying import copy
 from swapper.checkpoint.verify import verify
 
 
@@ -105,6 +108,43 @@ def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Pa
         run.train(2)
     with pytest.raises(swapper.CheckpointError, match="was changed from outside"):
         run.manager.close()
+
+
+def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it reads what the last commit names, there is no other commit, and no step writes there."""
+    run = Run(tmp_path, freeze=True)
+    run.train(3)
+    run.manager._committer.finish()
+    go_on, reached = threading.Event(), threading.Event()
+
+    def copy_late(*arguments: Any) -> None:
+        reached.set()
+        go_on.wait()
+        copy(*arguments)
+
+    monkeypatch.setattr("swapper.checkpoint.publication.copy", copy_late)
+    ticket = run.manager.snapshot(tmp_path / "a.pt")
+    run.train(3)
+    assert reached.is_set() and not ticket.done
+    record = read_commit(run.swap_files)
+    assert record is not None and record.step == 3
+    go_on.set()
+    ticket.wait()
+    run.train(1)
+    run.manager.close()
+    record = read_commit(run.swap_files)
+    assert record is not None and record.step == 7
+    assert verify(tmp_path / "a.pt")[0].faults == []
+    state = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert state["swapper"]["step"] == 3
+    model, optimizer, scheduler = killed_run.make()
+    for parameter in list(model.parameters())[:5]:
+        parameter.requires_grad_(False)
+    for number in range(3):
+        killed_run.train_step(model, optimizer, scheduler, number)
+    assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("harm", ["touched", "cut off"])
