@@ -514,8 +514,8 @@ class SwapManager:
     def _roll_back(self, error: BaseException) -> None:
         """A step failed half-way. Where the one before is committed all is as it was then; else only closing is left."""
         self._failure = error
-        if not self._committer.can_roll_back(self._stats.step):
-            return
+        if self._scratch is not None or not self._committer.can_roll_back(self._stats.step):
+            return  # gradients on NVMe are gone as soon as they are used
         with held_back, suppress(SwapperError):
             self._pager.discard()
             self._committer.roll_back()

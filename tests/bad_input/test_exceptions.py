@@ -233,9 +233,14 @@ def test_a_step_whose_writes_fail_can_be_taken_again(twins: MakeTwins) -> None:
     pair.finish()
 
 
-def test_without_commits_a_step_that_fails_ends_the_run_and_says_so(twins: MakeTwins) -> None:
+@pytest.mark.parametrize(
+    "options", [{"params": "host"}, {"gradients": "nvme"}], ids=["no commits", "no gradients left"]
+)
+def test_a_step_that_fails_and_cannot_be_taken_again_ends_the_run_and_says_so(
+    twins: MakeTwins, options: dict[str, Any]
+) -> None:
     """Half-way through a sweep there is no way back but a snapshot."""
-    pair = twins(Net(), params="host")
+    pair = twins(Net(), **options)
     pair.train(train_step, steps=1)
     loss_of(pair.swapped, tokens()).backward()
 
