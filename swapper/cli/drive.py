@@ -8,6 +8,7 @@ step's limit (limit.py). Each direction keeps `THREADS` transfers of `PIECE_BYTE
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 
 THREADS = 8
 PIECE_BYTES = 1 << 20
+HUGE_PAGE_BYTES = 2 << 20
 START_S = 0.2  # not counted: threads start, and a cap lets its first slice through
 
 
@@ -80,45 +82,54 @@ def _open(path: Path, flags: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
 
 
-def _piece() -> mmap.mmap:
-    """Page-aligned memory for one transfer, holding bytes that no drive can leave out."""
-    piece = mmap.mmap(-1, PIECE_BYTES)
+def _piece() -> memoryview:
+    """Memory for one transfer, holding bytes that no drive can leave out. It lies in a huge page, where the system has any.
+
+    A drive transfers into memory that is in one piece up to three times faster than into pages of 4 KiB, and it is the drive that
+    is measured here. Freed with the last reference.
+    """
+    memory = mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    begin = -address % HUGE_PAGE_BYTES
+    piece = memoryview(memory)[begin : begin + PIECE_BYTES]
     piece[:] = os.urandom(1 << 16) * (PIECE_BYTES >> 16)
     return piece
 
 
 def _fill(file: int, file_bytes: int) -> None:
     os.posix_fallocate(file, 0, file_bytes)
-    with contextlib.closing(_piece()) as piece:
-        for offset in range(0, file_bytes, PIECE_BYTES):
-            os.pwrite(file, piece, offset)
+    piece = _piece()
+    for offset in range(0, file_bytes, PIECE_BYTES):
+        os.pwrite(file, piece, offset)
     os.fsync(file)
 
 
-def _read(file: int, piece: mmap.mmap, offset: int) -> int:
+def _read(file: int, piece: memoryview, offset: int) -> int:
     return os.preadv(file, [piece], offset)
 
 
-def _write(file: int, piece: mmap.mmap, offset: int) -> int:
+def _write(file: int, piece: memoryview, offset: int) -> int:
     return os.pwrite(file, piece, offset)
 
 
 def _transfer(
-    lanes: Sequence[tuple[Callable[[int, mmap.mmap, int], int], int]], file_bytes: int, duration_s: float
+    lanes: Sequence[tuple[Callable[[int, memoryview, int], int], int]], file_bytes: int, duration_s: float
 ) -> float:
     """Bytes a second of all lanes together; each lane is a thread that keeps one transfer in flight."""
     moved_bytes = [0] * len(lanes)
     failures: list[BaseException] = []
     stopped = threading.Event()
 
-    def work(lane: int, transfer: Callable[[int, mmap.mmap, int], int], file: int) -> None:
+    def work(lane: int, transfer: Callable[[int, memoryview, int], int], file: int) -> None:
         pieces = file_bytes // PIECE_BYTES
         number = lane % THREADS
         try:
-            with contextlib.closing(_piece()) as piece:
-                while not stopped.is_set():
-                    moved_bytes[lane] += transfer(file, piece, number % pieces * PIECE_BYTES)
-                    number += THREADS
+            piece = _piece()
+            while not stopped.is_set():
+                moved_bytes[lane] += transfer(file, piece, number % pieces * PIECE_BYTES)
+                number += THREADS
         except BaseException as error:  # handed to the caller, below
             failures.append(error)
             stopped.set()
