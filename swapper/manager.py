@@ -11,7 +11,7 @@ import atexit
 import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
 from swapper.plan import Plan, plan_run
 from swapper.stats import Stats
+from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import (
     Inventory,
     expected_cycle,
@@ -138,17 +139,22 @@ class SwapManager:
         optimizer_state: str = "auto",
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
+        init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[nn.Module, Optimizer]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
 
         Args:
-            model: on the CPU, with values; hooks are put into it.
+            model: on the CPU, with values, or on the meta device, with `init`; hooks are put into it.
             optimizer: over parameters of `model`. It is not used any more; the returned one takes its place.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes).
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
                 says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
+
+            init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
+                module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
+                made group by group at their places: the model is never whole in memory. A run that goes on has them already.
 
         Returns:
             The same model object, and an optimizer that shares `optimizer.param_groups`.
@@ -163,9 +169,11 @@ class SwapManager:
         if self._model is not None:
             raise StateError("this manager has a model already: make one manager for each model")
         self._check_places(params, optimizer_state, gradients)
-        inventory = take_inventory(model, optimizer, master_weights)
+        inventory = take_inventory(
+            model, optimizer, master_weights, may_be_meta=init is not None or self._resumed is not None
+        )
         try:
-            return model, self._offload(model, optimizer, inventory, params, optimizer_state, gradients)
+            return model, self._offload(model, optimizer, inventory, params, optimizer_state, gradients, init)
         except BaseException:
             self._release_resources()
             self._model = None
@@ -188,7 +196,7 @@ class SwapManager:
         """
         self._check_usable()
         self._check_places(params, optimizer_state, gradients)
-        inventory = take_inventory(model, optimizer, master_weights)
+        inventory = take_inventory(model, optimizer, master_weights, may_be_meta=True)
         tuning = find_tuning(self._directory.path)
         return plan_run(inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning)
 
@@ -373,11 +381,13 @@ class SwapManager:
         params: str,
         optimizer_state: str,
         gradients: str,
+        init: Any,
     ) -> Optimizer:
         record = self._resumed
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if record is not None:
             check_same(record, inventory.plans, kind)
+            check_buffers(model)
             params, optimizer_state = follow_placement(record, params, optimizer_state)
         existing = record.files if record is not None else {}
         plan = plan_run(
@@ -394,6 +404,7 @@ class SwapManager:
             [*self._sections, *(section for section in grad_sections if section.pages)], budget.pool_bytes
         )
         self._engine = _C.Engine(backend=self._backend, arena=arena)
+        values = Values(init, model, self._engine) if init is not None and record is None else None
         self._store = Store(
             self._engine,
             self._directory.path,
@@ -449,6 +460,8 @@ class SwapManager:
         return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
         self._memory.attach([section for section in grad_sections if section.resident], 0)
         self._model.start()
+        if values is not None:
+            self._model.initialise(values)
         if self._rng is not None and record is not None:
             set_rng_states(self._rng)
         return returned

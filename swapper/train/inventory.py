@@ -63,8 +63,15 @@ class Inventory:
         return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
 
 
-def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch.dtype | None) -> Inventory:
+def take_inventory(
+    model: nn.Module, optimizer: Optimizer, master_weights: torch.dtype | None, may_be_meta: bool = False
+) -> Inventory:
     """List what is to be placed.
+
+    Args:
+        model, optimizer: the user's.
+        master_weights: torch.float32, or None.
+        may_be_meta: parameters may be on the meta device: their values come later.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32.
@@ -73,7 +80,7 @@ def take_inventory(model: nn.Module, optimizer: Optimizer, master_weights: torch
     """
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
-    _check_model(model)
+    _check_model(model, may_be_meta)
     check_supported(optimizer)
     settings = _settings(model, optimizer)
     discovery = Discovery(optimizer)
@@ -213,7 +220,7 @@ def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:
     return accesses
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, may_be_meta: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -221,12 +228,12 @@ def _check_model(model: nn.Module) -> None:
             raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
-        if parameter.device.type == "meta":
+        if parameter.is_meta and not may_be_meta:
             raise UnsupportedError(
-                f"parameter {name} is on the meta device and has no values: "
-                "build the model on the CPU, or call model.to_empty(device='cpu') and initialise it, before manager.offload"
+                f"parameter {name} is on the meta device and has no values: say where they come from, "
+                "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
             )
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not parameter.is_meta:
             raise UnsupportedError(
                 f"parameter {name} is on {parameter.device}: swapper pages to CPU memory only as yet; "
                 "call model.to('cpu') before the optimizer is built"
@@ -247,7 +254,11 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_disjoint(model: nn.Module) -> None:
     """Refuse parameters that are different objects on the same memory: offload would part them, plain torch changes both."""
-    places = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in model.named_parameters() if p.numel())
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        for name, p in model.named_parameters()
+        if p.numel() and not p.is_meta
+    )
     for (_, end, name), (begin, _, other) in itertools.pairwise(places):
         if begin < end:
             raise UnsupportedError(

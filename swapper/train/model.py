@@ -21,6 +21,7 @@ from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
+from swapper.train.initial import Values
 from swapper.train.inventory import MASTER, Inventory, find_places, find_trainables, updated_dtype
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
@@ -145,6 +146,14 @@ class OffloadedModel:
         units = self._inventory.units
         self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases)
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
+
+    def initialise(self, values: Values) -> None:
+        """Give a model that was on the meta device its first values, group by group."""
+        for group in self.groups:
+            parameters = values.owners(group.parameters)
+            with self.gather(parameters, write=True):
+                values.fill(group.parameters)
+        values.finish()
 
     def _enter_forward(self) -> None:
         self._enter()
@@ -334,7 +343,8 @@ class OffloadedModel:
 
     def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """What the user's optimizer has for `parameter` already, and its master."""
-        return {**self._optimizer.state.get(parameter, {}), "master": parameter.data}
+        initial = dict(self._optimizer.state.get(parameter, {}))
+        return initial if parameter.is_meta else {**initial, "master": parameter.data}
 
     def _fill(self, section: Section, state: dict[str, dict[str, torch.Tensor]]) -> None:
         """Give a state section its first content: by parameter's name and key, zeros where there is none."""

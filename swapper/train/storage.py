@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from swapper.core.layout import Slot
@@ -49,14 +50,20 @@ class GroupParameters:
     def adopt(self, fill: bool) -> None:
         """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
 
-        `fill`: copy the data; False where the slots have their content already.
+        `fill`: copy the data; False where the slots have their content already. What is on the meta device becomes zeros.
         """
         sources = {name: parameter.data.reshape(-1) for name, parameter in self.group.parameters}
         for section in self._sections if fill else ():
             for slot, begin, end, view in visit(section, self._pager, fresh=True):
-                view.copy_(sources[slot.spec.owner][begin:end])
+                source = sources[slot.spec.owner]
+                if not source.is_meta:
+                    view.copy_(source[begin:end])
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
-            parameter.data = section.tensor(slot)
+            if parameter.is_meta:
+                home = nn.Parameter(section.tensor(slot), requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, on the CPU
+            else:
+                parameter.data = section.tensor(slot)
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._keeper)
         if self.paged:

@@ -127,7 +127,8 @@ class Sweep:
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
         for part in trainable.all_slices(self._page_bytes):
-            access = Access(None, part.access.pages, writes=part.access.writes)
+            changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
+            access = Access(None, changed, writes=part.access.writes)
             self._pager.acquire(access)
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
