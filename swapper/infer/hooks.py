@@ -61,6 +61,7 @@ class Hooks:
         self._drop_leases = drop_leases
         self._turn = threading.Lock()
         self._owner: threading.Thread | None = None
+        self._is_removed = False
         self._stack: list[Call] = []
         self._order: list[int] = []  # of the groups in this pass
         self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
@@ -76,6 +77,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._is_removed = True
 
     def abandon_pass(self) -> None:
         """Forget a forward that never ended, with its leases."""
@@ -99,7 +101,8 @@ class Hooks:
         groups = [self._groups[index] for index in unit.groups if self._groups[index].paged]
 
         def hook(module: nn.Module, args: Any) -> None:
-            self._take_turn()
+            if not self._take_turn():
+                return
             self._drop_stale()
             if not self._stack:
                 self._begin()
@@ -130,16 +133,20 @@ class Hooks:
 
     # --- a pass ---------------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> None:
-        """Wait until no other thread is inside the model."""
+    def _take_turn(self) -> bool:
+        """Wait until no other thread is inside the model. False if nobody need wait any more: the hooks are out meanwhile."""
         me = threading.current_thread()
         if self._owner is me:
-            return
+            return True
         while not self._turn.acquire(timeout=PATIENCE_S):
             owner = self._owner
             if owner is not None and not owner.is_alive():
                 break  # it died inside a forward: its turn is ours
+        if self._is_removed:
+            self._turn.release()
+            return False
         self._owner = me
+        return True
 
     def _begin(self) -> None:
         try:

@@ -147,8 +147,10 @@ def test_parts_of_a_model_run_by_themselves(model, reference):
             assert torch.equal(model.head(hidden), reference.head(hidden))
 
 
-def test_threads_take_turns(model, reference):
+@pytest.mark.parametrize("budget", [BUDGET, "1GiB"])
+def test_threads_take_turns(path, reference, budget):
     expected = run(reference)
+    model = swapper.load(on_meta(), path, host_memory=budget)
     found = []
 
     def work():
@@ -161,6 +163,7 @@ def test_threads_take_turns(model, reference):
     for thread in threads:
         thread.join()
     assert found == [True] * 16
+    swapper.loaded(model).unload()
 
 
 def test_an_exception_in_a_forward_leaves_nothing_behind(model, reference):
