@@ -8,6 +8,7 @@ See [Note: who touches what while a snapshot is published], snapshot.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -66,6 +67,53 @@ class Base:
         return self.status
 
 
+class Draft:
+    """A file that gets its name when it is whole. Until then it has none at all, so that a kill leaves nothing behind; where the
+    filesystem has no such files, it has a hidden one.
+
+    Args:
+        path: the name to be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hidden: Path | None = None
+        try:
+            self.descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            self._hidden = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            self._hidden.unlink(missing_ok=True)  # of an earlier process of the same number
+            self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
+
+    def open(self) -> Any:
+        """Open it for transfers."""
+        return _C.File(str(self._place))
+
+    def publish(self) -> None:
+        """Give the file its name, unless someone took it meanwhile."""
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:  # with a directory's descriptor this is linkat(2), which follows the link in /proc
+            os.link(self._place, self._path, src_dir_fd=directory, follow_symlinks=True)
+        except FileExistsError:
+            raise _taken(self._path) from None
+        except OSError as error:
+            if error.errno not in NO_LINKS or self._hidden is None:
+                raise
+            if os.path.lexists(self._path):
+                raise _taken(self._path) from None
+            self._hidden.rename(self._path)
+        finally:
+            os.close(directory)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self._hidden is not None:
+            self._hidden.unlink(missing_ok=True)
+
+
 @dataclass(frozen=True)
 class Content:
     """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of.
@@ -122,7 +170,6 @@ class Publication:
         self._engine = engine
         self._predecessor = predecessor
         self._published = published
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self.sources_read = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
@@ -154,6 +201,8 @@ class Publication:
         try:
             self._publish()
             self._published()
+        except IoError as failure:
+            error = self._name_file(failure)
         except SwapperError as failure:
             error = failure
         except OSError as failure:
@@ -168,6 +217,12 @@ class Publication:
         self._ticket.finish(error)
         self._over.set()
 
+    def _name_file(self, failure: IoError) -> IoError:
+        """A draft's own name tells nobody anything."""
+        if not failure.path.startswith("/proc/self/fd/"):
+            return failure
+        return IoError(failure.op, str(self._path), failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
+
     def _explain(self, failure: OSError) -> SwapperError:
         if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
             return CheckpointError(
@@ -176,12 +231,8 @@ class Publication:
         return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
 
     def _publish(self) -> None:
-        try:
-            self._temporary.unlink(missing_ok=True)  # of an earlier process of the same number
-            if not (self._is_near and self._reflink()) and not (self._is_near and self._link()):
-                self._copy()
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        if not (self._is_near and self._reflink()) and not (self._is_near and self._link()):
+            self._copy()
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(directory)
@@ -192,22 +243,15 @@ class Publication:
         """Publish a file that shares the frozen file's bytes. False if this filesystem cannot."""
         if self.base is None:
             return False
-        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
+        with contextlib.closing(Draft(self._path)) as draft:
             try:
-                fcntl.ioctl(descriptor, FICLONE, self.base.descriptor)
+                fcntl.ioctl(draft.descriptor, FICLONE, self.base.descriptor)
             except OSError:
-                self._temporary.unlink(missing_ok=True)
                 return False
-            file = _C.File(str(self._temporary))
-            try:
+            with contextlib.closing(draft.open()) as file:
                 self._bring_over(file)
-            finally:
-                file.close()
-            self._end(descriptor)
-        finally:
-            os.close(descriptor)
-        self._name(self._temporary)
+            self._end(draft.descriptor)
+            draft.publish()
         return True
 
     def _link(self) -> bool:
@@ -219,7 +263,7 @@ class Publication:
         try:
             os.link(self.base.path, self._path)
         except FileExistsError:
-            raise self._taken() from None
+            raise _taken(self._path) from None
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
@@ -233,22 +277,18 @@ class Publication:
 
     def _copy(self) -> None:
         """Publish a copy."""
-        file = _C.File(str(self._temporary), create=True)
-        try:
-            if not self._content.holes:
-                file.allocate(self._content.layout.tail_offset)
-            self._bring_over(file)
-            copy(self._engine, [run for run in self._content.everything if run.source.path == self._base_path], file)
-        finally:
-            file.close()
-        descriptor = os.open(self._temporary, os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with contextlib.closing(Draft(self._path)) as draft:
+            with contextlib.closing(draft.open()) as file:
+                if not self._content.holes:
+                    file.allocate(self._content.layout.tail_offset)
+                self._bring_over(file)
+                copy(
+                    self._engine, [run for run in self._content.everything if run.source.path == self._base_path], file
+                )
             for offset, data in self._content.layout.headers():
-                _write_all(descriptor, data, offset)
-            self._end(descriptor)
-        finally:
-            os.close(descriptor)
-        self._name(self._temporary)
+                _write_all(draft.descriptor, data, offset)
+            self._end(draft.descriptor)
+            draft.publish()
 
     def _end(self, descriptor: int) -> None:
         """Write the tail, cut off what was behind it, and make the whole file durable."""
@@ -260,21 +300,9 @@ class Publication:
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)
 
-    def _name(self, temporary: Path) -> None:
-        """Give the file its name, unless someone took it meanwhile."""
-        try:
-            os.link(temporary, self._path)
-        except FileExistsError:
-            raise self._taken() from None
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if os.path.lexists(self._path):
-                raise self._taken() from None
-            temporary.rename(self._path)
 
-    def _taken(self) -> CheckpointError:
-        return CheckpointError(f"{self._path} appeared while the snapshot was written: it was left as it is")
+def _taken(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} appeared while the snapshot was written: it was left as it is")
 
 
 def _punch(descriptor: int, offset: int, nbytes: int) -> None:

@@ -20,6 +20,7 @@ import swapper
 from e2e import killed_run
 from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.copying import copy
+from swapper.checkpoint.publication import Draft
 from swapper.checkpoint.verify import verify
 
 
@@ -254,6 +255,33 @@ def test_on_another_filesystem_it_is_copied(tmp_path: Path) -> None:
         del loaded
     finally:
         subprocess.run(["umount", "--lazy", str(elsewhere)], check=True)
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_draft_has_no_name_before_it_is_whole_and_takes_none_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nameless: bool
+) -> None:
+    if not nameless:  # as on a filesystem that knows no O_TMPFILE
+
+        def refuse(path: Any, flags: int, *rest: Any, **options: Any) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, "not supported")
+            return system_open(path, flags, *rest, **options)
+
+        system_open = os.open
+        monkeypatch.setattr(os, "open", refuse)
+    draft = Draft(tmp_path / "a.pt")
+    assert [path.name for path in tmp_path.glob("*.pt")] == []
+    os.write(draft.descriptor, b"whole")
+    draft.publish()
+    draft.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    again = Draft(tmp_path / "a.pt")
+    with pytest.raises(swapper.CheckpointError, match="was left as it is"):
+        again.publish()
+    again.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+    assert (tmp_path / "a.pt").read_bytes() == b"whole"
 
 
 def test_where_the_filesystem_can_reflink_the_files_are_separate(tmp_path: Path) -> None:
