@@ -17,7 +17,7 @@ import os
 import sys
 import zipfile
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -282,10 +282,10 @@ class _Loader:
             return memory
         checksums: list[Any] = []
 
-        def move(offset: int, address: int, nbytes: int) -> _C.Ticket:
+        def move(offset: int, address: int, nbytes: int) -> Iterator[_C.Ticket]:
             ticket = self._engine.read(self._file, offset, address, nbytes, checksum=self._verify)
             checksums.append(ticket)
-            return ticket
+            yield ticket
 
         if self._staging is None:
             self._staging = Staging()

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import zipfile
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -229,3 +230,43 @@ def test_a_loaded_tensor_is_ones_own(tmp_path: Path) -> None:
     loaded.fill_(3)
     assert torch.equal(loaded, torch.full((1 << 20,), 3.0))
     assert (tmp_path / "x.pt").read_bytes() == before
+
+
+def test_what_goes_to_a_device_goes_in_pieces_and_is_checked(tmp_path: Path) -> None:
+    """The same code as for a GPU, which the machine that runs this may not have: only the memory is another."""
+    from swapper.checkpoint.loading import _Loader
+    from swapper.checkpoint.torchfile import read_torch_file
+
+    save({"a": torch.arange(3_000_000.0), "b": torch.ones(3)}, tmp_path / "x.pt")
+    file = read_torch_file(tmp_path / "x.pt")
+    records = {storage.key: file.record(storage) for storage in file.skeleton.storages}
+    with _Loader(file, records, None, True) as loader:
+        on_device = [loader._read_to_device(storage, torch.device("cpu")) for storage in file.skeleton.storages]
+    whole = torch.empty(0).set_(on_device[0])
+    assert torch.equal(whole, torch.arange(3_000_000.0))
+    assert torch.empty(0).set_(on_device[1]).tolist() == [1, 1, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_cuda_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
+    whole = {"a": torch.arange(3_000_000.0, device="cuda"), "b": torch.ones(5)}
+    save(whole, tmp_path / "x.pt")
+    assert torch.equal(torch.load(tmp_path / "x.pt")["a"], whole["a"])
+    assert torch.equal(load(tmp_path / "x.pt", verify=True)["a"], whole["a"])
+    assert load(tmp_path / "x.pt", "cpu")["a"].device.type == "cpu"
+
+
+def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Path) -> None:
+    from swapper import _C
+    from swapper.checkpoint.engines import engine_for
+    from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
+
+    data = torch.randint(0, 255, (5 * BLOCK_BYTES + 77,), dtype=torch.uint8)
+    file = _C.File(tmp_path / "x", create=True)
+    writer = StreamWriter(engine_for(tmp_path / "x", writes=True), file, checksums=True, blocks=3)
+    writer.append(b"begin")
+    assert writer.append_device(data) == zlib.crc32(data.numpy().tobytes())
+    writer.finish()
+    writer.close()
+    file.close()
+    assert (tmp_path / "x").read_bytes() == b"begin" + data.numpy().tobytes()
