@@ -167,7 +167,9 @@ class StorageWriter(FileSystemWriter):
         try:
             blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
             checksums = bool(config.save.compute_crc32)
-            writer = StreamWriter(engine_for(path, writes=True), file, checksums=checksums, blocks=blocks)
+            writer = StreamWriter(
+                engine_for(path, writes=True, files=self.thread_count), file, checksums=checksums, blocks=blocks
+            )
             try:
                 if file.direct:
                     file.allocate(sum(map(_nbytes, items)))

@@ -1,8 +1,8 @@
-"""The engines of `save`, `load`, export and torch.distributed.checkpoint: one for drives and two for memory, in each process.
+"""The engines of `save`, `load`, export and torch.distributed.checkpoint: one for drives and some for memory, in each process.
 
 A drive wants many direct transfers in flight, from one thread. A filesystem in memory has no drive: a transfer is a copy by the
-processor. Reads are then faster by several threads; of writes the kernel lets only one at a time into a file. Going around the
-page cache gains nothing there.
+processor. Reads are then faster by several threads; of writes the kernel lets only one at a time into a file, and more
+would only wait. Going around the page cache gains nothing there.
 """
 
 from __future__ import annotations
@@ -23,27 +23,32 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 _MEMORY_READERS = 4
 _MEMORY_PIECE_BYTES = 4 << 20
 
-_engines: dict[tuple[int, bool, bool], _C.Engine] = {}
+_engines: dict[tuple[int, bool, int], _C.Engine] = {}
 _lock = threading.Lock()
 
 
-def engine_for(path: Path, *, writes: bool) -> _C.Engine:
-    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends."""
+def engine_for(path: Path, *, writes: bool, files: int = 1) -> _C.Engine:
+    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends.
+
+    Args:
+        writes: what it is wanted for.
+        files: how many are written at once.
+    """
     in_memory = is_in_memory(path)
-    key = (os.getpid(), in_memory, in_memory and writes)
+    threads = min(files if writes else _MEMORY_READERS, os.cpu_count() or 1) if in_memory else 0
+    key = (os.getpid(), writes and in_memory, threads)
     with _lock:
         engine = _engines.get(key)
         if engine is None:
             for old in [k for k in _engines if k[0] != key[0]]:  # of the parent, which forked
                 del _engines[old]
-            engine = _engines[key] = _new_engine(in_memory, writes)
+            engine = _engines[key] = _new_engine(threads)
         return engine
 
 
-def _new_engine(in_memory: bool, writes: bool) -> _C.Engine:
-    if in_memory:
-        threads = 1 if writes else min(_MEMORY_READERS, os.cpu_count() or 1)
-        return _C.Engine(backend="threads", depth=threads, piece_bytes=_MEMORY_PIECE_BYTES)
+def _new_engine(memory_threads: int) -> _C.Engine:
+    if memory_threads:
+        return _C.Engine(backend="threads", depth=memory_threads, piece_bytes=_MEMORY_PIECE_BYTES)
     return _C.Engine()
 
 

@@ -258,3 +258,26 @@ def test_an_interrupted_export_leaves_nothing(how: signal.Signals, tmp_path: Pat
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 130, done.stderr
     assert names_in(tmp_path) == ["x.pt"]
+
+
+def test_a_snapshot_of_a_paged_run_is_exported_and_inspected(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    (tmp_path / "run").mkdir()
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MB") as manager:
+        paged, paged_optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        paged(torch.ones(2, 300)).sum().backward()
+        paged_optimizer.step()
+        manager.snapshot(tmp_path / "x.pt")
+    state = torch.load(tmp_path / "x.pt")
+    found = inspect(tmp_path / "x.pt")
+    assert found["step"] == 1
+    assert all(entry["alignment"] >= 64 for entry in found["tensors"] if entry["name"].startswith("model."))
+    for to in FORMATS:
+        export(tmp_path / "x.pt", tmp_path / to, to)
+        assert_equal(read_back(tmp_path / to, to, state["model"]), dict(state["model"]))
+    export(tmp_path / "x.pt", tmp_path / "all.pt", "torch", what="all")
+    loaded = load(tmp_path / "all.pt")
+    assert loaded["swapper"] == state["swapper"]
+    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+    assert_equal(dict(load(tmp_path / "x.pt", verify=True)["model"]), dict(state["model"]))
