@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint import zero
 from swapper.checkpoint.dcpread import METADATA_NAME, ChunkedTensor, read_directory
 from swapper.checkpoint.engines import engine_for, open_for
 from swapper.checkpoint.formats import (
@@ -81,6 +82,10 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
     source = Path(path).absolute()
     if (source / METADATA_NAME).exists():
         return _select_from_dcp(source, what)
+    ranks = zero.find(source) if source.is_dir() else None
+    if ranks is not None:
+        found = zero.read(ranks)
+        return Selection(found.tensors, [], found.stamps)
     opened = open_source(source)
     if opened.kind != "torch":
         return Selection([_whole(tensor) for tensor in opened.tensors.values()], [], opened.stamps)
@@ -102,7 +107,7 @@ def export(
 
     Args:
         source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, or a directory of
-            torch.distributed.checkpoint.
+            torch.distributed.checkpoint; or of DeepSpeed's ZeRO (its fp32 weights).
         target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
         to: one of FORMATS. They get one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the nest.
         what: see `select`.
