@@ -11,6 +11,7 @@ TorchScript, compressed records, another byte order, `mmap=True`, the meta devic
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap as memory_map
 import os
@@ -25,9 +26,9 @@ import torch
 from torch.utils.serialization import config
 
 from swapper import _C
-from swapper.checkpoint.engines import drain, engine_for, open_for
+from swapper.checkpoint.engines import drain, engine_for, open_for, wait_for_all
 from swapper.checkpoint.skeleton import StorageId
-from swapper.checkpoint.sources import ZIP_MAGIC
+from swapper.checkpoint.sources import ZIP_MAGIC, FileStamp
 from swapper.checkpoint.torchfile import TorchFile, read_torch_file
 from swapper.checkpoint.zipread import ZipRecord
 from swapper.errors import CheckpointError, IoError
@@ -37,10 +38,13 @@ MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str
 
 MAPPED_BYTES = 1 << 20
 """From this size on a storage gets memory of its own, at an address that suits its place in the file."""
+STEP_BYTES = 16 << 20
 UNIT = 4096
+_MADV_POPULATE_WRITE = 23
 MOST_AHEAD_BYTES = 256 << 20
 """Bytes that are being read and that nobody has asked for yet."""
 _MOST_AHEAD_READS = 1024
+_MOST_TRIES = 20
 _NEEDS_PLAIN_LOCATION = (b"_rebuild_wrapper_subclass", b"_rebuild_device_tensor_from")
 """Rebuild functions of torch's that do not work with a map_location that is a function."""
 
@@ -77,35 +81,55 @@ def load(
     wants_mapping = config.load.mmap if mmap is None else mmap
     if not _is_zip(file):
         return _load_by_torch(file, map_location, wants_mapping, weights_only)
-    checkpoint = read_torch_file(file, calculate=bool(config.load.calculate_storage_offsets))
+    checkpoint, payloads = _open(file)
+    with contextlib.closing(payloads):
+        return _load(checkpoint, payloads, map_location, wants_mapping, weights_only, verify)
+
+
+def _open(path: Path) -> tuple[TorchFile, _C.File]:
+    """Return a checkpoint's directory and the open file, of one and the same file: a name may be given to another meanwhile."""
+    for _ in range(_MOST_TRIES):
+        checkpoint = read_torch_file(path, calculate=bool(config.load.calculate_storage_offsets))
+        file = open_for(path, read_only=True)
+        if FileStamp.of(path) == checkpoint.stamp:
+            return checkpoint, file
+        file.close()
+    raise CheckpointError(f"{path} changes all the time: load it when nobody writes to it")
+
+
+def _load(
+    checkpoint: TorchFile,
+    payloads: _C.File,
+    map_location: MapLocation,
+    wants_mapping: bool,
+    weights_only: bool,
+    verify: bool,
+) -> Any:
     records = {storage.key: checkpoint.record(storage) for storage in checkpoint.skeleton.storages}
-    if verify and (wants_mapping or _needs_torch(checkpoint, records, map_location)):
-        verify_records(checkpoint, records)
     if wants_mapping or _needs_torch(checkpoint, records, map_location):
-        return _load_by_torch(file, map_location, wants_mapping, weights_only)
-    with _Loader(checkpoint, records, map_location, verify) as loader:
+        if verify:
+            verify_records(checkpoint, records, payloads)
+        return _load_by_torch(checkpoint.path, map_location, wants_mapping, weights_only)
+    with _Loader(checkpoint, records, payloads, map_location, verify) as loader:
         return loader.load(weights_only)
 
 
-def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord]) -> None:
+def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file: _C.File) -> None:
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
     sizes = {record.nbytes for record in records.values()}
     memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine, file = engine_for(checkpoint.path, writes=False), open_for(checkpoint.path, read_only=True)
-    try:
-        for record in records.values():
-            checksum = 0
-            for begin in range(0, record.nbytes, max(memory.numel(), 1)):
-                step = min(memory.numel(), record.nbytes - begin)
-                ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, checksum=True)
-                try:
-                    ticket.wait()
-                finally:
-                    drain(ticket)
-                checksum = _C.crc32_combine(checksum, ticket.crc32, step)
-            _check_checksum(checkpoint.path, record, checksum)
-    finally:
-        file.close()
+    engine = engine_for(checkpoint.path, writes=False)
+    for record in records.values():
+        checksum = 0
+        for begin in range(0, record.nbytes, max(memory.numel(), 1)):
+            step = min(memory.numel(), record.nbytes - begin)
+            ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, checksum=True)
+            try:
+                ticket.wait()
+            finally:
+                drain(ticket)
+            checksum = _C.crc32_combine(checksum, ticket.crc32, step)
+        _check_checksum(checkpoint.path, record, checksum)
 
 
 def _is_zip(path: Path) -> bool:
@@ -153,7 +177,12 @@ class _Loader:
     """Loads one checkpoint. A context: at its end nothing is in flight any more."""
 
     def __init__(
-        self, checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_location: MapLocation, verify: bool
+        self,
+        checkpoint: TorchFile,
+        records: Mapping[str, ZipRecord],
+        file: _C.File,
+        map_location: MapLocation,
+        verify: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._records = records
@@ -161,9 +190,9 @@ class _Loader:
         self._verify = verify
         self._path = checkpoint.path
         self._engine = engine_for(self._path, writes=False)
-        self._file = open_for(self._path, read_only=True)
+        self._file = file
         self._staging: Staging | None = None
-        self._reads: dict[str, tuple[torch.UntypedStorage, Any]] = {}  # by key, begun and not asked for
+        self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not asked for
         self._bytes_ahead = 0
         once = {storage.key: storage for storage in checkpoint.skeleton.storages}
         self._order = deque(s for s in once.values() if s.nbytes and self._stays_on_host(s.location))
@@ -172,11 +201,11 @@ class _Loader:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for _, ticket in self._reads.values():
-            drain(ticket)
+        for _, tickets in self._reads.values():
+            for ticket in tickets:
+                drain(ticket)
         if self._staging is not None:
             self._staging.close()
-        self._file.close()
 
     def load(self, weights_only: bool) -> Any:
         """Have torch unpickle, and give it storages that are being read."""
@@ -250,14 +279,14 @@ class _Loader:
             return memory
         if storage.key not in self._reads:
             self._begin(storage)
-        loaded, ticket = self._reads[storage.key]
-        ticket.wait()
+        loaded, tickets = self._reads[storage.key]
+        wait_for_all(tickets)
         del self._reads[storage.key]
         self._bytes_ahead -= storage.nbytes
         self._read_ahead()
         record = self._records[storage.key]
         if self._verify and storage.nbytes == record.nbytes:
-            _check_checksum(self._path, record, ticket.crc32)
+            _check_checksum(self._path, record, _combined(tickets))
         return loaded
 
     def _read_ahead(self) -> None:
@@ -267,10 +296,17 @@ class _Loader:
 
     def _begin(self, storage: StorageId) -> None:
         record = self._records[storage.key]
-        memory = _new_storage(storage.nbytes, record.offset % UNIT)
-        ticket = self._engine.read(self._file, record.offset, memory.data_ptr(), storage.nbytes, checksum=self._verify)
-        self._reads[storage.key] = (memory, ticket)
+        memory = _HostMemory(storage.nbytes, record.offset % UNIT)
+        tickets: list[Any] = []
+        self._reads[storage.key] = (memory.storage, tickets)
         self._bytes_ahead += storage.nbytes
+        address = memory.storage.data_ptr()
+        for begin, end in memory.steps():
+            tickets.append(
+                self._engine.read(
+                    self._file, record.offset + begin, address + begin, end - begin, checksum=self._verify
+                )
+            )
 
     # --- to a device ------------------------------------------------------------------------------------------------------
 
@@ -292,11 +328,15 @@ class _Loader:
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
         self._staging.read(view, record.offset, str(self._path), move).wait()
         if self._verify and storage.nbytes == record.nbytes:
-            checksum = 0
-            for ticket in checksums:
-                checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
-            _check_checksum(self._path, record, checksum)
+            _check_checksum(self._path, record, _combined(checksums))
         return memory
+
+
+def _combined(tickets: list[Any]) -> int:
+    checksum = 0
+    for ticket in tickets:
+        checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
+    return checksum
 
 
 def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> Any:
@@ -305,13 +345,35 @@ def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStora
     return _restore(storage, location) if mapped is None else mapped
 
 
-def _new_storage(nbytes: int, phase: int) -> torch.UntypedStorage:
-    """Return host memory for `nbytes`. A large one lies in huge pages, and begins `phase` bytes after a multiple of 4096, as its
+class _HostMemory:
+    """Host memory for one storage. A large one lies in huge pages, and begins `phase` bytes after a multiple of 4096, as its
     record does in the file: then a drive can put it there by itself."""
-    if nbytes < MAPPED_BYTES:
-        small: torch.UntypedStorage = _Storage(nbytes)
-        return small
-    memory = memory_map.mmap(-1, nbytes + phase, memory_map.MAP_PRIVATE | memory_map.MAP_ANONYMOUS)
-    if hasattr(memory_map, "MADV_HUGEPAGE"):
-        memory.madvise(memory_map.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=phase).untyped_storage()
+
+    def __init__(self, nbytes: int, phase: int) -> None:
+        self._nbytes = nbytes
+        self._phase = phase
+        self._mapping: Any = None
+        self.storage: torch.UntypedStorage
+        if nbytes < MAPPED_BYTES:
+            self.storage = _Storage(nbytes)
+            return
+        self._mapping = memory_map.mmap(-1, nbytes + phase, memory_map.MAP_PRIVATE | memory_map.MAP_ANONYMOUS)
+        if hasattr(memory_map, "MADV_HUGEPAGE"):
+            self._mapping.madvise(memory_map.MADV_HUGEPAGE)
+        flat = torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=phase)
+        self.storage = flat.untyped_storage()
+
+    def steps(self) -> Iterator[tuple[int, int]]:
+        """Yields ranges of bytes that together are the storage, each when its memory is there.
+
+        Taking memory from the system here, step by step, leaves the engine's thread free to keep the drive busy.
+        """
+        begin = 0
+        while begin < self._nbytes:
+            end = min((begin + self._phase) // STEP_BYTES * STEP_BYTES + STEP_BYTES - self._phase, self._nbytes)
+            if self._mapping is not None:
+                first = (begin + self._phase) // UNIT * UNIT
+                with contextlib.suppress(OSError):  # Linux before 5.14: pages come when they are touched
+                    self._mapping.madvise(_MADV_POPULATE_WRITE, first, end + self._phase - first)
+            yield begin, end
+            begin = end

@@ -7,8 +7,8 @@ import errno
 import os
 import struct
 import subprocess
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +118,8 @@ def test_two_threads_may_save_and_load_at_once(tmp_path: Path) -> None:
             values = load(tmp_path / "x.pt", verify=True)["a"]
             assert values.min() == values.max()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(work, range(3))) == [None] * 3
     assert names_in(tmp_path) == ["x.pt"]
 
 

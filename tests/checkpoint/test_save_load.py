@@ -234,13 +234,14 @@ def test_a_loaded_tensor_is_ones_own(tmp_path: Path) -> None:
 
 def test_what_goes_to_a_device_goes_in_pieces_and_is_checked(tmp_path: Path) -> None:
     """The same code as for a GPU, which the machine that runs this may not have: only the memory is another."""
+    from swapper.checkpoint.engines import open_for
     from swapper.checkpoint.loading import _Loader
     from swapper.checkpoint.torchfile import read_torch_file
 
     save({"a": torch.arange(3_000_000.0), "b": torch.ones(3)}, tmp_path / "x.pt")
     file = read_torch_file(tmp_path / "x.pt")
     records = {storage.key: file.record(storage) for storage in file.skeleton.storages}
-    with _Loader(file, records, None, True) as loader:
+    with _Loader(file, records, open_for(tmp_path / "x.pt", read_only=True), None, True) as loader:
         on_device = [loader._read_to_device(storage, torch.device("cpu")) for storage in file.skeleton.storages]
     whole = torch.empty(0).set_(on_device[0])
     assert torch.equal(whole, torch.arange(3_000_000.0))
