@@ -127,8 +127,9 @@ bool Scheduler::meets_an_edge(const Op& op, const Piece& piece) const {
   });
 }
 
+// See [Note: a short start].
 void Scheduler::fill() {
-  while (!free_slots_.empty()) {
+  while (!free_slots_.empty() && start_bytes_ > 0) {
     if (!can_start(turn_)) turn_ = opposite(turn_);
     if (!can_start(turn_)) return;
     start_piece(turn_);
@@ -154,6 +155,7 @@ void Scheduler::start_piece(Direction direction) {
   ++op->outstanding;
   ++in_flight_[index_of(direction)];
   if (op->wants_checksums()) op->checksums.push_back({0, slot.piece.nbytes});
+  start_bytes_ -= std::min(start_bytes_, slot.piece.nbytes);
   if (slot.piece.way == Way::edge) ++edges_;
   try {
     place(slot);
@@ -314,8 +316,14 @@ void Scheduler::release(std::uint32_t number) {
     staging_.give_back(slot.stage);
     --staged_[direction];
   }
+  rested_bytes_ += slot.piece.nbytes;
+  start_bytes_ = rested_bytes_ >= kEarlyBytes ? kUnlimited : start_bytes_ + slot.piece.nbytes;
   slot = Slot{};
   free_slots_.push_back(number);
+  if (free_slots_.size() == slots_.size() && ready_[0].empty() && ready_[1].empty()) {
+    rested_bytes_ = 0;
+    start_bytes_ = kStartBytes;
+  }
   --op->outstanding;
   finish_if_done(*op);
 }

@@ -7,6 +7,11 @@
 // for all of them. So while there is work in both directions, each may have at most half of the depth in
 // flight; alone, a direction may have all of it. Within a direction pieces go in the order of submission, and
 // each result makes room for the next piece at once.
+//
+// [Note: a short start] Handing over memory that is not registered costs the kernel some 80 us a megabyte, so
+// that filling the whole depth takes this thread milliseconds. It may have been put on the processor of the
+// one who has just submitted, who would wait for that. So after a rest it begins with kStartBytes in flight,
+// and sleeps between results, until kEarlyBytes are through.
 #pragma once
 
 #include <array>
@@ -104,6 +109,12 @@ class Scheduler {
   Direction turn_ = Direction::read;                               // who is asked first
   std::deque<std::uint32_t> copies_;                               // pieces to be copied in or out
   std::deque<Checksum> checksums_;
+  // See [Note: a short start].
+  static constexpr std::uint64_t kStartBytes = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kEarlyBytes = std::uint64_t{24} << 20;
+  static constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 62;
+  std::uint64_t start_bytes_ = kStartBytes;  // that may be started now
+  std::uint64_t rested_bytes_ = 0;           // finished since the last rest
   bool abandoned_ = false;
 };
 

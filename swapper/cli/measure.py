@@ -74,13 +74,15 @@ def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
 
 def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "auto", ordinary: bool = False) -> Speed:
     """By swapper's engine, from an arena that it registered, or from `ordinary` memory."""
-    # Twice `depth` pieces are submitted, so that the engine is never short of any.
+    # Twice `depth` pieces are submitted, so that the engine is never short of any; they share the memory of `depth`, which
+    # is what fio has: on a filesystem in memory it matters how much of it the processor's cache holds.
     pieces = max(2 * pattern.depth // OPERATIONS_AHEAD, 1)
     span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
     span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
     lanes = len(pattern.directions)
-    arena = None if ordinary else _C.Arena(span_bytes * OPERATIONS_AHEAD * lanes)
-    memory = torch.ones(span_bytes * OPERATIONS_AHEAD * lanes + 4096, dtype=torch.uint8) if arena is None else None
+    slots = OPERATIONS_AHEAD // 2
+    arena = None if ordinary else _C.Arena(span_bytes * slots * lanes)
+    memory = torch.ones(span_bytes * slots * lanes + 4096, dtype=torch.uint8) if arena is None else None
     address = arena.address if arena is not None else -(-memory.data_ptr() // 4096) * 4096  # type: ignore[union-attr]
     engine = _C.Engine(backend=backend, depth=pattern.depth, piece_bytes=pattern.piece_bytes, arena=arena)
     files = {kind: _C.File(paths[kind]) for kind in pattern.directions}
@@ -101,12 +103,16 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
             for lane, (kind, file) in enumerate(files.items()):
                 while len(tickets[kind]) < OPERATIONS_AHEAD:
                     offset = at[kind] * span_bytes % (pattern.file_bytes // span_bytes * span_bytes)
-                    slot = lane * OPERATIONS_AHEAD + at[kind] % OPERATIONS_AHEAD
+                    slot = lane * slots + at[kind] % slots
                     tickets[kind].append(moves[kind](file, offset, address + slot * span_bytes, span_bytes))
-                    tickets[kind][-1].notify(news)
                     at[kind] += 1
-            os.eventfd_read(news)
-            _take_done(tickets)
+                    if lanes > 1:
+                        tickets[kind][-1].notify(news)
+            if lanes > 1:  # whichever comes first
+                os.eventfd_read(news)
+                _take_done(tickets)
+            else:
+                tickets[pattern.kind].popleft().wait()
     finally:
         engine.close()
         os.close(news)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
 from typing import Protocol
 
 
@@ -38,6 +37,7 @@ class _Watch:
                 self._loop.remove_reader(self._fd)
                 os.close(self._fd)
                 self._fd = -1
+                _watches.pop(self._loop, None)  # or a loop that is over would be kept for ever
 
     def _wake(self) -> None:
         os.eventfd_read(self._fd)
@@ -46,7 +46,7 @@ class _Watch:
                 future.set_result(None)
 
 
-_watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Watch] = weakref.WeakKeyDictionary()
+_watches: dict[asyncio.AbstractEventLoop, _Watch] = {}
 
 
 async def until_done(operation: Awaitable, loop: asyncio.AbstractEventLoop) -> None:

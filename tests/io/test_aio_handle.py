@@ -348,6 +348,16 @@ def test_a_failed_operation_says_so_in_every_way(handle: AioHandle, path: Path) 
         handle.submit_read(torch.empty(1 << 20, dtype=torch.uint8), path)
 
 
+def test_an_event_loop_that_is_over_is_not_kept(handle: AioHandle, path: Path) -> None:
+    async def main() -> weakref.ref[asyncio.AbstractEventLoop]:
+        assert await handle.submit_write(noise(1 << 20), path) == 1 << 20
+        return weakref.ref(asyncio.get_running_loop())
+
+    loop = asyncio.run(main())
+    gc.collect()
+    assert loop() is None
+
+
 def test_operations_are_awaited_in_asyncio(handle: AioHandle, tmp_path: Path) -> None:
     tensors = [noise(100_000, seed=n) for n in range(20)]
     strided = noise(100_000).view(100, 1000).t()
