@@ -22,5 +22,16 @@ class OwnHook:
         return OwnHook, (_do_nothing,)
 
 
+def keep_out_of_graphs() -> None:
+    """Have torch.compile call hooks instead of tracing into them: what it compiles then is what lies between two hooks.
+
+    For training, where torch's optimizers have loaded torch._dynamo already; it takes a second to import.
+    """
+    import torch._dynamo
+
+    if not getattr(OwnHook.__call__, "_torchdynamo_disable", False):
+        OwnHook.__call__ = torch._dynamo.disable(OwnHook.__call__)  # type: ignore[method-assign]
+
+
 def _do_nothing(*arguments: Any) -> None:
     pass

@@ -25,7 +25,7 @@ from swapper.errors import StateError
 from swapper.interrupts import held_back
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.own_hook import OwnHook, keep_out_of_graphs
 from swapper.train.storage import GroupParameters
 
 
@@ -67,6 +67,7 @@ class Hooks:
         self._backward: list[Call] = []  # calls whose groups are leased for backward
         self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
         self._handles: list[Any] = []
+        keep_out_of_graphs()
         self._group_of = {id(p): group for group in groups for p in group.parameters}
         self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
