@@ -11,7 +11,7 @@ import atexit
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError, SwapperError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
+from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
 from swapper.stats import Stats
 from swapper.train.initial import Values, check_buffers
@@ -51,6 +52,7 @@ from swapper.train.inventory import (
     take_inventory,
 )
 from swapper.train.model import OffloadedModel
+from swapper.train.optim import NoOptimizer
 
 log = logging.getLogger("swapper")
 
@@ -132,20 +134,23 @@ class SwapManager:
 
     def offload(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizer | None = None,
         *,
         params: str = "auto",
         optimizer_state: str = "auto",
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
-    ) -> tuple[nn.Module, Optimizer]:
+    ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
 
         Args:
-            model: on the CPU, with values, or on the meta device, with `init`; hooks are put into it.
-            optimizer: over parameters of `model`. It is not used any more; the returned one takes its place.
+            model: on the CPU, with values, or on the meta device, with `init`; hooks are put into it. Several that are used
+                together (a policy and a reward model, a copy that follows by averaging) in a dictionary by name or in a list:
+                they share the budget.
+            optimizer: over parameters of `model`. It is not used any more; the returned one takes its place. None where nothing
+                is trained.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes).
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
                 says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
@@ -157,7 +162,7 @@ class SwapManager:
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
 
         Returns:
-            The same model object, and an optimizer that shares `optimizer.param_groups`.
+            `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
 
         Raises:
             BudgetError: the budget is too small; says the smallest that works.
@@ -167,13 +172,18 @@ class SwapManager:
         """
         self._enter()
         if self._model is not None:
-            raise StateError("this manager has a model already: make one manager for each model")
+            raise StateError(
+                "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
+                "make one manager for each"
+            )
         self._check_places(params, optimizer_state, gradients)
+        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
         inventory = take_inventory(
-            model, optimizer, master_weights, may_be_meta=init is not None or self._resumed is not None
+            whole, used, master_weights, may_be_meta=init is not None or self._resumed is not None
         )
         try:
-            return model, self._offload(model, optimizer, inventory, params, optimizer_state, gradients, init)
+            paged = self._offload(whole, used, inventory, params, optimizer_state, gradients, init)
+            return model, None if optimizer is None else paged
         except BaseException:
             self._release_resources()
             self._model = None
@@ -182,8 +192,8 @@ class SwapManager:
 
     def plan(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizer | None = None,
         *,
         params: str = "auto",
         optimizer_state: str = "auto",
@@ -196,7 +206,8 @@ class SwapManager:
         """
         self._check_usable()
         self._check_places(params, optimizer_state, gradients)
-        inventory = take_inventory(model, optimizer, master_weights, may_be_meta=True)
+        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
+        inventory = take_inventory(whole, used, master_weights, may_be_meta=True)
         tuning = find_tuning(self._directory.path)
         return plan_run(inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning)
 

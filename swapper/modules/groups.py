@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from swapper.modules.several import Models
+
 MERGE_BELOW_BYTES = 1 << 20
 """Neighbouring units outside of lists share a group while it is smaller than this."""
 
@@ -106,7 +108,7 @@ def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, lis
                 yield name, child, subtree, True
         else:
             own = looked_at(child)
-            if own:
+            if own or isinstance(module, Models):  # a model is a unit, if only an empty one
                 yield name, child, own, False
             yield from _below(name, child)
 

@@ -30,7 +30,7 @@ def keep_out_of_graphs() -> None:
     import torch._dynamo
 
     if not getattr(OwnHook.__call__, "_torchdynamo_disable", False):
-        OwnHook.__call__ = torch._dynamo.disable(OwnHook.__call__)  # type: ignore[method-assign]
+        OwnHook.__call__ = torch._dynamo.disable(OwnHook.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _do_nothing(*arguments: Any) -> None:

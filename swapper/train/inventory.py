@@ -249,7 +249,17 @@ def _check_model(model: nn.Module, may_be_meta: bool) -> None:
                 "with other strides torch would give other bits: set `parameter.data = parameter.data.contiguous()` before "
                 "manager.offload"
             )
+    _check_modules(model)
     _check_disjoint(model)
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
+                "sparse=False"
+            )
 
 
 def _check_disjoint(model: nn.Module) -> None:

@@ -12,10 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.core.pager import Pager
+from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import InvariantError, StateError
 from swapper.interrupts import held_back
 from swapper.modules.cold import aliases
+from swapper.modules.several import Models
 from swapper.stats import Stats
 from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
@@ -27,6 +29,7 @@ from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.slices import ParameterPlaces
+from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
 from swapper.train.visit import visit
@@ -109,7 +112,8 @@ class OffloadedModel:
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
         trained = {id(parameter) for parameter, _ in self._trained()}
         self._untrained = [parameter for parameter in order if id(parameter) not in trained]
-        paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state)
+        state = StateView(self._with_state, self._read_state)
+        paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state, state)
         self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
         state_sections: dict[int, list[Section]] = {}
         for section in self._state_sections:
@@ -305,7 +309,10 @@ class OffloadedModel:
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections: look at their place, not at their data."""
         with aliases():
-            content: dict[str, Any] = {"model": self.model.state_dict()}
+            model = self.model
+            content: dict[str, Any] = {
+                "model": model.state_dicts() if isinstance(model, Models) else model.state_dict()
+            }
         masters = {
             places.name: self._alias(places.name, "master") for _, places in self._trained() if places.has_master
         }
@@ -358,6 +365,27 @@ class OffloadedModel:
         for trainable in self._trainables:
             if trainable.group in indices and any(places.has_master for places in trainable.places):
                 self._sweep.refresh_masters(trainable)
+
+    def _with_state(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizer keeps something for, in the order of its groups."""
+        found = [(self._numbers[id(p)], p) for p, places in self._trained() if self.entries[places.name]]
+        return [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
+
+    def _read_state(self, parameter: torch.Tensor) -> dict[str, Any]:
+        """Return a copy of one parameter's state."""
+        self._enter()
+        name = self._names[id(parameter)]
+        state: dict[str, Any] = {}
+        for key, value in self.entries[name].items():
+            state[key] = copy.deepcopy(value)
+            if value is PAGED:
+                place = self._places[name, key]
+                access = Access(None, tuple(place.pages(0, place.slot.spec.numel)))
+                with held_back:
+                    self._pager.acquire(access)
+                    state[key] = place.section.tensor(place.slot).clone()
+                    self._pager.release(access)
+        return state
 
     def _save_state(self) -> dict[int, dict[str, Any]]:
         self._enter()

@@ -6,7 +6,7 @@ both; its `step` is the sweep over the paged state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ class PagedOptimizer(Optimizer):
         run_step: does the update.
         save_state: returns the state in torch's form, {index of parameter: {key: tensor}}, in memory of its own.
         load_state: takes the same.
+        state: shows the state of each parameter.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PagedOptimizer(Optimizer):
         run_step: Callable[[], None],
         save_state: Callable[[], dict[int, dict[str, Any]]],
         load_state: Callable[[dict[int, dict[str, Any]]], None],
+        state: Mapping[torch.Tensor, Any],
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
         self.param_groups = original.param_groups
@@ -38,6 +40,7 @@ class PagedOptimizer(Optimizer):
         self._run_step = run_step
         self._save_state = save_state
         self._load_state = load_state
+        self.state = state  # type: ignore[assignment]
         for name in [name for name in vars(self) if name.endswith("_hooks")]:  # those that the user has put in go on
             setattr(self, name, getattr(original, name))
 
@@ -67,7 +70,8 @@ class PagedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, its tensors copied to memory of their own: as large as the state.
 
-        `manager.snapshot` writes the same to a file without needing the memory.
+        They cannot be views of the swap files, which the next steps write to. Without the memory: `manager.snapshot(path)`, and
+        then `torch.load(path, mmap=True)["optimizer"]`, whose tensors are mapped from a file that nobody writes to.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -108,6 +112,16 @@ class PagedOptimizer(Optimizer):
                 "add_param_group after offload is not supported yet: add the group before manager.offload"
             )
         super().add_param_group(param_group)
+
+
+class NoOptimizer(Optimizer):
+    """Stands in where nothing is trained."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
 
 
 def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,41 @@
+"""One of two processes under torchrun: DDP over gloo on a plain and on a swapped model; both must go the same way."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from e2e.models import Net, train_step
+
+
+def main(directory: str) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Net(depth=3))
+    plain, swapped = models
+    wrapped = [DistributedDataParallel(model) for model in models]  # before offload: it sends the weights around
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
+    with swapper.SwapManager(directory, host_memory="9MiB") as manager:
+        _, optimizer = manager.offload(wrapped[1], optimizers[1], params="nvme", optimizer_state="nvme")
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)  # each rank has batches of its own
+            expected = train_step(wrapped[0], optimizers[0])
+            torch.manual_seed(10 * step + rank)
+            assert torch.equal(train_step(wrapped[1], optimizer), expected)
+        for ours, theirs in zip(swapped.parameters(), plain.parameters(), strict=True):
+            with manager.gather(ours):
+                assert torch.equal(ours, theirs)
+        assert manager.stats.bytes_read > 0
+    print(f"rank {rank}: same", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
