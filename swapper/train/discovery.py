@@ -31,7 +31,7 @@ import torch
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop, SparseAdam
 
 from swapper.errors import UnsupportedError
-from swapper.train.shadow import Shadow, Work, is_same
+from swapper.train.shadow import NAMES, Shadow, Work, is_same
 
 STEPS = 4
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
@@ -108,7 +108,7 @@ class Discovery:
             UnsupportedError: the optimizer cannot be paged; says why.
         """
         group = self._optimizer.param_groups[settings]
-        chosen = sorted((key, repr(value)) for key, value in group.items() if key not in {"params", *LR_NAMES})
+        chosen = sorted((key, repr(value)) for key, value in group.items() if key not in {"params", NAMES, *LR_NAMES})
         key = (tuple(chosen), dtype, ndim)
         if key not in self._forms:
             if ndim >= len(SHAPES):

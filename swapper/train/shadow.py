@@ -22,6 +22,9 @@ from torch.optim import Optimizer
 
 from swapper.errors import UnsupportedError
 
+NAMES = "param_names"
+"""Of a group's parameters, where the optimizer was built from named ones. As many as parameters, and for people only."""
+
 
 @dataclass(slots=True)
 class Work:
@@ -141,7 +144,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_of(group: dict[str, Any]) -> dict[str, Any]:
     """Return the group's settings without its parameters; what could be changed in place is a copy."""
     return {
-        key: copy.deepcopy(value) if isinstance(value, torch.Tensor | list | dict | set) else value
+        key: copy.deepcopy(value) if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES else value
         for key, value in group.items()
         if key != "params"
     } | {"params": []}

@@ -206,3 +206,10 @@ def test_the_optimizers_state_can_be_looked_at(twins: MakeTwins) -> None:
         pair.optimizer.state[weight] = {}
     assert len(list(pair.optimizer.state.items())) == len(list(pair.plain.parameters()))
     pair.finish()
+
+
+def test_an_optimizer_built_from_named_parameters_is_bit_equal(twins: MakeTwins) -> None:
+    pair = twins(Net(), select=lambda model: list(model.named_parameters()))
+    pair.train(train_step, steps=3)
+    assert pair.optimizer.param_groups[0]["param_names"] == [name for name, _ in pair.plain.named_parameters()]
+    pair.finish()
