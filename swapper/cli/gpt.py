@@ -81,10 +81,14 @@ class Gpt(nn.Module):
         self.layers = nn.ModuleList(Layer(config.width) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(self._initialise)
+        self.apply(self.initialise)
 
     @staticmethod
-    def _initialise(module: nn.Module) -> None:
+    @torch.no_grad()
+    def initialise(module: nn.Module) -> None:
+        """Give first values to one module's own parameters."""
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
