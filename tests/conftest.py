@@ -6,6 +6,7 @@ The models are tiny, the machines of CI are small, and threads that wait for eac
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,10 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # a shell that starts this in the background has it so, and what tests start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

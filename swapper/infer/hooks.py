@@ -25,6 +25,17 @@ PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it looks whether that thread still lives."""
 
 
+_TORCHS_CALLS = nn.modules.module.__file__
+
+
+def _frame_of_the_call() -> FrameType:
+    """Return torch's frame that runs the module's hooks now, whatever is between it and us (torch._dynamo.disable, for one)."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename != _TORCHS_CALLS and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 class Call:
     """One forward of one unit, and what it leases."""
 
@@ -106,7 +117,7 @@ class Hooks:
             self._drop_stale()
             if not self._stack:
                 self._begin()
-            call = Call(unit, sys._getframe(2))
+            call = Call(unit, _frame_of_the_call())
             self._stack.append(call)
             self._lease(call, groups)
 

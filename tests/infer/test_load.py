@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 import swapper
 from swapper.cli.gpt import Gpt, GptConfig
+from swapper.modules.own_hook import keep_out_of_graphs
 
 CONFIG = GptConfig(vocabulary=512, context=32, layers=6, width=256)
 TOKENS = torch.arange(32).view(1, 32) * 7 % 512
@@ -69,3 +70,17 @@ def test_what_the_budget_can_hold_is_read_once(saved, budget):
         assert loaded.stats.bytes_read - before <= passes * loaded.read_bytes_a_pass + ahead
         assert (loaded.read_bytes_a_pass == 0) == (budget == "1GiB")
     loaded.unload()
+
+
+def test_hooks_that_are_kept_out_of_compiled_graphs_still_see_the_pass(saved):
+    """As in a process that trains too: torch._dynamo.disable puts frames of its own between torch's and the hook."""
+    keep_out_of_graphs()
+    reference = make()
+    path = saved(reference)
+    with torch.no_grad():
+        model = swapper.load(on_meta(), path, host_memory="5MiB")
+        loaded = swapper.loaded(model)
+        planned = loaded.read_bytes_a_pass
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), reference(TOKENS))
+        assert loaded.read_bytes_a_pass == planned > 0

@@ -272,6 +272,7 @@ class Run:
         self.engine.begin_request()
         self._requests_inside = REQUESTS_INSIDE  # no more from other threads
         self.pager.discard()
+        self.engine.write_failed = False  # of what is thrown away nobody needs to be told
         self._requests_inside = 0
         self.leases.clear()
         self.unfilled.clear()
