@@ -156,7 +156,6 @@ class SwapManager:
                 says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
-
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.

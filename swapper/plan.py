@@ -120,7 +120,7 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int:
-        """What a commit writes beyond what steps write anyway: what stays in memory."""
+        """What a commit writes at most beyond what steps write anyway: what stays in memory."""
         if self.commit_every is None:
             return 0
         resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places))
@@ -177,7 +177,9 @@ class Plan:
             return f"none{why}; a killed run goes on from its last snapshot"
         every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         extra = (
-            f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
+            f"at most {format_bytes(self.commit_bytes)} written for it"
+            if self.commit_bytes >= 1 << 20
+            else "at no extra write"
         )
         return f"{every}, {extra}"
 

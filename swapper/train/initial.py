@@ -6,6 +6,7 @@ tensors are read straight to where they belong.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from swapper import _C
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError, IoError, UnsupportedError
 
 Initialise = Callable[[nn.Module], Any]
 
@@ -118,8 +119,9 @@ class Values:
                     flat = landing.view(stored.dtype)
                     target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
         finally:
-            for ticket, *_ in pending:
-                ticket.wait()
+            for ticket, *_ in pending:  # also after an error: the memory must not go before
+                with contextlib.suppress(IoError):
+                    ticket.wait()
             for file in files.values():
                 file.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.errors import UnsupportedError
 from swapper.interrupts import held_back
 
 
@@ -108,8 +109,9 @@ class PagedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the optimizer is paged: add groups to the original before manager.offload."""
         if hasattr(self, "_original"):
-            raise NotImplementedError(
-                "add_param_group after offload is not supported yet: add the group before manager.offload"
+            raise UnsupportedError(
+                "add_param_group after offload is not supported yet: add the group, with requires_grad, before manager.offload, "
+                "and freeze its parameters until they shall be trained"
             )
         super().add_param_group(param_group)
 

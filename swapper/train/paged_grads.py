@@ -20,7 +20,7 @@ from torch import nn
 
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
-from swapper.errors import ColdParameterError, InvariantError, UnsupportedError
+from swapper.errors import ColdParameterError, InvariantError, StateError, UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.cold import METADATA
 from swapper.train.slices import Place
@@ -64,6 +64,7 @@ class _Home:
         norm: 2-norm of the gradient, in its dtype, as torch.linalg.vector_norm gives it.
         factor: what the sweep multiplies it by, as clipping would have done in place; None for nothing.
         limit: what the sweep clamps it to, after the factor.
+        failure: why the pages have only a part of it, until it is zeroed.
     """
 
     name: str
@@ -74,6 +75,7 @@ class _Home:
     norm: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     limit: float | None = None
+    failure: BaseException | None = None
 
 
 class PagedGradients:
@@ -87,6 +89,7 @@ class PagedGradients:
     def __init__(self, places: list[tuple[str, nn.Parameter, Place]], pager: Pager) -> None:
         self._pager = pager
         self._homes = {id(parameter): _Home(name, parameter, place) for name, parameter, place in places}
+        self._stashed: list[_Home] = []  # whose ColdGradient was taken away in this backward
         self._let_go: list[_Home] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
         self._handles: list[Any] = []
@@ -110,6 +113,7 @@ class PagedGradients:
     def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped as was asked; not to be changed."""
         home = self._homes[id(parameter)]
+        _check_whole(home)
         flat = home.place.section.tensor(home.place.slot).view(-1)[begin:end]
         if home.factor is not None:
             flat = flat.mul(home.factor)
@@ -126,6 +130,7 @@ class PagedGradients:
             raise UnsupportedError(
                 f"a gradient on NVMe has its 2-norm taken in passing, not norm_type={norm_type}: {ADVICE}"
             )
+        _check_whole(home)
         self._check_not_clipped(home)
         if home.norm is None:
             raise InvariantError(f"{home.name} has a gradient on NVMe without a norm")
@@ -152,7 +157,8 @@ class PagedGradients:
 
     def restore(self) -> None:
         """Where a backward brought no gradient after all, what was accumulated before is the gradient still."""
-        for home in self._homes.values():
+        while self._stashed:
+            home = self._stashed.pop()
             if home.stash is not None and home.parameter.grad is None:
                 home.parameter.grad = home.stash
             home.stash = None
@@ -160,8 +166,9 @@ class PagedGradients:
     def _before(self, home: _Home) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             if type(home.parameter.grad) is ColdGradient:
-                if not any(other.stash is not None for other in self._homes.values()):
+                if not self._stashed:
                     torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+                self._stashed.append(home)
                 home.stash, home.parameter.grad = home.parameter.grad, None
 
         return hook
@@ -174,7 +181,11 @@ class PagedGradients:
         return hook
 
     def _take(self, home: _Home) -> None:
-        """Move the gradient that the parameter has to its pages, on top of what was accumulated before."""
+        """Move the gradient that the parameter has to its pages, on top of what was accumulated before.
+
+        Raises:
+            IoError: a page cannot be had. The gradient counts as there, and refuses to be used until it is zeroed.
+        """
         gradient = home.parameter.grad
         if gradient is None or type(gradient) is ColdGradient:
             return
@@ -183,18 +194,28 @@ class PagedGradients:
                 f"parameter {home.name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
             )
         self.forget_what_was_let_go()
-        gradient = gradient.detach().contiguous()
+        before = home.stash
+        if before is None:
+            home.failure = None
+        try:
+            _check_whole(home)
+            self._move(home, gradient.detach().contiguous(), adding=before is not None)
+        except BaseException as error:
+            home.failure = home.failure or error
+            raise
+        finally:
+            home.parameter.grad, home.stash = before if before is not None else self._make_cold(home), None
+
+    @torch.no_grad()
+    def _move(self, home: _Home, gradient: torch.Tensor, adding: bool) -> None:
         flat = gradient.view(-1)
-        with torch.no_grad():
-            for view, begin, end in self._pages(home, adding=home.stash is not None):
-                part = flat[begin:end]
-                if home.stash is not None:
-                    part.add_(view)
-                view.copy_(part)
-            home.norm = torch.linalg.vector_norm(gradient, 2.0)
+        for view, begin, end in self._pages(home):
+            part = flat[begin:end]
+            if adding:
+                part.add_(view)
+            view.copy_(part)
+        home.norm = torch.linalg.vector_norm(gradient, 2.0)
         home.factor = home.limit = None
-        here = home.stash if home.stash is not None else self._make_cold(home)
-        home.parameter.grad, home.stash = here, None
 
     def _make_cold(self, home: _Home) -> torch.Tensor:
         here = home.place.section.tensor(home.place.slot)
@@ -203,7 +224,7 @@ class PagedGradients:
         home.here = weakref.ref(here, lambda _: self._let_go.append(home))
         return here
 
-    def _pages(self, home: _Home, adding: bool) -> Iterator[tuple[torch.Tensor, int, int]]:
+    def _pages(self, home: _Home) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield (flat view, begin, end) of the gradient page by page, each leased meanwhile."""
         section, slot = home.place.section, home.place.slot
         itemsize = slot.spec.dtype.itemsize
@@ -237,3 +258,10 @@ class PagedGradients:
                     empty.append(page.index)
         if empty:
             self._pager.forget(empty)
+
+
+def _check_whole(home: _Home) -> None:
+    if home.failure is not None:
+        raise StateError(
+            f"the gradient of {home.name} did not reach its pages whole ({home.failure}): call zero_grad and run the backward again"
+        ) from home.failure

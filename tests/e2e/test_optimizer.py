@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+import swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same
 
@@ -314,7 +315,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_changes(
 
 def test_groups_cannot_be_added_after_offload(twins: MakeTwins) -> None:
     pair = twins(Net())
-    with pytest.raises(NotImplementedError, match=r"before manager\.offload"):
+    with pytest.raises(swapper.UnsupportedError, match=r"before manager\.offload"):
         pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     pair.train(train_step, steps=1)
     pair.finish(paged=False)

@@ -178,3 +178,28 @@ def test_gradients_take_no_memory_and_no_name_on_the_drive(tmp_path: Path) -> No
         manager.offload(model, optimizer, gradients="nvme", **options)
         assert manager.stats.resident_bytes < on_host - 0.9 * nbytes
         assert {path.name for path in tmp_path.rglob("*.swap")} == {"turn-0.swap", "turn-1.swap"}
+
+
+def test_a_gradient_that_did_not_reach_its_pages_is_not_used(paged: MakeTwins) -> None:
+    """The drive fails in the middle of a backward that accumulates: nothing may be made of what is half added."""
+    pair = paged()
+    pair.train(step, steps=2)
+    backward(pair.swapped)
+    acquire = pair.manager._pager.acquire
+
+    def fail(access: Any) -> None:
+        if access.key == ("grad", "layers.3.weight", 1):
+            raise swapper.IoError("read", "scratch", 0, 4096, 5)
+        acquire(access)
+
+    pair.manager._pager.acquire = fail
+    with pytest.raises(swapper.IoError):
+        backward(pair.swapped)
+    pair.manager._pager.acquire = acquire
+    for use in (lambda: pair.manager.clip_grad_norm_(1.0), lambda: backward(pair.swapped)):
+        with pytest.raises(swapper.StateError, match=r"layers\.3\.weight did not reach its pages whole .* zero_grad"):
+            use()
+    pair.optimizer.zero_grad()
+    pair.train(step, steps=2)
+    pair.assert_same_parameters()
+    pair.assert_same_state()
