@@ -6,7 +6,6 @@ tensors are read straight to where they belong.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,8 +14,9 @@ import torch
 from torch import nn
 
 from swapper import _C
+from swapper.checkpoint.engines import drain, wait_for_all
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
-from swapper.errors import ConfigError, IoError, UnsupportedError
+from swapper.errors import ConfigError, UnsupportedError
 
 Initialise = Callable[[nn.Module], Any]
 
@@ -113,15 +113,14 @@ class Values:
                     file = files[stored.path]
                     ticket = self._engine.read(file, stored.offset, landing.data_ptr(), stored.nbytes)
                     pending.append((ticket, stored, target, landing))
-            for ticket, stored, target, landing in pending:
-                ticket.wait()
+            wait_for_all(ticket for ticket, *_ in pending)
+            for _, stored, target, landing in pending:
                 if landing is not target:
                     flat = landing.view(stored.dtype)
                     target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
         finally:
             for ticket, *_ in pending:  # also after an error: the memory must not go before
-                with contextlib.suppress(IoError):
-                    ticket.wait()
+                drain(ticket)
             for file in files.values():
                 file.close()
 
