@@ -6,7 +6,6 @@ open in Python, and COPY_BYTES of memory of its own, which goes when the copy is
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from swapper import _C
+from swapper.checkpoint.engines import drain
 from swapper.errors import CheckpointError
 
 PIECE_BYTES = 4 << 20
@@ -77,8 +77,8 @@ def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
             finish_one()
     finally:
         for *_, read, write in in_flight:  # their memory must not go before they are done
-            _drain(read)
-            _drain(write)
+            drain(read)
+            drain(write)
         del view
 
 
@@ -86,9 +86,3 @@ def _pieces(runs: Iterable[Run]) -> Iterator[tuple[Run, int, int]]:
     for run in runs:
         for offset in range(run.offset, run.offset + run.nbytes, PIECE_BYTES):
             yield run, offset, min(PIECE_BYTES, run.offset + run.nbytes - offset)
-
-
-def _drain(ticket: Any) -> None:
-    while not ticket.done:
-        with contextlib.suppress(Exception):
-            ticket.wait()
