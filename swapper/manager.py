@@ -1,9 +1,4 @@
-"""SwapManager: opens and closes everything, in one written order, and hands out the user's verbs.
-
-[Note: order of opening and closing] Opened: directory and lock; then, by `offload`, arena, engine, store, pager, the
-model's own part, the gradients' arena. Closed in reverse: hooks first, so that nobody asks for pages; then the pager
-waits for all transfers; engine; files; arenas; lock. Tensors that still alias an arena keep its memory alive.
-"""
+"""SwapManager: the user's verbs, over a directory and the run in it (run.py has what is opened, and the order of closing)."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,35 +15,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
-from swapper.checkpoint.committer import Committer
-from swapper.checkpoint.resume import follow_placement, page_bytes_of, restore
-from swapper.checkpoint.retention import Retention
+from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
-from swapper.checkpoint.snapshot import Publisher
 from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.config import PLACEMENTS, format_bytes, parse_choice, parse_host_memory
-from swapper.core.budget import Budget
-from swapper.core.memory import HostMemory, return_free_memory
-from swapper.core.pager import Pager
-from swapper.core.pool import Pool
-from swapper.core.schedule import Schedule
-from swapper.core.scratch import ScratchFile, Stores
-from swapper.core.store import Store
+from swapper.config import PLACEMENTS, parse_choice, parse_host_memory
 from swapper.directory import RESUME_CHOICES, RunDirectory
-from swapper.errors import CheckpointError, ConfigError, StateError, SwapperError
+from swapper.errors import CheckpointError, ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
 from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
+from swapper.run import Callbacks, Run
 from swapper.stats import Stats
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import (
     Inventory,
-    expected_cycle,
-    find_places,
-    find_trainables,
     take_inventory,
 )
 from swapper.train.model import OffloadedModel
@@ -113,12 +95,7 @@ class SwapManager:
         self._failure: BaseException | None = None
         self._stats = Stats()
         self._registered: dict[str, Any] = {}
-        self._model: OffloadedModel | None = None
-        self._memory = HostMemory()
-        self._engine: Any = None
-        self._store: Store | None = None
-        self._publisher: Any = None  # a Publisher, once something is offloaded
-        self._scratch: ScratchFile | None = None
+        self._run: Run | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
         try:
@@ -170,7 +147,7 @@ class SwapManager:
             StateError: the manager is closed or has a model already.
         """
         self._enter()
-        if self._model is not None:
+        if self._run is not None:
             raise StateError(
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
@@ -181,11 +158,12 @@ class SwapManager:
             whole, used, master_weights, may_be_meta=init is not None or self._resumed is not None
         )
         try:
-            paged = self._offload(whole, used, inventory, params, optimizer_state, gradients, init)
+            paged = self._open(whole, used, inventory, params, optimizer_state, gradients, init)
             return model, None if optimizer is None else paged
         except BaseException:
-            self._release_resources()
-            self._model = None
+            if self._run is not None:
+                self._run.close()
+            self._run = None
             self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
             raise
 
@@ -241,8 +219,7 @@ class SwapManager:
             StateError: parameters were changed without `write=True`, or are not of the offloaded model.
         """
         self._enter()
-        if self._model is None:
-            raise StateError("gather needs an offloaded model: call manager.offload first")
+        run = self._running("gather")
         if isinstance(target, nn.Module):
             parameters = list(target.parameters())
         elif isinstance(target, nn.Parameter):
@@ -251,22 +228,20 @@ class SwapManager:
             parameters = list(target)
         if write:
             self._enter_to_write()
-        with self._model.gather(parameters, write):
+        with run.model.gather(parameters, write):
             yield target
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
         self._enter()
-        if self._model is None:
-            raise StateError("clip_grad_norm_ needs an offloaded model: call manager.offload first")
-        return self._model.gradients.clip_norm(self._model.model.parameters(), max_norm, norm_type)
+        model = self._running("clip_grad_norm_").model
+        return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
         self._enter()
-        if self._model is None:
-            raise StateError("clip_grad_value_ needs an offloaded model: call manager.offload first")
-        self._model.gradients.clip_value(self._model.model.parameters(), clip_value)
+        model = self._running("clip_grad_value_").model
+        model.gradients.clip_value(model.model.parameters(), clip_value)
 
     def snapshot(
         self,
@@ -298,28 +273,27 @@ class SwapManager:
             IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
         self._enter()
-        if self._model is None or self._store is None:
-            raise StateError("snapshot needs an offloaded model: call manager.offload first")
+        run = self._running("snapshot")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
-        if self._model.is_gathered:
+        if run.model.is_gathered:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         parse_choice(frozen, "frozen", ("include", "reference"))
-        self._publisher.raise_failure()
+        run.publisher.raise_failure()
         with held_back:
-            self._model.abandon_pass()
-            if self._committer.has_snapshot:
-                self._committer.finish()
-            snapshot = self._publisher.capture(
+            run.model.abandon_pass()
+            if run.committer.has_snapshot:
+                run.committer.finish()
+            snapshot = run.publisher.capture(
                 Path(path).absolute(),
-                self._content(self._model, extra or {}),
+                self._content(run.model, extra or {}),
                 keep,
                 frozen == "include",
                 self._stats.step,
                 self._finish_snapshots,
             )
-            self._pager.write_back()
-            self._committer.add_snapshot(self._stats.step, snapshot)
+            run.pager.write_back()
+            run.committer.add_snapshot(self._stats.step, snapshot)
             atexit.unregister(self.close)
             atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         ticket: SnapshotTicket = snapshot.ticket
@@ -338,14 +312,13 @@ class SwapManager:
     def _finish_snapshots(self) -> None:
         """A snapshot is waited for: have it started."""
         self._check_usable()
-        self._committer.finish()
+        self._running("snapshot").committer.finish()
 
     @property
     def stats(self) -> Stats:
         """Counters so far."""
-        if self._engine is not None:
-            self._stats.bytes_read = self._engine.bytes_read
-            self._stats.bytes_written = self._engine.bytes_written
+        if self._run is not None:
+            self._run.count_bytes()
         return self._stats
 
     @property
@@ -361,19 +334,17 @@ class SwapManager:
         if self._closed or os.getpid() != self._pid:
             return
         try:
-            if self._model is not None and self._failure is None:
-                self._model.abandon_pass()
-                self._model.end_gathers()
-                self._pager.flush()
-                self._committer.finish()
+            if self._run is not None and self._failure is None:
+                self._run.finish()
         finally:
             with held_back:
                 self._closed = True
                 atexit.unregister(self.close)
-                self._release_resources()
+                if self._run is not None:
+                    self._run.close()
                 self._directory.close()
-        if self._publisher is not None:
-            self._publisher.raise_failure()
+        if self._run is not None:
+            self._run.publisher.raise_failure()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -381,9 +352,9 @@ class SwapManager:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # --- opening and closing --------------------------------------------------------------------------------------
+    # --- opening ----------------------------------------------------------------------------------------------------
 
-    def _offload(
+    def _open(
         self,
         model: nn.Module,
         optimizer: Optimizer,
@@ -399,79 +370,31 @@ class SwapManager:
             check_same(record, inventory.plans, kind)
             check_buffers(model)
             params, optimizer_state = follow_placement(record, params, optimizer_state)
-        existing = record.files if record is not None else {}
         plan = plan_run(
             inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every,
-            page_bytes=page_bytes_of(record) if record is not None else None, existing_files=existing,
+            page_bytes=page_bytes_of(record) if record is not None else None,
+            existing_files=record.files if record is not None else {},
         )  # fmt: skip
-        places, budget, every, turns = plan.places, plan.budget, plan.commit_every, plan.turns
-        self._layout = plan.layout
-        self._sections = plan.make_sections()
-        grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self._sections))
-        everything = [*self._sections, *grad_sections]
-        self._directory.require_space((turns - len(existing)) * self._layout.tail_offset + plan.scratch_bytes)
-        arena, frames_offset = self._memory.attach(
-            [*self._sections, *(section for section in grad_sections if section.pages)], budget.pool_bytes
-        )
-        self._engine = _C.Engine(backend=self._backend, arena=arena)
-        values = Values(init, model, self._engine) if init is not None and record is None else None
-        self._store = Store(
-            self._engine,
-            self._directory.path,
-            self._layout.headers(),
-            self._layout.tail_offset,
-            existing,
-            turns,
-            [piece for section in self._sections for piece in (section.pages or [section.piece])],
-        )
-        self._publisher = Publisher(
-            self._sections,
-            self._layout,
-            self._engine,
-            self._store,
-            Retention(self._directory.path),
-            inventory.unchanging,
-        )
-        if plan.scratch_bytes:
-            self._scratch = ScratchFile(self._engine, self._directory.path, plan.scratch_bytes)
-        pages = [page for section in everything for page in section.pages]
-        self._pool = Pool(arena.address, frames_offset, budget.page_bytes, budget.frame_count)
-        trainables = find_trainables(inventory, find_places(inventory, everything))
-        schedule = Schedule(expected_cycle(inventory, everything, trainables, budget.page_bytes))
-        self._pager = Pager(
-            pages, self._pool, Stores(self._store, self._scratch), schedule, self._stats,
-            window_pages=plan.window_pages, lazy=plan.lazy,
+        described = describe_plans(inventory.plans)
+        run = self._run = Run(
+            model, optimizer, plan, self._directory, record, self._stats,
+            Callbacks(
+                self._enter, self._enter_to_write, self._run_step,
+                lambda step: self._describe_commit(step, kind, described, plan.places),
+            ),
+            backend=self._backend, fsync=self._fsync,
         )  # fmt: skip
-        self._note_sizes(inventory, budget, places)
-        self._model = OffloadedModel(
-            model, optimizer, inventory, self._sections, grad_sections, self._pager, budget.page_bytes, self._stats,
-            self._enter, self._enter_to_write,
-        )  # fmt: skip
-        plans = describe_plans(inventory.plans)
-        self._committer = Committer(
-            self._directory.path, every, self._fsync, self._sections, self._pager, self._store,
-            lambda step: self._describe_commit(step, kind, plans, places), self._publisher,
-            record.step if record is not None else None,
-        )  # fmt: skip
+        values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:
-            restore(record, self._sections, self._store, self._pool)
-            self._pager.back_cold_pages()
-            self._model.restore_settings(record.param_groups)
-            self._model.entries.unpack(record.state_entries)
             self._stats.step = record.step
-        returned = self._model.adopt(self._run_step, fill=record is None)
-        self._pager.flush()
+        returned = run.adopt(fill=record is None)
         if record is None or record.rng is None:
             self._note_rng()
         elif self._keeps_rng:
             self._rng = record.rng
         if record is None:
-            self._committer.step_done(0)
-        return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
-        self._memory.attach([section for section in grad_sections if section.resident], 0)
-        self._model.start()
-        if values is not None:
-            self._model.initialise(values)
+            run.committer.step_done(0)
+        run.begin(values)
         if self._rng is not None and record is not None:
             set_rng_states(self._rng)
         return returned
@@ -482,68 +405,36 @@ class SwapManager:
             if value == "device":
                 raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
 
-    def _note_sizes(self, inventory: Inventory, budget: Budget, places: dict[str, str]) -> None:
-        self._stats.pool_bytes = budget.page_bytes * budget.frame_count
-        self._stats.frame_bytes = budget.page_bytes
-        self._stats.resident_bytes = budget.resident_bytes
-        self._stats.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
-        log.info(
-            "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
-            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
-            self._engine.backend, self._engine.reason, self._store.io_mode if self._store else "",
-            self._memory.describe(),
-        )  # fmt: skip
-
-    def _release_resources(self) -> None:
-        """[Note: order of opening and closing]"""
-        if self._model is not None:
-            self._model.close(keep_cold=True)
-            self._committer.abandon()
-            self._publisher.finish()
-            self._pager.discard()
-        if self._engine is not None:
-            self.stats  # noqa: B018  # the engine's last counts
-            self._engine.close()
-        for files in (self._store, self._scratch):
-            if files is not None:
-                files.close()
-        self._memory.close()
-        self._engine = self._store = self._scratch = None
+    def _running(self, verb: str) -> Run:
+        """Return the run; for verbs that need an offloaded model."""
+        if self._run is None:
+            raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
+        return self._run
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def _run_step(self) -> None:
         self._check_usable()
-        if self._model is None or self._store is None:
-            raise StateError("there is no offloaded model")
-        if self._model.is_gathered:
+        run = self._running("optimizer.step()")
+        if run.model.is_gathered:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
-        self._model.check_gradients()
-        self._model.check_step()
-        self._model.abandon_pass()
-        self._committer.before_step()  # the writes of the step before are long done
-        settings = self._model.packed_groups()
+        run.model.check_gradients()
+        run.model.check_step()
+        run.model.abandon_pass()
+        run.committer.before_step()  # the writes of the step before are long done
+        settings = run.model.packed_groups()
         try:
-            self._model.update()
-            self._pager.end_step()
+            run.model.update()
+            run.pager.end_step()
         except BaseException as error:
-            self._roll_back(error)
-            self._model.restore_settings(settings)
+            self._failure = error
+            if run.roll_back(self._stats.step):  # else memory and files hold a mix: only closing is left
+                self._failure = None
+            run.model.restore_settings(settings)
             raise
         self._stats.step += 1
         self._note_rng()
-        self._committer.step_done(self._stats.step)
-
-    def _roll_back(self, error: BaseException) -> None:
-        """A step failed half-way. Where the one before is committed all is as it was then; else only closing is left."""
-        self._failure = error
-        if self._scratch is not None or not self._committer.can_roll_back(self._stats.step):
-            return  # gradients on NVMe are gone as soon as they are used
-        with held_back, suppress(SwapperError):
-            self._pager.discard()
-            self._committer.roll_back()
-            self._pager.back_cold_pages()
-            self._failure = None
+        run.committer.step_done(self._stats.step)
 
     def _note_rng(self) -> None:
         """At the end of a step: what draws random numbers from here on belongs to the next one."""
@@ -553,15 +444,17 @@ class SwapManager:
     def _enter(self) -> None:
         """What every use begins with: check, and commit the step before if it is due and its writes are done."""
         self._check_usable()
-        if self._model is not None:
-            self._committer.enter()
+        if self._run is not None:
+            self._run.committer.enter()
 
     def _enter_to_write(self) -> None:
         """As `_enter`, where something is about to be changed from outside: the step before is committed as it was."""
         self._check_usable()
-        self._committer.finish()
+        if self._run is not None:
+            self._run.committer.finish()
 
     def _describe_commit(self, step: int, optimizer: str, plans: list[str], places: dict[str, str]) -> CommitRecord:
+        model = self._running("a commit").model
         return CommitRecord(
             step=step,
             rank=self._directory.rank,
@@ -572,8 +465,8 @@ class SwapManager:
             plans=plans,
             files={},
             sections=[],
-            param_groups=self._model.packed_groups() if self._model is not None else [],
-            state_entries=self._model.entries.pack() if self._model is not None else {},
+            param_groups=model.packed_groups(),
+            state_entries=model.entries.pack(),
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             extra=copy.deepcopy(self.extra),
             rng=self._rng,

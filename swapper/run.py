@@ -1,0 +1,249 @@
+"""Run: what one offloaded model has at run time (memory, engine, files, pager, the model's own part), opened and closed as one.
+
+[Note: order of opening and closing] Opened: the manager's directory and lock; then arena, engine, store, publisher, scratch file,
+pool, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that nobody asks for
+pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's lock. Tensors that
+still alias an arena keep its memory alive.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper import _C
+from swapper.checkpoint.commit import CommitRecord
+from swapper.checkpoint.committer import Committer
+from swapper.checkpoint.resume import restore
+from swapper.checkpoint.retention import Retention
+from swapper.checkpoint.snapshot import Publisher
+from swapper.config import format_bytes
+from swapper.core.memory import HostMemory, return_free_memory
+from swapper.core.pager import Pager
+from swapper.core.pool import Pool
+from swapper.core.schedule import Schedule
+from swapper.core.scratch import ScratchFile, Stores
+from swapper.core.store import Store
+from swapper.directory import RunDirectory
+from swapper.errors import SwapperError
+from swapper.interrupts import held_back
+from swapper.plan import Plan
+from swapper.stats import Stats
+from swapper.train.initial import Values
+from swapper.train.inventory import expected_cycle, find_places, find_trainables
+from swapper.train.model import OffloadedModel
+from swapper.train.optim import PagedOptimizer
+
+log = logging.getLogger("swapper")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run asks of its manager.
+
+    Attributes:
+        enter: called whenever the user comes in; raises if the manager cannot be used.
+        enter_to_write: the same, where something is about to be changed from outside.
+        step: what the optimizer's `step` does.
+        describe: returns the commit record of a step, its `files` and `sections` still empty.
+    """
+
+    enter: Callable[[], None]
+    enter_to_write: Callable[[], None]
+    step: Callable[[], None]
+    describe: Callable[[int], CommitRecord]
+
+
+class Run:
+    """Everything that one offloaded model has at run time. Where opening fails, what was opened is closed.
+
+    Args:
+        model, optimizer: the user's.
+        plan: where everything shall live.
+        directory: of the swap files.
+        record: the commit to go on from, or None.
+        stats: counters to keep.
+        manager: whom to ask.
+        backend: of the engine.
+        fsync: commits survive a power loss.
+
+    Attributes:
+        sections: of parameters and optimizer state.
+
+    Raises:
+        DirectoryError: the drive has not enough room.
+        CheckpointError: the files have not the content of the commit.
+    """
+
+    engine: Any = None
+    _store: Store | None = None
+    _scratch: ScratchFile | None = None
+    _model: OffloadedModel | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        directory: RunDirectory,
+        record: CommitRecord | None,
+        stats: Stats,
+        manager: Callbacks,
+        *,
+        backend: str,
+        fsync: bool,
+    ) -> None:
+        self._manager = manager
+        self._stats = stats
+        self._directory = directory
+        self._memory = HostMemory()
+        self.sections = plan.make_sections()
+        self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
+        try:
+            self._open_storage(plan, record, backend)
+            self._open_model(model, optimizer, plan, record, fsync)
+            self._note_sizes(plan)
+            if record is not None:
+                self._restore(record)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_storage(self, plan: Plan, record: CommitRecord | None, backend: str) -> None:
+        existing = record.files if record is not None else {}
+        self._directory.require_space((plan.turns - len(existing)) * plan.layout.tail_offset + plan.scratch_bytes)
+        paged_grads = [section for section in self._grad_sections if section.pages]
+        arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
+        self.engine = _C.Engine(backend=backend, arena=arena)
+        self._store = Store(
+            self.engine,
+            self._directory.path,
+            plan.layout.headers(),
+            plan.layout.tail_offset,
+            existing,
+            plan.turns,
+            [piece for section in self.sections for piece in (section.pages or [section.piece])],
+        )
+        self.publisher = Publisher(
+            self.sections,
+            plan.layout,
+            self.engine,
+            self._store,
+            Retention(self._directory.path),
+            plan.inventory.unchanging,
+        )
+        if plan.scratch_bytes:
+            self._scratch = ScratchFile(self.engine, self._directory.path, plan.scratch_bytes)
+        self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
+
+    def _open_model(
+        self, model: nn.Module, optimizer: Optimizer, plan: Plan, record: CommitRecord | None, fsync: bool
+    ) -> None:
+        assert self._store is not None
+        inventory, page_bytes = plan.inventory, plan.budget.page_bytes
+        everything = [*self.sections, *self._grad_sections]
+        trainables = find_trainables(inventory, find_places(inventory, everything))
+        self.pager = Pager(
+            [page for section in everything for page in section.pages],
+            self._pool,
+            Stores(self._store, self._scratch),
+            Schedule(expected_cycle(inventory, everything, trainables, page_bytes)),
+            self._stats,
+            window_pages=plan.window_pages,
+            lazy=plan.lazy,
+        )
+        self.committer = Committer(
+            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
+            self._manager.describe, self.publisher, record.step if record is not None else None,
+        )  # fmt: skip
+        self._model = OffloadedModel(
+            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._stats,
+            self._manager.enter, self._manager.enter_to_write,
+        )  # fmt: skip
+
+    def _note_sizes(self, plan: Plan) -> None:
+        budget, places, inventory = plan.budget, plan.places, plan.inventory
+        self._stats.pool_bytes = budget.page_bytes * budget.frame_count
+        self._stats.frame_bytes = budget.page_bytes
+        self._stats.resident_bytes = budget.resident_bytes
+        self._stats.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
+        log.info(
+            "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
+            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
+            self.engine.backend, self.engine.reason, self._store.io_mode if self._store else "",
+            self._memory.describe(),
+        )  # fmt: skip
+
+    def _restore(self, record: CommitRecord) -> None:
+        """Go on from a commit: sections and settings have what it says."""
+        assert self._store is not None
+        restore(record, self.sections, self._store, self._pool)
+        self.pager.back_cold_pages()
+        self.model.restore_settings(record.param_groups)
+        self.model.entries.unpack(record.state_entries)
+
+    @property
+    def model(self) -> OffloadedModel:
+        """The model's own part."""
+        assert self._model is not None
+        return self._model
+
+    def adopt(self, fill: bool) -> PagedOptimizer:
+        """Move the model to its places, with its values where `fill` says so; returns the optimizer that works there."""
+        returned = self.model.adopt(self._manager.step, fill)
+        self.pager.flush()
+        return returned
+
+    def begin(self, values: Values | None) -> None:
+        """The model is at its places: gradients get their memory, and a model without values its first ones."""
+        return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
+        self._memory.attach([section for section in self._grad_sections if section.resident], 0)
+        self.model.start()
+        if values is not None:
+            self.model.initialise(values)
+
+    def roll_back(self, step: int) -> bool:
+        """Undo what was done since `step`. Returns False where that cannot be: only closing is left then."""
+        if self._scratch is not None or not self.committer.can_roll_back(step):
+            return False  # gradients on NVMe are gone as soon as they are used
+        with held_back, suppress(SwapperError):
+            self.pager.discard()
+            self.committer.roll_back()
+            self.pager.back_cold_pages()
+            return True
+        return False
+
+    def finish(self) -> None:
+        """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
+        self.model.abandon_pass()
+        self.model.end_gathers()
+        self.pager.flush()
+        self.committer.finish()
+
+    def count_bytes(self) -> None:
+        """Bring the counters up to date."""
+        if self.engine is not None:
+            self._stats.bytes_read = self.engine.bytes_read
+            self._stats.bytes_written = self.engine.bytes_written
+
+    def close(self) -> None:
+        """[Note: order of opening and closing]"""
+        if self._model is not None:
+            self._model.close(keep_cold=True)
+            self.committer.abandon()
+            self.publisher.finish()
+            self.pager.discard()
+        if self.engine is not None:
+            self.count_bytes()
+            self.engine.close()
+        for files in (self._store, self._scratch):
+            if files is not None:
+                files.close()
+        self._memory.close()
+        self.engine = self._store = self._scratch = None
