@@ -18,14 +18,32 @@ class Arena:
     view, window, and engine that registered it is gone.
     """
 
-    def __init__(self, nbytes: int, *, lock: bool = True, huge_pages: bool = True) -> None:
+    def __init__(
+        self, nbytes: int, *, head_bytes: int | None = None, lock: bool = True, huge_pages: bool = True
+    ) -> None:
         """Takes `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
+
+        With `head_bytes` only as many are taken now, and the others by `take_the_rest`, or as they are touched.
 
         If the system refuses to lock or has no huge pages, the arena goes on without; see `lock_reason`.
 
         Raises:
             ConfigError: `nbytes` is 0 or beyond any machine.
-            IoError: there is not that much address space.
+            IoError: there is not that much address space, or the system refuses memory.
+        """
+
+    def take_the_rest(self) -> None:
+        """Has threads take what is beyond the head, and comes back at once. To be called once."""
+
+    @property
+    def taken_bytes(self) -> int:
+        """All before this offset is taken."""
+
+    def wait_taken(self, nbytes: int) -> None:
+        """Waits until the first `nbytes` bytes are taken.
+
+        Raises:
+            IoError: the system refused some of them.
         """
 
     @property

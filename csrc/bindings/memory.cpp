@@ -1,7 +1,10 @@
 // Arena, View and Window in Python. Views and windows are buffers: tensors made of them share their memory.
 // Owns nothing.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+
+#include <optional>
 
 #include "base/align.h"
 #include "base/error.h"
@@ -114,11 +117,24 @@ void bind_memory(nb::module_& module) {
   nb::class_<ArenaHandle>(module, "Arena")
       .def(
           "__init__",
-          [](ArenaHandle* self, std::uint64_t nbytes, bool lock, bool huge_pages) {
+          [](ArenaHandle* self, std::uint64_t nbytes, std::optional<std::uint64_t> head_bytes, bool lock,
+             bool huge_pages) {
             const nb::gil_scoped_release released;  // locking touches every page
-            new (self) ArenaHandle{std::make_shared<Arena>(ArenaOptions{nbytes, lock, huge_pages})};
+            ArenaOptions options{.nbytes = nbytes, .lock = lock, .huge_pages = huge_pages};
+            if (head_bytes) options.head_bytes = *head_bytes;
+            new (self) ArenaHandle{std::make_shared<Arena>(options)};
           },
-          "nbytes"_a, nb::kw_only(), "lock"_a = true, "huge_pages"_a = true)
+          "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true)
+      .def("take_the_rest", [](const ArenaHandle& self) { self.get("take_the_rest")->take_the_rest(); })
+      .def_prop_ro("taken_bytes",
+                   [](const ArenaHandle& self) { return self.get("taken_bytes")->taken_bytes(); })
+      .def(
+          "wait_taken",
+          [](const ArenaHandle& self, std::uint64_t nbytes) {
+            const auto arena = self.get("wait_taken");
+            wait_in_slices([&](Clock::duration patience) { return arena->wait_taken(nbytes, patience); });
+          },
+          "nbytes"_a)
       .def_prop_ro("nbytes", [](const ArenaHandle& self) { return self.get("nbytes")->nbytes(); })
       .def_prop_ro("address",
                    [](const ArenaHandle& self) {

@@ -115,8 +115,10 @@ class UringBackend final : public Backend {
 
   void register_arena() {
     std::vector<iovec> slabs;
-    for (std::uint64_t begin = 0; arena_ && begin < arena_->nbytes(); begin += kSlabBytes) {
-      slabs.push_back({arena_->address() + begin, std::min(kSlabBytes, arena_->nbytes() - begin)});
+    // Registering takes memory, so only what is taken already: huge pages cost little without.
+    arena_bytes_ = arena_ ? arena_->taken_bytes() : 0;
+    for (std::uint64_t begin = 0; begin < arena_bytes_; begin += kSlabBytes) {
+      slabs.push_back({arena_->address() + begin, std::min(kSlabBytes, arena_bytes_ - begin)});
     }
     const auto count = static_cast<std::uint32_t>(slabs.size());
     slabs.push_back({nullptr, 0});  // kept free for expect_memory; before 5.13 there was no such thing
@@ -138,7 +140,7 @@ class UringBackend final : public Backend {
     }
     if (!registered_ || !arena_ || transfer.address < arena_->address()) return -1;
     const auto begin = static_cast<std::uint64_t>(transfer.address - arena_->address());
-    if (begin >= arena_->nbytes() || transfer.nbytes > arena_->nbytes() - begin) return -1;
+    if (begin >= arena_bytes_ || transfer.nbytes > arena_bytes_ - begin) return -1;
     const std::uint64_t slab = begin / kSlabBytes;
     return (begin + transfer.nbytes - 1) / kSlabBytes == slab ? static_cast<int>(slab) : -1;
   }
@@ -177,6 +179,7 @@ class UringBackend final : public Backend {
     std::uint64_t nbytes = 0;
   } extra_;
   bool registered_ = false;
+  std::uint64_t arena_bytes_ = 0;       // of the arena, from its first byte on, those that are registered
   std::optional<std::uint32_t> spare_;  // the free place among the registered slabs
   bool woken_ = false;
   std::string arena_note_;

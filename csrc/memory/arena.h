@@ -5,18 +5,24 @@
 // the memfd and the mapping, both freed with the last reference.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "base/fd.h"
 #include "base/process.h"
+#include "memory/taking.h"
 
 namespace swapper {
 
 struct ArenaOptions {
   std::uint64_t nbytes = 0;
+  std::uint64_t head_bytes =
+      std::numeric_limits<std::uint64_t>::max();  // taken at once; take_the_rest for more
   bool lock = true;
   bool huge_pages = true;  // for as much of it as is a whole one; see [Note: huge pages by collapse]
 };
@@ -31,27 +37,37 @@ class Arena {
   std::byte* address() const { return address_; }
   std::uint64_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
-  std::uint64_t huge_bytes() const { return huge_bytes_; }  // of nbytes, those that got huge pages
-  bool locked() const { return lock_reason_.empty(); }
-  const std::string& lock_reason() const { return lock_reason_; }
+  std::uint64_t huge_bytes() const { return taking_->huge_bytes(); }  // of nbytes, those that got huge pages
+  bool locked() const;                                                // for good only when all is taken
+  std::string lock_reason() const;
   int memfd() const { return memfd_.get(); }
+
+  // Has threads take what is beyond the head. Memory may be used before: it is then taken as it is touched.
+  void take_the_rest();
+  std::uint64_t taken_bytes() const { return taking_->taken_bytes(); }
+  // Waits until the first `nbytes` bytes are taken: false if they are not in time. Throws IoError if the
+  // system refused some of them.
+  bool wait_taken(std::uint64_t nbytes, std::chrono::nanoseconds patience) {
+    return taking_->wait_for(nbytes, patience);
+  }
 
   // False in a forked child, where the mapping does not exist.
   bool is_usable() const { return creator_.is_this_process(); }
 
  private:
   void map();
-  void take_huge_pages();
-  void take_the_rest();
+  void unmap();
+  void finish();
   void unlock(int code);
 
   Creator creator_;
   std::uint64_t nbytes_;
   bool huge_pages_;
-  std::uint64_t huge_bytes_ = 0;
   UniqueFd memfd_;
   std::byte* address_ = nullptr;
+  mutable std::mutex mutex_;
   std::string lock_reason_;
+  std::unique_ptr<Taking> taking_;
 };
 
 // Reserves `nbytes` of addresses without memory behind them, beginning on a huge-page boundary.

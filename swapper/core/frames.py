@@ -55,8 +55,16 @@ class Frames:
         self._failure: IoError | None = None  # of a write, not yet told to anyone
 
     @property
-    def free_count(self) -> int:
-        return self._pool.free_count
+    def is_growing(self) -> bool:
+        """Memory for more frames is on its way."""
+        return self._pool.is_growing
+
+    def has_free(self) -> bool:
+        return self._pool.has_free()
+
+    def wait_for_growth(self) -> None:
+        """Wait, without the pager's lock, until one more frame has memory. Raises IoError if the system refuses it."""
+        self._pool.wait_for_growth()
 
     # --- in and out -----------------------------------------------------------------------------------------------
 

@@ -20,14 +20,18 @@ class HostMemory:
     def __init__(self) -> None:
         self._arenas: list[Any] = []
 
-    def attach(self, sections: Sequence[Section], pool_bytes: int) -> tuple[Any, int]:
+    def attach(self, sections: Sequence[Section], pool_bytes: int, head_bytes: int | None = None) -> tuple[Any, int]:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
+
+        Of the pool `head_bytes` are taken from the system now, and the rest by threads from now on; None: all of it now.
 
         Returns the arena and where in it the pool begins.
         """
         kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
-        arena = _C.Arena(max(kept_bytes + pool_bytes, SECTOR_BYTES))
+        nbytes = max(kept_bytes + pool_bytes, SECTOR_BYTES)
+        arena = _C.Arena(nbytes, head_bytes=None if head_bytes is None else kept_bytes + head_bytes)
         self._arenas.append(arena)
+        arena.take_the_rest()
         cursor = 0
         for section in sections:
             nbytes = section.plan.nbytes

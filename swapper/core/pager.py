@@ -106,6 +106,8 @@ class Pager:
             for index in access.pages:
                 page = self._pages[index]
                 self._wait_for_content(page, access)
+                if self._frames.is_growing:
+                    self.read_ahead()
                 if index in access.writes:
                     self._wait_for_write(page)
             self._is_there(access)
@@ -272,22 +274,29 @@ class Pager:
             with self._lock:
                 self._frames.settle()
                 blocker = self._claim_what_is_wanted(wanted, access.fresh)
+            started = time.monotonic()
             if blocker is not None:
-                started = time.monotonic()
                 _wait_quietly(blocker.ticket)
-                self._stats.frame_wait_s += time.monotonic() - started
+            elif wanted:
+                self._frames.wait_for_growth()
+            self._stats.frame_wait_s += time.monotonic() - started
         if access.key is not None:  # outside of a step, what comes next may be far away
             with self._lock:
                 self._read_ahead()
 
     def _claim_what_is_wanted(self, wanted: list[Page], fresh: Collection[int]) -> Page | None:
-        """Claim frames for `wanted`, last first, taking them off it. Returns the page in flight to wait for, if any."""
+        """Claim frames for `wanted`, last first, taking them off it. Returns the page in flight to wait for, if any.
+
+        If there is none and some are left, it is memory for more frames that is to be waited for.
+        """
         while wanted:
             page = wanted[-1]
             if page.residency is Residency.WRITING and page.heir is not None:
                 return page  # its frame is promised: it must leave before it can come again
             if page.residency is not Residency.COLD or self._claim(page, page.index in fresh, -1):
                 wanted.pop()
+            elif self._frames.is_growing:
+                return None
             elif self._put_off:
                 self._write_what_was_put_off()
             elif self._frames.in_flight:
@@ -310,7 +319,7 @@ class Pager:
                         if page.section.transient:
                             continue  # its content is still to be made
                         return
-                    if not self._frames.free_count and len(self._frames.ahead) >= self._window_pages:
+                    if not self._frames.has_free() and len(self._frames.ahead) >= self._window_pages:
                         return  # [Note: what stays]
                     if not self._claim(page, fresh, self._ahead):
                         return
@@ -320,7 +329,9 @@ class Pager:
     def _claim(self, page: Page, fresh: bool, position: int) -> bool:
         """Give `page` a frame, or a promise of one, and submit its read. False if no page with a later use can leave."""
         leaver: Page | None = None
-        if self._frames.free_count == 0:
+        if not self._frames.has_free():
+            if self._frames.is_growing:
+                return False  # nobody need leave
             leaver = self._frames.pop_leaver(position)
             if leaver is None:
                 return False

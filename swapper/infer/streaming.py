@@ -24,6 +24,9 @@ from swapper.infer.placement import Placement
 from swapper.infer.runs import Run
 from swapper.stats import Stats
 
+HEAD_BYTES = 32 << 20
+"""Of the frames' memory, what is taken before the first read; the rest is taken while the first pass reads."""
+
 
 class Streaming:
     """Opens everything in order, and closes it backwards. Nothing of the model is touched.
@@ -60,13 +63,13 @@ class Streaming:
         self._pager: Pager | None = None
         try:
             everything = [*self.small, *(section for sections in self.sections for section in sections)]
-            arena, pool_offset = self._memory.attach(everything, placement.pool_bytes)
+            arena, pool_offset = self._memory.attach(everything, placement.pool_bytes, head_bytes=HEAD_BYTES)
             self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
             self._files = WeightFiles(self.engine, source.stamps)
             for group, sections in zip(blueprint.groups, self.sections, strict=True):
                 for run, section in zip(group.runs, sections, strict=True):
                     self._files.place(section, run.path)
-            pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count)
+            pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
             self._pager = Pager(pages, pool, self._files, Schedule(self.cycle), stats)
             source.check_unchanged()
         except BaseException:

@@ -42,6 +42,26 @@ class Arena:
         return memoryview(self.bytes)[begin : begin + nbytes]
 
 
+class Growth:
+    """The system, which gives the arena's memory piece by piece, unless all of it is there from the start."""
+
+    def __init__(self, nbytes: int, random: Random) -> None:
+        self._random = random
+        self._nbytes = nbytes
+        self._taken_bytes = random.choice([0, nbytes, nbytes])
+
+    @property
+    def taken_bytes(self) -> int:
+        if self._random.random() < 0.2:
+            self._taken_bytes = min(self._nbytes, self._taken_bytes + self._random.randrange(self._nbytes // 2))
+        return self._taken_bytes
+
+    def wait_taken(self, nbytes: int) -> None:
+        if nbytes > self._nbytes:
+            raise SimulationError(f"somebody waits for {nbytes} bytes of an arena of {self._nbytes}")
+        self._taken_bytes = max(self._taken_bytes, nbytes)
+
+
 class Window:
     """A range of addresses that shows pieces of the arena: `swapper._C.Window`, and the tensor made from it."""
 

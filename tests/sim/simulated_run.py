@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 import torch
-from simulated_engine import Arena, Engine, Faults, File, SimulationError, Window
+from simulated_engine import Arena, Engine, Faults, File, Growth, SimulationError, Window
 
 from swapper.core.layout import SectionPlan
 from swapper.core.pager import Pager
@@ -107,7 +107,8 @@ class Run:
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
         self.store = SimulatedStore(self.engine, nbytes, self.pages)
         self.schedule = Schedule(cycle)
-        pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count)
+        growth = Growth(arena_offset + frame_count * PAGE_BYTES, Random(f"growth {seed}"))
+        pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count, growth)
         self.pool = pool
         if lazy is None:
             lazy = self.random.random() < 0.3

@@ -1,0 +1,49 @@
+"""A pool hands out the frames that have memory, and says when it waits for more."""
+
+from __future__ import annotations
+
+import pytest
+
+from swapper.core.pool import Pool
+from swapper.errors import InvariantError, IoError
+
+FRAME = 4096
+
+
+class Arena:
+    def __init__(self, taken_bytes: int) -> None:
+        self.taken_bytes = taken_bytes
+        self.waited: list[int] = []
+
+    def wait_taken(self, nbytes: int) -> None:
+        self.waited.append(nbytes)
+        if nbytes > 3 * FRAME:
+            raise IoError("take memory", "arena", 0, nbytes, 12)
+        self.taken_bytes = nbytes
+
+
+def test_frames_are_handed_out_in_the_order_of_memory() -> None:
+    pool = Pool(0, 0, FRAME, 3)
+    assert [pool.take() for _ in range(4)] == [0, 1, 2, None]
+    pool.give(1)
+    assert pool.take() == 1
+    pool.give(0)
+    with pytest.raises(InvariantError, match="twice"):
+        pool.give(0)
+
+
+def test_frames_without_memory_are_waited_for() -> None:
+    arena = Arena(FRAME + 100)
+    pool = Pool(0, 100, FRAME, 4, growth=arena)
+    assert (pool.take(), pool.take()) == (0, None)
+    assert pool.is_growing
+    assert pool.free_count == 3
+    pool.wait_for_growth()
+    assert arena.waited == [2 * FRAME + 100]
+    assert pool.has_free()
+    assert pool.take() == 1
+    with pytest.raises(IoError):
+        pool.wait_for_growth()
+    arena.taken_bytes = 100 + 4 * FRAME
+    assert sorted(filter(None, (pool.take() for _ in range(3)))) == [2, 3]
+    assert not pool.is_growing
