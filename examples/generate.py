@@ -60,7 +60,7 @@ def main() -> None:
             new = output.shape[1] - inputs["input_ids"].shape[1]
             print(
                 f"loaded in {loaded_s - began_s:.2f} s; {new} tokens in {done_s - loaded_s:.2f} s; "
-                f"{loaded.stats.bytes_read / 1e6:,.0f} MB read of {loaded.stats.state_bytes / 1e6:,.0f} MB of weights, "
+                f"{loaded.counters.bytes_read / 1e6:,.0f} MB read of {loaded.counters.state_bytes / 1e6:,.0f} MB of weights, "
                 f"{loaded.read_bytes_a_pass / 1e6:,.0f} MB for each token"
             )
 

@@ -50,14 +50,15 @@ def main() -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            print(f"step {number + 1:3}  loss {loss.item():.3f}")
+            print(f"step {number + 1:3}  loss {loss.item():.3f}  {manager.stats().brief}")
 
         with torch.no_grad():
             loss = model(*corpus.batch(0, options.batch, options.context, validation=True))
             print(f"held out  loss {loss.item():.3f}")
         snapshot = options.directory / "snapshot.pt"
         manager.snapshot(snapshot)
-        moved = manager.stats
+        print(manager.stats())
+        moved = manager.counters
         print(f"moved: {moved.bytes_read / 1e9:.1f} GB read, {moved.bytes_written / 1e9:.1f} GB written")
 
     state = torch.load(snapshot, mmap=True)  # plain torch; no converter

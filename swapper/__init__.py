@@ -6,6 +6,7 @@ What needs torch is imported when it is first asked for: the command line, and p
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from swapper.counters import Counters
 from swapper.errors import (
     BudgetError,
     CheckpointError,
@@ -18,7 +19,6 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
-from swapper.stats import Stats
 
 if TYPE_CHECKING:
     from swapper import checkpoint
@@ -34,6 +34,7 @@ __all__ = [
     "CheckpointError",
     "ColdParameterError",
     "ConfigError",
+    "Counters",
     "DirectoryError",
     "GdsHandle",
     "InvariantError",
@@ -41,7 +42,6 @@ __all__ = [
     "Operation",
     "Plan",
     "StateError",
-    "Stats",
     "SwapManager",
     "SwapperError",
     "UnsupportedError",

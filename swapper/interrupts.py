@@ -52,6 +52,20 @@ class HeldBack:
 held_back = HeldBack()
 
 
+def surely(action: Callable[[], None]) -> None:
+    """Do `action` within `held_back`, even if Ctrl-C comes just before that begins: for what gives something back."""
+    begun = False
+    try:
+        with held_back:
+            begun = True
+            action()
+    except BaseException:
+        if not begun:
+            with held_back:
+                action()
+        raise
+
+
 class SteadyLock:
     """A mutex within which Ctrl-C is held back: what it guards is never left half-changed."""
 

@@ -20,6 +20,7 @@ from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import PLACEMENTS, parse_choice, parse_host_memory
+from swapper.counters import Counters
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
 from swapper.interrupts import held_back
@@ -27,7 +28,7 @@ from swapper.io.tuning import find_tuning
 from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
 from swapper.run import Callbacks, Run
-from swapper.stats import Stats
+from swapper.stats import StepClock, StepStats
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import (
     Inventory,
@@ -93,7 +94,8 @@ class SwapManager:
         self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
-        self._stats = Stats()
+        self._counters = Counters()
+        self._clock = StepClock(self._counters)
         self._registered: dict[str, Any] = {}
         self._run: Run | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -104,7 +106,7 @@ class SwapManager:
             self._directory.close()
             raise
         self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
-        self._stats.step = self._resumed.step if self._resumed is not None else 0
+        self._counters.step = self._resumed.step if self._resumed is not None else 0
         self.extra: dict[str, Any] = dict(self._resumed.extra) if self._resumed is not None else {}
 
     # --- the user's verbs -----------------------------------------------------------------------------------------
@@ -289,11 +291,11 @@ class SwapManager:
                 self._content(run.model, extra or {}),
                 keep,
                 frozen == "include",
-                self._stats.step,
+                self._counters.step,
                 self._finish_snapshots,
             )
             run.pager.write_back()
-            run.committer.add_snapshot(self._stats.step, snapshot)
+            run.committer.add_snapshot(self._counters.step, snapshot)
             atexit.unregister(self.close)
             atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         ticket: SnapshotTicket = snapshot.ticket
@@ -306,7 +308,7 @@ class SwapManager:
         content["extra"] = {**self.extra, **extra}
         if self._rng is not None:
             content["rng"] = self._rng
-        content["swapper"] = {"format": 1, "step": self._stats.step}
+        content["swapper"] = {"format": 1, "step": self._counters.step}
         return content
 
     def _finish_snapshots(self) -> None:
@@ -314,17 +316,24 @@ class SwapManager:
         self._check_usable()
         self._running("snapshot").committer.finish()
 
+    def stats(self) -> StepStats:
+        """Return where the time of the last step went and what it moved, by phase. `print` it; its `brief` is for a progress bar.
+
+        Before the first step is over: what happened since `offload`.
+        """
+        return self._clock.stats()
+
     @property
-    def stats(self) -> Stats:
-        """Counters so far."""
+    def counters(self) -> Counters:
+        """What was done so far, in numbers that only grow."""
         if self._run is not None:
             self._run.count_bytes()
-        return self._stats
+        return self._counters
 
     @property
     def step(self) -> int:
         """How many optimizer steps were taken."""
-        return self._stats.step
+        return self._counters.step
 
     def close(self) -> None:
         """Write back what is changed, wait for snapshots, and let everything go. Idempotent.
@@ -377,7 +386,7 @@ class SwapManager:
         )  # fmt: skip
         described = describe_plans(inventory.plans)
         run = self._run = Run(
-            model, optimizer, plan, self._directory, record, self._stats,
+            model, optimizer, plan, self._directory, record, self._clock,
             Callbacks(
                 self._enter, self._enter_to_write, self._run_step,
                 lambda step: self._describe_commit(step, kind, described, plan.places),
@@ -386,7 +395,7 @@ class SwapManager:
         )  # fmt: skip
         values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:
-            self._stats.step = record.step
+            self._counters.step = record.step
         returned = run.adopt(fill=record is None)
         if record is None or record.rng is None:
             self._note_rng()
@@ -397,6 +406,7 @@ class SwapManager:
         run.begin(values)
         if self._rng is not None and record is not None:
             set_rng_states(self._rng)
+        self._clock.start(find_tuning(self._directory.path))
         return returned
 
     def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:
@@ -416,6 +426,11 @@ class SwapManager:
     def _run_step(self) -> None:
         self._check_usable()
         run = self._running("optimizer.step()")
+        with self._clock.phase("step"):
+            self._step(run)
+        self._clock.end_step()
+
+    def _step(self, run: Run) -> None:
         if run.model.is_gathered:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         run.model.check_gradients()
@@ -428,13 +443,13 @@ class SwapManager:
             run.pager.end_step()
         except BaseException as error:
             self._failure = error
-            if run.roll_back(self._stats.step):  # else memory and files hold a mix: only closing is left
+            if run.roll_back(self._counters.step):  # else memory and files hold a mix: only closing is left
                 self._failure = None
             run.model.restore_settings(settings)
             raise
-        self._stats.step += 1
+        self._counters.step += 1
         self._note_rng()
-        run.committer.step_done(self._stats.step)
+        run.committer.step_done(self._counters.step)
 
     def _note_rng(self) -> None:
         """At the end of a step: what draws random numbers from here on belongs to the next one."""
@@ -482,6 +497,6 @@ class SwapManager:
             raise StateError("the manager is closed: make a new one")
         if self._failure is not None:
             raise StateError(
-                f"step {self._stats.step + 1} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
+                f"step {self._counters.step + 1} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and go on from the last commit (resume='auto') or snapshot"
             ) from self._failure

@@ -20,10 +20,9 @@ from swapper.core.rehearsal import count_traffic
 from swapper.core.section import Section
 from swapper.core.store import TURNS
 from swapper.io.tuning import Tuning
+from swapper.stats import by_family
 from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
 from swapper.train.placement import choose_placement, is_resident
-
-FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,7 @@ class Plan:
         """How long the drive needs for a step at least; None if its speed is not known."""
         if self.tuning is None:
             return None
-        return max(
-            self.traffic.total_read_bytes / self.tuning.read_bytes_per_s,
-            self.traffic.total_written_bytes / self.tuning.write_bytes_per_s,
-        )
+        return self.tuning.seconds_for(self.traffic.total_read_bytes, self.traffic.total_written_bytes)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
@@ -156,8 +152,8 @@ class Plan:
                 "drive space",
                 f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}",
             ),
-            ("a step reads", _by_family(self.traffic.read_bytes)),
-            ("a step writes", _by_family(self.traffic.written_bytes)),
+            ("a step reads", by_family(self.traffic.read_bytes)),
+            ("a step writes", by_family(self.traffic.written_bytes)),
             ("commits", self._commits()),
         ]
         if self.drive_seconds is not None:
@@ -220,10 +216,3 @@ def _make_sections(
 ) -> list[Section]:
     offsets = [place.offset for place in layout.records]
     return make_sections(inventory.plans, offsets, lambda plan: is_resident(plan, places), budget.page_bytes)
-
-
-def _by_family(nbytes: dict[str, int]) -> str:
-    if not any(nbytes.values()):
-        return "nothing"
-    parts = ", ".join(f"{FAMILIES[family]} {format_bytes(count)}" for family, count in nbytes.items() if count)
-    return f"{format_bytes(sum(nbytes.values()))} ({parts})"

@@ -34,7 +34,7 @@ from swapper.directory import RunDirectory
 from swapper.errors import SwapperError
 from swapper.interrupts import held_back
 from swapper.plan import Plan
-from swapper.stats import Stats
+from swapper.stats import StepClock
 from swapper.train.initial import Values
 from swapper.train.inventory import expected_cycle, find_places, find_trainables
 from swapper.train.model import OffloadedModel
@@ -68,7 +68,7 @@ class Run:
         plan: where everything shall live.
         directory: of the swap files.
         record: the commit to go on from, or None.
-        stats: counters to keep.
+        clock: divides the run into steps and phases; has the counters to keep.
         manager: whom to ask.
         backend: of the engine.
         fsync: commits survive a power loss.
@@ -93,14 +93,15 @@ class Run:
         plan: Plan,
         directory: RunDirectory,
         record: CommitRecord | None,
-        stats: Stats,
+        clock: StepClock,
         manager: Callbacks,
         *,
         backend: str,
         fsync: bool,
     ) -> None:
         self._manager = manager
-        self._stats = stats
+        self._clock = clock
+        self._counters = clock.counters
         self._directory = directory
         self._memory = HostMemory()
         self.sections = plan.make_sections()
@@ -154,7 +155,7 @@ class Run:
             self._pool,
             Stores(self._store, self._scratch),
             Schedule(expected_cycle(inventory, everything, trainables, page_bytes)),
-            self._stats,
+            self._counters,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
         )
@@ -163,16 +164,16 @@ class Run:
             self._manager.describe, self.publisher, record.step if record is not None else None,
         )  # fmt: skip
         self._model = OffloadedModel(
-            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._stats,
+            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
             self._manager.enter, self._manager.enter_to_write,
         )  # fmt: skip
 
     def _note_sizes(self, plan: Plan) -> None:
         budget, places, inventory = plan.budget, plan.places, plan.inventory
-        self._stats.pool_bytes = budget.page_bytes * budget.frame_count
-        self._stats.frame_bytes = budget.page_bytes
-        self._stats.resident_bytes = budget.resident_bytes
-        self._stats.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
+        self._counters.pool_bytes = budget.page_bytes * budget.frame_count
+        self._counters.frame_bytes = budget.page_bytes
+        self._counters.resident_bytes = budget.resident_bytes
+        self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
         log.info(
             "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
             places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
@@ -229,8 +230,8 @@ class Run:
     def count_bytes(self) -> None:
         """Bring the counters up to date."""
         if self.engine is not None:
-            self._stats.bytes_read = self.engine.bytes_read
-            self._stats.bytes_written = self.engine.bytes_written
+            self._counters.bytes_read = self.engine.bytes_read
+            self._counters.bytes_written = self.engine.bytes_written
 
     def close(self) -> None:
         """[Note: order of opening and closing]"""

@@ -182,17 +182,23 @@ class Committer:
             record = self._describe(self._due)
             self._store.prefer(self._store.newest())
             try:
-                self._writes = [(s.piece, self._store.write(s.piece, s.memory.data_ptr())) for s in self._resident]
+                self._writes = [(section.piece, self._write(section)) for section in self._resident]
             finally:
                 self._store.prefer(None)
             self._record = record
+
+    def _write(self, section: Section) -> Any:
+        ticket = self._store.write(section.piece, section.memory.data_ptr())
+        self._pager.counters.written_bytes[section.plan.family] += section.piece.nbytes
+        return ticket
 
     def _publish(self) -> None:
         if self._record is None:
             return
         try:
-            for _, ticket in self._writes:
-                ticket.wait()
+            for piece, ticket in self._writes:
+                with self._pager.counters.waiting("write", piece):
+                    ticket.wait()
         except BaseException:
             self._record = None  # what is resident must be written again
             self._drain(self._writes)

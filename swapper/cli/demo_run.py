@@ -158,16 +158,16 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
 
         for number in range(task.steps):
             read, written, began_s = (
-                manager.stats.bytes_read,
-                manager.stats.bytes_written,
+                manager.counters.bytes_read,
+                manager.counters.bytes_written,
                 time.perf_counter(),
             )
             record.losses.append(step(number))
             record.times_s.append(time.perf_counter() - began_s)
-            record.read_bytes.append(manager.stats.bytes_read - read)
-            record.written_bytes.append(manager.stats.bytes_written - written)
+            record.read_bytes.append(manager.counters.bytes_read - read)
+            record.written_bytes.append(manager.counters.bytes_written - written)
             watch("train", record)
-        record.state_bytes = manager.stats.state_bytes
+        record.state_bytes = manager.counters.state_bytes
         with torch.no_grad():
             held_out = corpus.batch(0, task.batch, task.config.context, validation=True)
             record.validation_loss = model(*held_out).item()

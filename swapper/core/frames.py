@@ -22,6 +22,7 @@ from typing import Any
 from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.section import Page
+from swapper.counters import Counters
 from swapper.errors import InvariantError, IoError
 
 log = logging.getLogger("swapper")
@@ -35,6 +36,7 @@ class Frames:
         pool: the frames.
         store: where pages live (read, write, written).
         lazy: changed pages may leave too: they are written then.
+        counters: of bytes, to keep.
 
     Attributes:
         in_flight: pages with a ticket, by index, oldest first.
@@ -42,11 +44,12 @@ class Frames:
         unsaved: by index of a page, why its last write failed, until one succeeds.
     """
 
-    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool) -> None:
+    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool, counters: Counters) -> None:
         self._pages = pages
         self._pool = pool
         self._store = store
         self._lazy = lazy
+        self._counters = counters
         self.in_flight: dict[int, Page] = {}
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
@@ -87,7 +90,7 @@ class Frames:
         after = None if leaver is None else leaver.ticket
         address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
         try:
-            page.ticket = after if fresh else self._store.read(page, address, after=after)
+            page.ticket = after if fresh else self._read(page, address, after)
         except BaseException:
             if leaver is None:
                 self._pool.give(frame)  # type: ignore[arg-type]
@@ -131,15 +134,21 @@ class Frames:
         """A frame was claimed for fresh data, but the old content is wanted."""
         self._end_transfer(page)
         page.fresh = False
-        page.ticket = self._store.read(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        page.ticket = self._read(page, self._pool.address(page.frame), None)  # type: ignore[arg-type]
         self.in_flight[page.index] = page
 
     def write(self, page: Page) -> None:
         """Submit the write of a DIRTY page; its frame may be promised meanwhile."""
         page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self._counters.written_bytes[page.section.plan.family] += page.nbytes
         page.move(Residency.WRITING)
         self.in_flight[page.index] = page
         self.offer(page)
+
+    def _read(self, page: Page, address: int, after: Any) -> Any:
+        ticket = self._store.read(page, address, after=after)
+        self._counters.read_bytes[page.section.plan.family] += page.nbytes
+        return ticket
 
     def evict(self, page: Page) -> None:
         """Let a CLEAN page go, or throw a DIRTY one away."""

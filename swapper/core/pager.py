@@ -10,7 +10,6 @@ One mutex guards all page and frame state. It is never held while waiting.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -20,9 +19,9 @@ from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page
+from swapper.counters import Counters
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.interrupts import SteadyLock
-from swapper.stats import Stats
 
 SOON_ACCESSES = 8
 """A changed page that will be changed again within so many accesses is not written in between."""
@@ -36,7 +35,7 @@ class Pager:
         pool: the frames; owned by the pager from now on.
         store: where pages live (read, write, written).
         schedule: the order of use.
-        stats: counters to keep.
+        counters: to keep.
         window_pages: how many pages may be brought in before they are needed at the cost of others' frames. None: as many
             as there are frames. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
@@ -52,15 +51,15 @@ class Pager:
         pool: Pool,
         store: Any,
         schedule: Schedule,
-        stats: Stats,
+        counters: Counters,
         *,
         window_pages: int | None = None,
         lazy: bool = False,
     ) -> None:
         self._pages = pages
-        self._frames = Frames(pages, pool, store, lazy)
+        self._frames = Frames(pages, pool, store, lazy, counters)
         self._schedule = schedule
-        self._stats = stats
+        self.counters = counters
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
         self._lazy = lazy
         self._lock = SteadyLock()
@@ -91,6 +90,8 @@ class Pager:
                 self._lost_the_place()
             for index in access.pages:
                 self._pages[index].leases += 1
+            if access.key is not None:
+                self._count_use(access)
             self._frames.ahead.difference_update(access.pages)
         try:
             self._bring(access)
@@ -267,6 +268,13 @@ class Pager:
 
     # --- bringing pages in ----------------------------------------------------------------------------------------
 
+    def _count_use(self, access: Access) -> None:
+        cold, pages = Residency.COLD, self._pages
+        self.counters.pages_used += len(access.pages)
+        for index in access.pages:
+            if pages[index].residency is cold and index not in access.fresh:
+                self.counters.pages_missed += 1
+
     def _bring(self, access: Access) -> None:
         """Claim a frame for each leased page that has none, waiting for frames if need be, then read ahead."""
         wanted = [self._pages[index] for index in reversed(access.pages)]
@@ -274,12 +282,12 @@ class Pager:
             with self._lock:
                 self._frames.settle()
                 blocker = self._claim_what_is_wanted(wanted, access.fresh)
-            started = time.monotonic()
             if blocker is not None:
-                _wait_quietly(blocker.ticket)
+                with self.counters.waiting("frame", blocker):
+                    _wait_quietly(blocker.ticket)
             elif wanted:
-                self._frames.wait_for_growth()
-            self._stats.frame_wait_s += time.monotonic() - started
+                with self.counters.waiting("frame", "memory that is being taken"):
+                    self._frames.wait_for_growth()
         if access.key is not None:  # outside of a step, what comes next may be far away
             with self._lock:
                 self._read_ahead()
@@ -358,7 +366,7 @@ class Pager:
         return True
 
     def _wait_for_content(self, page: Page, access: Access) -> None:
-        started = time.monotonic()
+        awaited = False
         while True:
             with self._lock:
                 self._frames.settle()
@@ -372,14 +380,18 @@ class Pager:
                         self._frames.fill_fresh(page)
                         break
                     self._frames.read_after_all(page)  # the schedule was wrong
-                    ticket = page.ticket
-                else:
-                    ticket = page.ticket
+                predecessor = page.predecessor
+                ticket = page.ticket if predecessor is None else predecessor.ticket
             if ticket is None:
                 self._bring(access)
+            elif predecessor is not None:  # [Note: promised frames]
+                with self.counters.waiting("frame", predecessor):
+                    self._wait_for_read(page, ticket)
             else:
-                self._wait_for_read(page, ticket)
-        self._stats.read_wait_s += time.monotonic() - started
+                awaited = True
+                with self.counters.waiting("read", page):
+                    self._wait_for_read(page, ticket)
+        self.counters.pages_awaited += awaited and access.key is not None
 
     def _wait_for_read(self, page: Page, ticket: Any) -> None:
         try:
@@ -442,7 +454,8 @@ class Pager:
                     self._frames.raise_failure()
                     return
                 ticket = page.ticket
-            _wait_quietly(ticket)
+            with self.counters.waiting("write", page):
+                _wait_quietly(ticket)
 
     def _drop(self, access: Access) -> None:
         """Undo a lease that could not be fulfilled."""

@@ -13,8 +13,8 @@ from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
+from swapper.counters import Counters
 from swapper.interrupts import held_back
-from swapper.stats import Stats
 
 FIRST_STEPS = 2
 """Steps until what stays in memory has settled."""
@@ -91,7 +91,7 @@ class Rehearsal:
         for page in pages:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
-        self._pager = Pager(pages, pool, self.store, Schedule(cycle), Stats(), window_pages=window_pages, lazy=lazy)
+        self._pager = Pager(pages, pool, self.store, Schedule(cycle), Counters(), window_pages=window_pages, lazy=lazy)
 
     def step(self) -> None:
         """Make one step: each access is leased and given back, the optimizer's hand over hand."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
+from swapper.counters import Counters
 from swapper.errors import InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint, draw, with_lookups, with_single_experts
@@ -31,7 +32,6 @@ from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.interrupts import held_back
-from swapper.stats import Stats
 
 log = logging.getLogger("swapper")
 
@@ -109,7 +109,7 @@ class LoadedModel:
 
     Attributes:
         advice: see swapper.modules.cold.Keeper.
-        stats: counters so far.
+        counters: what was done so far.
     """
 
     advice = (
@@ -139,13 +139,13 @@ class LoadedModel:
         self._experts: Experts | None = None
         self._hooks: Hooks | None = None
         self._last_order: list[int] = []
-        self._stats = Stats(
+        self._counters = Counters(
             pool_bytes=placement.pool_bytes,
             frame_bytes=placement.page_bytes,
             resident_bytes=blueprint.fixed_bytes,
             state_bytes=blueprint.fixed_bytes + blueprint.streamed_bytes,
         )
-        self._streaming = Streaming(source, blueprint, placement, backend, self._stats)
+        self._streaming = Streaming(source, blueprint, placement, backend, self._counters)
         self._cycle = self._streaming.cycle
         try:
             buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
@@ -159,18 +159,18 @@ class LoadedModel:
         self._hooks = Hooks(blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases)
         log.info(
             "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; transfers by %s",
-            format_bytes(self._stats.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,
+            format_bytes(self._counters.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,
             format_bytes(placement.page_bytes), self._streaming.describe(),
         )  # fmt: skip
 
     # --- for people -----------------------------------------------------------------------------------------------
 
     @property
-    def stats(self) -> Stats:
+    def counters(self) -> Counters:
         """Counters so far."""
         if not self._closed:
-            self._stats.bytes_read = self._streaming.engine.bytes_read
-        return self._stats
+            self._counters.bytes_read = self._streaming.engine.bytes_read
+        return self._counters
 
     @property
     def read_bytes_a_pass(self) -> int:
@@ -185,7 +185,7 @@ class LoadedModel:
             return
         with held_back:
             self._closed = True
-            self.stats  # noqa: B018  # the engine's last count
+            self.counters  # noqa: B018  # the engine's last count
             model = self._model()
             if self._hooks is not None:
                 self._hooks.remove()

@@ -15,6 +15,7 @@ from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
+from swapper.counters import Counters
 from swapper.errors import InvariantError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import Blueprint
@@ -22,7 +23,6 @@ from swapper.infer.files import WeightFiles
 from swapper.infer.matching import Recipe
 from swapper.infer.placement import Placement
 from swapper.infer.runs import Run
-from swapper.stats import Stats
 
 HEAD_BYTES = 32 << 20
 """Of the frames' memory, what is taken before the first read; the rest is taken while the first pass reads."""
@@ -43,7 +43,7 @@ class Streaming:
         blueprint: Blueprint,
         placement: Placement,
         backend: str,
-        stats: Stats,
+        counters: Counters,
     ) -> None:
         self._small_runs = (
             blueprint.small_runs
@@ -70,7 +70,7 @@ class Streaming:
                 for run, section in zip(group.runs, sections, strict=True):
                     self._files.place(section, run.path)
             pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
-            self._pager = Pager(pages, pool, self._files, Schedule(self.cycle), stats)
+            self._pager = Pager(pages, pool, self._files, Schedule(self.cycle), counters)
             source.check_unchanged()
         except BaseException:
             self.close()

@@ -27,6 +27,10 @@ class Tuning:
     read_bytes_per_s: float
     write_bytes_per_s: float
 
+    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
+        """How long the drive needs for these at least, reading and writing at once."""
+        return max(read_bytes / self.read_bytes_per_s, written_bytes / self.write_bytes_per_s)
+
     def engine_options(self) -> dict[str, Any]:
         """For `swapper._C.Engine`."""
         return {"piece_bytes": self.piece_bytes, "depth": self.depth, "backend": self.backend}

@@ -50,6 +50,7 @@ class Hooks:
         groups: all groups, by index.
         check_usable: called at the start of each forward; raises if the manager cannot be used.
         drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
+        enter_phase: told which phase of a step begins: "forward", "backward" or "between".
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Hooks:
         groups: list[GroupParameters],
         check_usable: Callable[[], None],
         drop_leases: Callable[[Iterable[Access]], None],
+        enter_phase: Callable[[str], None],
     ) -> None:
         self._groups = groups
         self._check_usable = check_usable
         self._drop_leases = drop_leases
+        self._enter_phase = enter_phase
         self._clock = 0
         self._forward: list[Call] = []  # the stack of running forwards
         self._backward: list[Call] = []  # calls whose groups are leased for backward
@@ -126,6 +129,8 @@ class Hooks:
                 self.abandon_pass()
             if any(call.unit is unit for call in self._held) and not _in_backward():
                 self._let_go_of_held()  # that forward was never followed by a backward
+            if not self._forward and not _in_backward():
+                self._enter_phase("forward")
             call = Call(unit, [], self._tick())
             self._forward.append(call)
             for index in unit.groups:
@@ -148,6 +153,8 @@ class Hooks:
                     self._check_at_backward(output)
             finally:
                 self._release(call)
+                if not self._forward and not _in_backward():
+                    self._enter_phase("between")
             return output
 
         return hook
@@ -214,6 +221,8 @@ class Hooks:
             for other in list(self._backward):  # [Note: when a backward lease ends]
                 if other.start > call.end:
                     self._end_call(other)
+            if not self._backward:
+                self._enter_phase("backward")
             call.backward_task = task
             self._backward.append(call)
             leased = []
@@ -236,6 +245,7 @@ class Hooks:
                 self._end_call(call)
         if not self._backward:
             self._let_go_of_held()
+            self._enter_phase("between")
 
     def _end_call(self, call: Call) -> None:
         self._backward.remove(call)

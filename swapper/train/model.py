@@ -15,10 +15,10 @@ from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import InvariantError, StateError
-from swapper.interrupts import held_back
+from swapper.interrupts import held_back, surely
 from swapper.modules.cold import aliases
 from swapper.modules.several import Models
-from swapper.stats import Stats
+from swapper.stats import StepClock
 from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.grads import Gradients
@@ -45,7 +45,7 @@ class OffloadedModel:
         grad_sections: of gradients; those that are resident get their memory before `start`.
         pager: what leases go to.
         page_bytes: size of a page.
-        stats: counters to keep.
+        clock: is told what phase a step is in; has the counters to keep.
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
     """
@@ -65,7 +65,7 @@ class OffloadedModel:
         grad_sections: list[Section],
         pager: Pager,
         page_bytes: int,
-        stats: Stats,
+        clock: StepClock,
         enter: Callable[[], None],
         enter_to_write: Callable[[], None],
     ) -> None:
@@ -73,6 +73,7 @@ class OffloadedModel:
         self._inventory = inventory
         self._pager = pager
         self._page_bytes = page_bytes
+        self._clock = clock
         self._enter = enter
         self._enter_to_write = enter_to_write
         self._optimizer = optimizer
@@ -81,7 +82,9 @@ class OffloadedModel:
         self._places = find_places(inventory, [*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
         self.entries = StateEntries(inventory.forms)
-        self._sweep = Sweep(self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, stats, self._gradient)
+        self._sweep = Sweep(
+            self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters, self._gradient
+        )
         self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
         for trainable in self._trainables:
@@ -148,7 +151,7 @@ class OffloadedModel:
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         self._gradients = Gradients(parameters, self._grad_sections, self._pager)
         units = self._inventory.units
-        self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases)
+        self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter)
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
 
     def initialise(self, values: Values) -> None:
@@ -262,24 +265,30 @@ class OffloadedModel:
                     leased.append(group)
             yield
         finally:
-            with held_back:
-                self._gathered -= 1
-                if not self._closed:  # then `close` has let go of them
-                    for group in leased:
-                        seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
-                        unannounced = [] if write else [*seen, *group.written()]
-                        group.let_go(write)
-                        if unannounced:  # memory and file shall not differ
-                            names += unannounced
-                            group.hold(write=True)
-                            group.let_go(write=True)
-                    if write:
-                        self._refresh_masters(leased)
+            surely(lambda: names.extend(self._end_gather(leased, versions, write)))
         if names:
             raise StateError(
                 f"parameter {names[0]} was changed inside gather(write=False), and the change may be lost: "
                 "say gather(..., write=True)"
             )
+
+    def _end_gather(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:
+        """Let go of what was gathered. Returns the names of the parameters that were changed though nobody had said so."""
+        self._gathered -= 1
+        names: list[str] = []
+        if self._closed:
+            return names  # `close` has let go of them
+        for group in leased:
+            seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
+            unannounced = [] if write else [*seen, *group.written()]
+            group.let_go(write)
+            if unannounced:  # memory and file shall not differ
+                names += unannounced
+                group.hold(write=True)
+                group.let_go(write=True)
+        if write:
+            self._refresh_masters(leased)
+        return names
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: see Hooks.bring."""

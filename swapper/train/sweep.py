@@ -19,8 +19,8 @@ from torch import nn
 
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
+from swapper.counters import Counters
 from swapper.errors import UnsupportedError
-from swapper.stats import Stats
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.shadow import Shadow, Work
 from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
@@ -80,7 +80,7 @@ class Sweep:
         shadow: what updates.
         entries: what the optimizer keeps for each parameter.
         pager, page_bytes: what leases go to, and the size of its pages.
-        stats: counters to keep.
+        counters: to keep.
         gradient: returns elements [begin, end) of a parameter's gradient, flat; its pages, if it has any, are leased.
     """
 
@@ -91,7 +91,7 @@ class Sweep:
         entries: StateEntries,
         pager: Pager,
         page_bytes: int,
-        stats: Stats,
+        counters: Counters,
         gradient: Callable[[nn.Parameter, int, int], torch.Tensor],
     ) -> None:
         self._trainables = trainables
@@ -100,7 +100,7 @@ class Sweep:
         self._entries = entries
         self._pager = pager
         self._page_bytes = page_bytes
-        self._stats = stats
+        self._counters = counters
         self._old: dict[
             str, dict[str, Any]
         ] = {}  # of a parameter that is being updated in pieces: what all pieces begin with
@@ -117,7 +117,7 @@ class Sweep:
                 last = part
                 started = time.monotonic()
                 self._update(trainable, part)
-                self._stats.update_s += time.monotonic() - started
+                self._counters.update_s += time.monotonic() - started
             updated = [p for p, is_active in zip(trainable.parameters, active, strict=True) if is_active]
             torch.autograd.graph.increment_version(updated)
         if last is not None:

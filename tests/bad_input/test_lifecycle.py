@@ -50,7 +50,7 @@ def test_statistics_can_be_read_after_close(twins: MakeTwins) -> None:
     pair.train(train_step, steps=2)
     pair.close()
     assert pair.manager.step == 2
-    assert pair.manager.stats.bytes_read > 0
+    assert pair.manager.counters.bytes_read > 0
 
 
 def test_parameters_on_the_host_stay_usable_after_close(twins: MakeTwins) -> None:
@@ -115,7 +115,7 @@ def test_verbs_before_offload_say_what_to_do_first(tmp_path: Path) -> None:
             with pytest.raises(swapper.StateError, match=r"call manager\.offload first"):
                 use()
         assert manager.step == 0
-        assert manager.stats.bytes_read == 0
+        assert manager.counters.bytes_read == 0
 
 
 def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:

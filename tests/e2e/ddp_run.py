@@ -32,7 +32,7 @@ def main(directory: str) -> None:
         for ours, theirs in zip(swapped.parameters(), plain.parameters(), strict=True):
             with manager.gather(ours):
                 assert torch.equal(ours, theirs)
-        assert manager.stats.bytes_read > 0
+        assert manager.counters.bytes_read > 0
     print(f"rank {rank}: same", flush=True)
     dist.destroy_process_group()
 

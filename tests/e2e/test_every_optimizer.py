@@ -112,7 +112,7 @@ def test_twenty_steps_are_bit_equal(twins: MakeTwins, name: str, make: Callable[
     pair.assert_same_state()
     pair.train(random_gradients, steps=9)
     pair.finish(paged=False)
-    assert pair.manager.stats.bytes_read > 0
+    assert pair.manager.counters.bytes_read > 0
 
 
 def all_gradients(model: Any, optimizer: Any) -> None:

@@ -83,7 +83,7 @@ def test_several_models_under_one_manager_are_bit_equal(tmp_path: Path, form: st
                 with manager.gather(ours):
                     assert torch.equal(ours, theirs)
         manager.snapshot(tmp_path / "all.pt").wait()
-        assert manager.stats.bytes_read > 0
+        assert manager.counters.bytes_read > 0
         with pytest.raises(swapper.StateError, match="give several at once"):
             manager.offload(Net())
     content = torch.load(tmp_path / "all.pt")
@@ -97,12 +97,12 @@ def test_a_model_without_an_optimizer_is_used_and_not_trained(tmp_path: Path) ->
     with swapper.SwapManager(tmp_path, host_memory="5MiB") as manager:
         _, optimizer = manager.offload(swapped, params="nvme")
         assert optimizer is None
-        written = manager.stats.bytes_written
+        written = manager.counters.bytes_written
         for _ in range(3):
             batch = tokens()
             assert torch.equal(swapped(batch), model(batch))
-        assert manager.stats.bytes_read > 0
-        assert manager.stats.bytes_written == written  # what is frozen is never written again
+        assert manager.counters.bytes_read > 0
+        assert manager.counters.bytes_written == written  # what is frozen is never written again
 
 
 # --- frozen weights ---------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def test_frozen_weights_beside_adapters_are_never_written(twins: MakeTwins) -> N
     pair.train(train_step, steps=4)
     assert [(page.location, page.crc32) for page in frozen] == places
     pair.finish(paged=False)
-    assert pair.manager.stats.bytes_read > 0
+    assert pair.manager.counters.bytes_read > 0
 
 
 def test_sparse_embeddings_are_refused(twins: MakeTwins) -> None:
@@ -165,7 +165,7 @@ def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeT
         compiled[id(pair.swapped)] = torch.compile(pair.swapped, backend="aot_eager")
     pair.train(lambda model, optimizer: train_step(compiled[id(model)], optimizer), steps=3)
     pair.finish(paged=False)
-    assert pair.manager.stats.bytes_read > 0
+    assert pair.manager.counters.bytes_read > 0
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------

@@ -70,9 +70,11 @@ def test_a_frozen_base_with_small_trainable_parts_is_bit_equal(twins: MakeTwins,
     for module in (model.embedding, model.position, model.head):
         module.requires_grad_(False)
     pair = twins(model)
-    before = pair.manager.stats.bytes_written
+    before = pair.manager.counters.bytes_written
     pair.train(train_step, steps=4)
-    assert pair.manager.stats.bytes_written - before < pair.manager.stats.bytes_read  # what is frozen is not rewritten
+    assert (
+        pair.manager.counters.bytes_written - before < pair.manager.counters.bytes_read
+    )  # what is frozen is not rewritten
     pair.finish()
 
 
@@ -474,7 +476,7 @@ def test_a_branch_by_data_is_bit_equal(twins: MakeTwins) -> None:
     pair.manager._run.pager.check()
     pair.assert_same_parameters()
     pair.assert_same_state()
-    assert pair.manager.stats.bytes_read > 0
+    assert pair.manager.counters.bytes_read > 0
 
 
 def test_users_hooks_on_modules_and_parameters_are_called_as_in_plain_torch(twins: MakeTwins) -> None:

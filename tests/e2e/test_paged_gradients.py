@@ -176,7 +176,7 @@ def test_gradients_take_no_memory_and_no_name_on_the_drive(tmp_path: Path) -> No
     with swapper.SwapManager(tmp_path, host_memory=nbytes * 2) as manager:
         on_host = manager.plan(model, optimizer, **options).budget.resident_bytes
         manager.offload(model, optimizer, gradients="nvme", **options)
-        assert manager.stats.resident_bytes < on_host - 0.9 * nbytes
+        assert manager.counters.resident_bytes < on_host - 0.9 * nbytes
         assert {path.name for path in tmp_path.rglob("*.swap")} == {"turn-0.swap", "turn-1.swap"}
 
 

@@ -20,7 +20,7 @@ def test_every_placement_is_bit_equal_in_the_smallest_budget(twins: MakeTwins, p
     pair = twins(Net(), params=params, optimizer_state=state)
     pair.train(train_step, steps=3)
     pair.finish(paged="host" not in (params, state))
-    stats = pair.manager.stats
+    stats = pair.manager.counters
     if params == state == "host":
         assert stats.bytes_read == stats.bytes_written == 0
     if "nvme" in (params, state):
@@ -30,15 +30,15 @@ def test_every_placement_is_bit_equal_in_the_smallest_budget(twins: MakeTwins, p
 def test_auto_keeps_everything_in_memory_where_it_fits(twins: MakeTwins) -> None:
     pair = twins(Net(), params="auto", optimizer_state="auto", budget=PLENTY)
     pair.train(train_step, steps=3)
-    assert pair.manager.stats.bytes_read == 0
+    assert pair.manager.counters.bytes_read == 0
     pair.finish(paged=False)
 
 
 def test_a_pool_that_holds_everything_reads_nothing_back(twins: MakeTwins) -> None:
     pair = twins(Net(), budget=PLENTY)
     pair.train(train_step, steps=3)
-    assert pair.manager.stats.bytes_read == 0
-    assert pair.manager.stats.bytes_written > pair.written_at_start
+    assert pair.manager.counters.bytes_read == 0
+    assert pair.manager.counters.bytes_written > pair.written_at_start
     pair.finish(paged=False)
 
 
@@ -54,10 +54,10 @@ def test_a_step_reads_and_writes_what_the_pool_cannot_hold_and_no_more(twins: Ma
     pair = twins(Net())
     pair.train(train_step, steps=3)
     pair.manager._run.pager.flush()
-    before = pair.manager.stats.snapshot()
+    before = pair.manager.counters.snapshot()
     pair.train(train_step, steps=4)
     pair.manager._run.pager.flush()
-    after = pair.manager.stats.snapshot()
+    after = pair.manager.counters.snapshot()
     sections = pair.manager._run.sections
     params = sum(p.nbytes for s in sections if s.plan.family == "param" for p in s.pages)
     state = sum(p.nbytes for s in sections if s.plan.family == "state" for p in s.pages)

@@ -52,18 +52,18 @@ def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, obje
     pair.offload()
     manager = pair.manager
     assert manager is not None
-    assert plan.budget.pool_bytes == manager.stats.pool_bytes
+    assert plan.budget.pool_bytes == manager.counters.pool_bytes
     assert plan.places == {
         "param": options.get("params", "nvme"),
         "state": options.get("optimizer_state", "nvme"),
         "grad": options.get("gradients", "host"),
     }
     pair.train(step, steps=6)
-    before = manager.stats.snapshot()
+    before = manager.counters.snapshot()
     pair.train(step, steps=6)
-    after = manager.stats.snapshot()
+    after = manager.counters.snapshot()
     read, written = ((after[name] - before[name]) / 6 for name in ("bytes_read", "bytes_written"))
-    on_the_way = manager.stats.pool_bytes / 6  # when the counting began, or ended
+    on_the_way = manager.counters.pool_bytes / 6  # when the counting began, or ended
     assert abs(read - plan.traffic.total_read_bytes) <= 0.02 * read + on_the_way
     commits = plan.commit_bytes / plan.commit_every if plan.commit_every else 0  # at most
     assert written >= plan.traffic.total_written_bytes - 0.02 * written - on_the_way

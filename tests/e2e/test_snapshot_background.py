@@ -49,12 +49,12 @@ def test_nothing_is_written_by_the_call_and_no_payload_by_the_snapshot(tmp_path:
         for number in range(4):
             run.train(1)
             if snapshots:
-                before = run.manager.stats.bytes_written
+                before = run.manager.counters.bytes_written
                 ticket = run.manager.snapshot(tmp_path / f"{number}.pt")
                 resident = sum(section.plan.nbytes for section in run.manager._run.sections if section.resident)
-                assert run.manager.stats.bytes_written - before <= resident or not ticket.done
+                assert run.manager.counters.bytes_written - before <= resident or not ticket.done
         run.manager.close()
-        written.append(run.manager.stats.bytes_written)
+        written.append(run.manager.counters.bytes_written)
     assert written[1] - written[0] <= 4 * resident
 
 

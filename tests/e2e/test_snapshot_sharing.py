@@ -55,10 +55,10 @@ def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_p
     run = Run(tmp_path)
     run.train(2)
     run.manager._run.committer.finish()
-    written = run.manager.stats.bytes_written
+    written = run.manager.counters.bytes_written
     path = run.manager.snapshot(tmp_path / "a.pt").result()
     resident = sum(section.plan.nbytes for section in run.manager._run.sections if section.resident)
-    assert run.manager.stats.bytes_written - written == resident
+    assert run.manager.counters.bytes_written - written == resident
     assert path.stat().st_nlink == 2
     assert path.stat().st_ino in {file.stat().st_ino for file in run.swap_files.glob("*.swap")}
     run.manager.close()

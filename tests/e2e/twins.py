@@ -110,7 +110,7 @@ class Twins:
         self.manager = self.make_manager()
         model, self.optimizer = self.manager.offload(self.swapped, self.original, **self.options)
         assert model is self.swapped
-        self.written_at_start = self.manager.stats.bytes_written
+        self.written_at_start = self.manager.counters.bytes_written
 
     def make_manager(self) -> swapper.SwapManager:
         budget = self.budget
@@ -154,7 +154,7 @@ class Twins:
     def assert_paged(self) -> None:
         """Assert that the run was one: what lives on the drive is larger than the pool, and came from there."""
         assert self.manager is not None
-        stats = self.manager.stats
+        stats = self.manager.counters
         on_drive = sum(page.nbytes for section in self.manager._run.sections for page in section.pages)
         assert on_drive > 1.5 * stats.pool_bytes, f"{on_drive} bytes on the drive, {stats.pool_bytes} of pool"
         # Each step uses all of it, and no more than the pool can stay from one to the next.

@@ -63,11 +63,11 @@ def test_what_the_budget_can_hold_is_read_once(saved, budget):
         loaded = swapper.loaded(model)
         model(TOKENS)
         model(TOKENS)
-        before, passes = loaded.stats.bytes_read, 8
+        before, passes = loaded.counters.bytes_read, 8
         for _ in range(passes):
             assert torch.equal(model(TOKENS), expected)
-        ahead = loaded.stats.pool_bytes
-        assert loaded.stats.bytes_read - before <= passes * loaded.read_bytes_a_pass + ahead
+        ahead = loaded.counters.pool_bytes
+        assert loaded.counters.bytes_read - before <= passes * loaded.read_bytes_a_pass + ahead
         assert (loaded.read_bytes_a_pass == 0) == (budget == "1GiB")
     loaded.unload()
 

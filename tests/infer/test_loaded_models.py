@@ -56,7 +56,7 @@ def test_unloading_gives_files_hooks_and_memory_back(path, reference):
     assert torch.equal(run(model), run(reference))
     with swapper.loaded(model) as loaded:
         assert descriptors() > 0
-        assert loaded.stats.bytes_read > 0
+        assert loaded.counters.bytes_read > 0
     assert descriptors() == 0
     assert Path("/proc/self/maps").read_text().count("swapper-arena") == maps
     assert all(p.is_meta for p in model.parameters())
@@ -88,10 +88,10 @@ def test_a_model_on_the_cpu_keeps_its_parameter_objects(path, reference):
 
 def test_state_dict_maps_the_file_and_reads_nothing(model, reference):
     swapper.loaded(model)._streaming.engine.drain()  # of what is read ahead
-    before = swapper.loaded(model).stats.bytes_read
+    before = swapper.loaded(model).counters.bytes_read
     state = model.state_dict()
     assert state.keys() == reference.state_dict().keys()
-    assert swapper.loaded(model).stats.bytes_read == before
+    assert swapper.loaded(model).counters.bytes_read == before
     for name, tensor in reference.state_dict().items():
         assert torch.equal(state[name], tensor), name
 

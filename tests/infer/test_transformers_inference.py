@@ -200,14 +200,14 @@ def test_of_a_mixture_only_the_experts_that_are_used_are_read(folders, tmp_path,
         token = torch.tensor([[5]])
         assert torch.equal(model(token).logits, reference(token).logits)
         loaded._streaming.engine.drain()
-        before = loaded.stats.bytes_read
+        before = loaded.counters.bytes_read
         for number in range(20):
             token = torch.tensor([[7 * number + 2]])
             assert torch.equal(model(token).logits, reference(token).logits)
         loaded._streaming.engine.drain()
-    read = (loaded.stats.bytes_read - before) / 20
-    assert read <= loaded.read_bytes_a_pass + layers * used * one_expert + 2 * loaded.stats.pool_bytes / 20
-    assert layers * experts * one_expert > 2 * loaded.stats.pool_bytes / 20
+    read = (loaded.counters.bytes_read - before) / 20
+    assert read <= loaded.read_bytes_a_pass + layers * used * one_expert + 2 * loaded.counters.pool_bytes / 20
+    assert layers * experts * one_expert > 2 * loaded.counters.pool_bytes / 20
     # all of a model fits, and nothing is read twice
     roomy = from_pretrained(cls, folder, host_memory=int(0.95 * sum(p.nbytes for p in reference.parameters())))
     with torch.no_grad():

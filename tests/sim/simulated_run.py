@@ -22,8 +22,8 @@ from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
 from swapper.core.store import TURNS, Store
+from swapper.counters import Counters
 from swapper.errors import BudgetError, IoError
-from swapper.stats import Stats
 
 PAGE_BYTES = 16
 REQUESTS_INSIDE = 3
@@ -115,7 +115,7 @@ class Run:
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
         self.pager = pager_class(
-            self.pages, pool, self.store, self.schedule, Stats(), window_pages=window_pages, lazy=lazy
+            self.pages, pool, self.store, self.schedule, Counters(), window_pages=window_pages, lazy=lazy
         )
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never

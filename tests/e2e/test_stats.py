@@ -1,0 +1,136 @@
+"""What `manager.stats()` says of a step is what happened in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import swapper
+from e2e.twins import Twins
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 256
+
+
+class Checkpointed(nn.Module):
+    """Layers whose forwards run again in backward, reentrant or not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.reentrant = reentrant
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = value.requires_grad_()
+        for layer in self.layers:
+            value = checkpoint(layer, value, use_reentrant=self.reentrant)
+        return value
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+
+def manager_of(pair: Twins) -> swapper.SwapManager:
+    assert pair.manager is not None
+    return pair.manager
+
+
+def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"params": "host"}, {"commit_every": 2}, {"gradients": "nvme"}, {"commit_every": None, "room_bytes": 1 << 20}],
+    ids=str,
+)
+def test_bytes_by_kind_and_phase_are_those_that_the_engine_moved(twins: MakeTwins, options: dict[str, Any]) -> None:
+    pair = twins(layers(), wait=True, **options)
+    plan = pair.plan()
+    pair.offload()
+    manager = manager_of(pair)
+    steps = []
+    for _ in range(8):
+        pair.both(step)
+        steps.append(manager.stats())
+    manager._run.engine.drain()  # what was submitted is done
+    counters = manager.counters
+    assert sum(counters.read_bytes.values()) == counters.bytes_read
+    assert sum(counters.written_bytes.values()) == counters.bytes_written
+    assert [stats.step for stats in steps] == list(range(1, 9))
+    for family in ("param", "state", "grad"):
+        read = sum(stats.total.read_bytes[family] for stats in steps[4:]) / 4
+        planned = plan.traffic.read_bytes.get(family, 0)
+        assert abs(read - planned) <= 0.02 * planned + counters.pool_bytes / 4, family
+
+
+@pytest.mark.parametrize(
+    "model", [layers(), Checkpointed(False), Checkpointed(True)], ids=["plain", "non-reentrant", "reentrant"]
+)
+def test_phases_are_where_things_happen(twins: MakeTwins, model: nn.Module) -> None:
+    pair = twins(model)
+    manager = manager_of(pair)
+    pair.train(step, steps=2)
+    before = manager.counters.snapshot()
+    pair.both(step)
+    after, stats = manager.counters.snapshot(), manager.stats()
+    assert all(stats.phases[phase].wall_s > 0 for phase in ("forward", "backward", "step", "between"))
+    assert (
+        stats.phases["step"].update_s == pytest.approx(stats.total.update_s) == after["update_s"] - before["update_s"]
+    )
+    for name in ("read_wait_s", "write_wait_s", "frame_wait_s"):
+        assert getattr(stats.total, name) == pytest.approx(after[name] - before[name], abs=1e-9)
+    assert stats.total.wait_s <= stats.wall_s
+    # The state is read in the step or ahead of it; parameters are written nowhere else.
+    assert sum(stats.phases["step"].written_bytes.values()) == stats.written_bytes > 0
+    assert stats.pages_used == after["pages_used"] - before["pages_used"] > 0
+    assert 0 <= stats.in_time_rate <= 1 and 0 <= stats.prefetch_hit_rate <= 1
+    pair.finish()
+
+
+def test_all_that_comes_is_asked_for_ahead_where_the_order_is_known(twins: MakeTwins) -> None:
+    pair = twins(layers(), room_bytes=1 << 20)
+    manager = manager_of(pair)
+    pair.train(step, steps=4)
+    stats = manager.stats()
+    assert stats.prefetch_hit_rate > 0.9, str(stats)
+    pair.finish(paged=False)
+
+
+def test_an_evaluation_between_steps_is_forward(twins: MakeTwins) -> None:
+    pair = twins(layers())
+    manager = manager_of(pair)
+    pair.train(step, steps=2)
+    pair.both(step)
+    alone = manager.stats().phases["forward"].read_bytes["param"] + manager.stats().phases["step"].read_bytes["param"]
+
+    def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(torch.ones(4, WIDTH))
+
+    for _ in range(3):
+        pair.both(evaluate)
+    assert manager.stats().step == 3  # the last step is still the last step
+    pair.both(step)
+    with_evaluation = manager.stats().phases["forward"].read_bytes["param"]
+    assert with_evaluation > 2 * alone / 3
+    pair.finish()
+
+
+def test_the_manager_shows_a_table_and_a_line(twins: MakeTwins) -> None:
+    pair = twins(layers())
+    manager = manager_of(pair)
+    assert manager.stats().step == 0
+    pair.both(step)
+    assert "backward" in str(manager.stats()) and "s waiting" in manager.stats().brief
+    pair.finish(paged=False)
