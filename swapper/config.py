@@ -14,6 +14,8 @@ import psutil
 from swapper.errors import ConfigError
 
 PLACEMENTS = ("device", "host", "nvme", "auto")
+UPDATES = ("step", "deferred")
+"""When parameters are updated: in `optimizer.step()`, or when the next forward reaches them."""
 
 _UNITS = {
     "": 1, "b": 1,

@@ -19,7 +19,7 @@ from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_s
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.config import PLACEMENTS, parse_choice, parse_host_memory
+from swapper.config import PLACEMENTS, UPDATES, parse_choice, parse_host_memory
 from swapper.counters import Counters
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
@@ -29,6 +29,7 @@ from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
 from swapper.run import Callbacks, Run
 from swapper.stats import StepClock, StepStats
+from swapper.train.deferred import check_deferrable
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import (
     Inventory,
@@ -94,6 +95,7 @@ class SwapManager:
         self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
+        self._failed_step = 0
         self._counters = Counters()
         self._clock = StepClock(self._counters)
         self._registered: dict[str, Any] = {}
@@ -120,6 +122,7 @@ class SwapManager:
         optimizer_state: str = "auto",
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
+        update: str = "step",
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
@@ -135,6 +138,9 @@ class SwapManager:
                 says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
+            update: "step" updates all parameters in `optimizer.step()`. With "deferred" that call only fixes what the step is;
+                each group is updated when the next forward reaches it and its parameters are used at once, so that they are read
+                once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
@@ -155,12 +161,15 @@ class SwapManager:
                 "make one manager for each"
             )
         self._check_places(params, optimizer_state, gradients)
+        deferred = parse_choice(update, "update", UPDATES) == "deferred"
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
         inventory = take_inventory(
             whole, used, master_weights, may_be_meta=init is not None or self._resumed is not None
         )
+        if deferred:
+            check_deferrable(inventory.forms.values(), type(used).__name__)
         try:
-            paged = self._open(whole, used, inventory, params, optimizer_state, gradients, init)
+            paged = self._open(whole, used, inventory, params, optimizer_state, gradients, deferred, init)
             return model, None if optimizer is None else paged
         except BaseException:
             if self._run is not None:
@@ -178,6 +187,7 @@ class SwapManager:
         optimizer_state: str = "auto",
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
+        update: str = "step",
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
@@ -185,10 +195,15 @@ class SwapManager:
         """
         self._check_usable()
         self._check_places(params, optimizer_state, gradients)
+        deferred = parse_choice(update, "update", UPDATES) == "deferred"
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
         inventory = take_inventory(whole, used, master_weights, may_be_meta=True)
+        if deferred:
+            check_deferrable(inventory.forms.values(), type(used).__name__)
         tuning = find_tuning(self._directory.path)
-        return plan_run(inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning)
+        return plan_run(
+            inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning, deferred
+        )
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
@@ -222,6 +237,7 @@ class SwapManager:
         """
         self._enter()
         run = self._running("gather")
+        run.model.finish_update()
         if isinstance(target, nn.Module):
             parameters = list(target.parameters())
         elif isinstance(target, nn.Parameter):
@@ -237,12 +253,14 @@ class SwapManager:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
         self._enter()
         model = self._running("clip_grad_norm_").model
+        model.finish_update()
         return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
         self._enter()
         model = self._running("clip_grad_value_").model
+        model.finish_update()
         model.gradients.clip_value(model.model.parameters(), clip_value)
 
     def snapshot(
@@ -284,6 +302,7 @@ class SwapManager:
         run.publisher.raise_failure()
         with held_back:
             run.model.abandon_pass()
+            run.model.finish_update()
             if run.committer.has_snapshot:
                 run.committer.finish()
             snapshot = run.publisher.capture(
@@ -348,6 +367,7 @@ class SwapManager:
         finally:
             with held_back:
                 self._closed = True
+                self._failure = None  # its traceback may hold a forward's tensors, and they our hooks
                 atexit.unregister(self.close)
                 if self._run is not None:
                     self._run.close()
@@ -371,6 +391,7 @@ class SwapManager:
         params: str,
         optimizer_state: str,
         gradients: str,
+        deferred: bool,
         init: Any,
     ) -> Optimizer:
         record = self._resumed
@@ -381,14 +402,14 @@ class SwapManager:
             params, optimizer_state = follow_placement(record, params, optimizer_state)
         plan = plan_run(
             inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every,
-            page_bytes=page_bytes_of(record) if record is not None else None,
+            deferred=deferred, page_bytes=page_bytes_of(record) if record is not None else None,
             existing_files=record.files if record is not None else {},
         )  # fmt: skip
         described = describe_plans(inventory.plans)
         run = self._run = Run(
             model, optimizer, plan, self._directory, record, self._clock,
             Callbacks(
-                self._enter, self._enter_to_write, self._run_step,
+                self._enter, self._enter_to_write, self._run_step, self._undo_update,
                 lambda step: self._describe_commit(step, kind, described, plan.places),
             ),
             backend=self._backend, fsync=self._fsync,
@@ -433,23 +454,33 @@ class SwapManager:
     def _step(self, run: Run) -> None:
         if run.model.is_gathered:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        run.model.abandon_pass()
+        run.model.finish_update(in_order=True)
         run.model.check_gradients()
         run.model.check_step()
-        run.model.abandon_pass()
         run.committer.before_step()  # the writes of the step before are long done
-        settings = run.model.packed_groups()
+        learn = run.model.is_in_order
         try:
             run.model.update()
-            run.pager.end_step()
+            run.pager.end_step(learn)
         except BaseException as error:
-            self._failure = error
-            if run.roll_back(self._counters.step):  # else memory and files hold a mix: only closing is left
-                self._failure = None
-            run.model.restore_settings(settings)
+            self._undo(self._counters.step + 1, error)
+            run.model.step_undone()
             raise
         self._counters.step += 1
         self._note_rng()
         run.committer.step_done(self._counters.step)
+
+    def _undo_update(self, error: BaseException) -> bool:
+        """A deferred update failed half-way: have everything as it was before its step, which is on the books already."""
+        return self._undo(self._counters.step, error)
+
+    def _undo(self, step: int, error: BaseException) -> bool:
+        """`step` failed half-way: have all sections as they were before it. Where that cannot be, only closing is left."""
+        self._failure, self._failed_step = error, step
+        if self._running("a step").roll_back(step - 1):
+            self._failure = None
+        return self._failure is None
 
     def _note_rng(self) -> None:
         """At the end of a step: what draws random numbers from here on belongs to the next one."""
@@ -481,7 +512,7 @@ class SwapManager:
             files={},
             sections=[],
             param_groups=model.packed_groups(),
-            state_entries=model.entries.pack(),
+            state_entries={},
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             extra=copy.deepcopy(self.extra),
             rng=self._rng,
@@ -497,6 +528,6 @@ class SwapManager:
             raise StateError("the manager is closed: make a new one")
         if self._failure is not None:
             raise StateError(
-                f"step {self._counters.step + 1} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
+                f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and go on from the last commit (resume='auto') or snapshot"
             ) from self._failure

@@ -55,6 +55,7 @@ class Plan:
         commit_every: steps from commit to commit, or None.
         commit_policy: what was asked for.
         tuning: what `swapper tune` found out about the drive, or None.
+        deferred: whether updates are deferred into the next forward.
     """
 
     inventory: Inventory
@@ -66,6 +67,7 @@ class Plan:
     commit_every: int | None
     commit_policy: str | int | None
     tuning: Tuning | None
+    deferred: bool
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -114,7 +116,7 @@ class Plan:
         sections = self.make_sections()
         sections += self.make_grad_sections(sum(len(section.pages) for section in sections))
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
-        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes)
+        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.deferred)
         return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy))
 
     @property
@@ -188,6 +190,7 @@ def plan_run(
     host_bytes: int,
     commit_policy: str | int | None,
     tuning: Tuning | None = None,
+    deferred: bool = False,
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
 ) -> Plan:
@@ -199,16 +202,19 @@ def plan_run(
         host_bytes: the budget.
         commit_policy: "free", a number of steps, or None.
         tuning: what is known about the drive.
+        deferred: whether updates are.
         page_bytes, existing_files: of a run that goes on.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes)
+    places, budget = choose_placement(
+        inventory, params, optimizer_state, gradients, host_bytes, page_bytes, deferred
+    )
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
-    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning)
+    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, deferred)
 
 
 def _make_sections(

@@ -51,12 +51,15 @@ class Callbacks:
         enter: called whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where something is about to be changed from outside.
         step: what the optimizer's `step` does.
-        describe: returns the commit record of a step, its `files` and `sections` still empty.
+        undo: called with the error when a deferred update fails; has all sections as they were before that step, and returns
+            whether it could.
+        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
     """
 
     enter: Callable[[], None]
     enter_to_write: Callable[[], None]
     step: Callable[[], None]
+    undo: Callable[[BaseException], bool]
     describe: Callable[[int], CommitRecord]
 
 
@@ -154,19 +157,20 @@ class Run:
             [page for section in everything for page in section.pages],
             self._pool,
             Stores(self._store, self._scratch),
-            Schedule(expected_cycle(inventory, everything, trainables, page_bytes)),
+            Schedule(expected_cycle(inventory, everything, trainables, page_bytes, plan.deferred)),
             self._counters,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
         )
+        model_part = OffloadedModel(
+            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
+            self._manager.enter, self._manager.enter_to_write, self._manager.undo if plan.deferred else None,
+        )  # fmt: skip
         self.committer = Committer(
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
-            self._manager.describe, self.publisher, record.step if record is not None else None,
+            self._manager.describe, model_part, self.publisher, record.step if record is not None else None,
         )  # fmt: skip
-        self._model = OffloadedModel(
-            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
-            self._manager.enter, self._manager.enter_to_write,
-        )  # fmt: skip
+        self._model = model_part
 
     def _note_sizes(self, plan: Plan) -> None:
         budget, places, inventory = plan.budget, plan.places, plan.inventory
@@ -223,6 +227,7 @@ class Run:
     def finish(self) -> None:
         """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
         self.model.abandon_pass()
+        self.model.finish_update()
         self.model.end_gathers()
         self.pager.flush()
         self.committer.finish()

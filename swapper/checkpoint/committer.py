@@ -3,7 +3,8 @@
 After a step's last write, and when swapper is entered again (so after `scheduler.step()` has run), the state of what was
 registered is captured and what stays in memory is written, if the policy asks for that; the commit record is published as soon as
 nothing is in flight any more, usually during the next forward, and before the next step begins at the latest. A snapshot that
-the user asked for is of that same step, and starts on its way right after the record.
+the user asked for is of that same step, and starts on its way right after the record. Of a step whose updates are deferred what was
+registered is captured at the same time, and the rest when its last update is done.
 
 [Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
 anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
@@ -13,10 +14,11 @@ none where it is not. A number commits every so many steps, writing what is resi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
 from swapper.checkpoint.snapshot import Publisher, Snapshot
@@ -39,6 +41,20 @@ def steps_between_commits(policy: str | int | None, sections: Sequence[Section])
     return policy if isinstance(policy, int) else None
 
 
+class Step(Protocol):
+    """The step that was taken last, of which updates may still be to be done."""
+
+    @property
+    def update_is_open(self) -> bool: ...
+
+    def finish_update(self) -> None: ...
+
+    @property
+    def packed_entries(self) -> dict[str, Any]:
+        """What the optimizer's state has, for the record."""
+        ...
+
+
 class Committer:
     """Decides when to commit, and does it.
 
@@ -48,7 +64,8 @@ class Committer:
         durable: sync the files before the record, so that a commit survives a power loss.
         sections: all param and state sections.
         pager, store: what transfers go through.
-        describe: returns the record for a step, its `files` and `sections` still empty.
+        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
+        last_step: what is to be committed.
         publisher: takes snapshots.
         committed: the step that is committed already, where a run goes on.
     """
@@ -62,6 +79,7 @@ class Committer:
         pager: Pager,
         store: Store,
         describe: Callable[[int], CommitRecord],
+        last_step: Step,
         publisher: Publisher,
         committed: int | None,
     ) -> None:
@@ -71,6 +89,7 @@ class Committer:
         self._pager = pager
         self._store = store
         self._describe = describe
+        self._last_step = last_step
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
@@ -78,7 +97,7 @@ class Committer:
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
-        self._writes: list[tuple[Page, Any]] = []  # of resident sections
+        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once they are submitted
 
     def step_done(self, step: int) -> None:
         """A step, or the initial placement (step 0), is over; its writes may be in flight."""
@@ -91,7 +110,7 @@ class Committer:
         if self._due is None:
             return
         self._capture()
-        if self._publisher.reads_sources:
+        if self._publisher.reads_sources or self._writes is None:
             return
         if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
             self._publish()
@@ -102,19 +121,20 @@ class Committer:
         Raises:
             IoError: as `finish`.
         """
+        self._last_step.finish_update()
         if self._snapshot is None and self._due is not None and self._publisher.reads_sources:
-            self._drain(self._writes)
-            self._writes = []
+            self._drain()
             self._record = self._due = None
         self.finish()
 
     def finish(self) -> None:
-        """If a commit is due, write what is changed, wait for it, and publish.
+        """Finish the step; if a commit is due, write what is changed, wait for it, and publish.
 
         Raises:
             IoError: a write failed, or the record could not be written. The commit before stays the last one.
         """
         self._publisher.settle()
+        self._last_step.finish_update()
         if self._due is not None:
             self._capture()
             self._pager.flush()
@@ -161,31 +181,38 @@ class Committer:
     def abandon(self) -> None:
         """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
         self._due = None
-        self._drain(self._writes)
-        self._writes = []
+        self._drain()
         if self._snapshot is not None:
             self._snapshot.ticket.finish(
                 StateError(f"the manager was closed before the step of snapshot {self._snapshot.path} was written")
             )
             self._snapshot = None
 
-    def _drain(self, writes: list[tuple[Page, Any]]) -> None:
-        for _, ticket in writes:
+    def _drain(self) -> None:
+        """Wait for the writes of resident sections, whatever comes of them, and forget them."""
+        writes, self._writes = self._writes, None
+        for _, ticket in writes or ():
             with contextlib.suppress(IoError):
                 ticket.wait()
 
     def _capture(self) -> None:
-        """Submit the writes of what is resident. They are waited for before the next step changes it."""
-        if self._record is not None or self._due is None:
+        """Note what belongs to the step; once its updates are done, submit the writes of what is resident.
+
+        They are waited for before the next step changes it.
+        """
+        if self._due is None or self._writes is not None:
             return
         with held_back:
-            record = self._describe(self._due)
+            if self._record is None:
+                self._record = self._describe(self._due)
+            if self._last_step.update_is_open:
+                return
+            self._record = dataclasses.replace(self._record, state_entries=self._last_step.packed_entries)
             self._store.prefer(self._store.newest())
             try:
                 self._writes = [(section.piece, self._write(section)) for section in self._resident]
             finally:
                 self._store.prefer(None)
-            self._record = record
 
     def _write(self, section: Section) -> Any:
         ticket = self._store.write(section.piece, section.memory.data_ptr())
@@ -193,26 +220,23 @@ class Committer:
         return ticket
 
     def _publish(self) -> None:
-        if self._record is None:
+        if self._record is None or self._writes is None:
             return
         try:
             for piece, ticket in self._writes:
                 with self._pager.counters.waiting("write", piece):
                     ticket.wait()
         except BaseException:
-            self._record = None  # what is resident must be written again
-            self._drain(self._writes)
-            self._writes = []
+            self._drain()  # what is resident must be written again
             raise
         self._publisher.wait_for_sources()
         with held_back:
             for piece, ticket in self._writes:
                 self._store.written(piece, ticket)
-            self._writes = []
             if self._every is not None:
                 self._commit(self._record)
                 self._committed = self._record.step
-            self._record = self._due = None  # only now: what fails before is tried again
+            self._record = self._due = self._writes = None  # only now: what fails before is tried again
             self._store.commit() if self._every is not None else self._store.release_frozen()
             if self._snapshot is not None:
                 snapshot, self._snapshot = self._snapshot, None

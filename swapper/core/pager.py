@@ -202,12 +202,16 @@ class Pager:
         with self._lock:
             self._frames.back_cold_pages()
 
-    def end_step(self) -> None:
-        """The step is over: what it did is what the next one is expected to do."""
+    def end_step(self, learn: bool = True) -> None:
+        """The step is over: what it did is what the next one is expected to do.
+
+        Args:
+            learn: False where it is known that the next one will do something else: what was expected is expected still.
+        """
         with self._lock:
             if not self._lazy:
                 self._write_what_was_put_off()
-            if self._schedule.end_step():
+            if self._schedule.end_step(learn):
                 self._lost_the_place()
                 self._read_ahead()
 

@@ -78,11 +78,19 @@ class Schedule:
         places = self._page_places.get(page)
         return NEVER if places is None else self._next_of(places, self._position - 1)
 
-    def end_step(self) -> bool:
-        """The step is over: what was recorded becomes the cycle. Returns True if that changed anything."""
+    def end_step(self, learn: bool = True) -> bool:
+        """The step is over: what was recorded becomes the cycle. Returns True if that changed anything.
+
+        Args:
+            learn: False where what was recorded is no step like the next one: the cycle that there is begins anew.
+        """
         recorded = list(self._recording)
         self._recording.clear()
-        if not recorded or recorded == list(self._cycle):
+        if not learn:
+            if not self._cycle or (self._position - self._origin) % len(self._cycle) == 0:
+                return False
+            recorded = list(self._cycle)
+        elif not recorded or recorded == list(self._cycle):
             return False
         self._install(recorded)
         return True

@@ -217,6 +217,9 @@ class LoadedModel:
         self._check_usable()
         return self._hooks is not None and self._hooks.bring(parameter)
 
+    def catch_up(self, parameter: nn.Parameter) -> None:
+        """Nothing: weights do not change."""
+
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
         self._check_usable()

@@ -34,6 +34,10 @@ class Keeper(Protocol):
         """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
         ...
 
+    def catch_up(self, parameter: nn.Parameter) -> None:
+        """Make `parameter` warm for good if it is in memory, and cold only because its last update is still to be done."""
+        ...
+
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is refused."""
         ...
@@ -204,6 +208,8 @@ class ColdParameter(nn.Parameter):
             return func(*args, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if _has_caught_up(self):
+            return repr(self)
         with torch._C.DisableTorchFunctionSubclass():
             return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
@@ -211,10 +217,22 @@ class ColdParameter(nn.Parameter):
         return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
+        if _has_caught_up(self):
+            return self.__deepcopy__(memo)
         raise _refusal(self, _keepers.get(id(self)), "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if _has_caught_up(self):
+            return self.__reduce_ex__(protocol)
         raise _refusal(self, _keepers.get(id(self)), "pickling")
+
+
+def _has_caught_up(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter that was cold is an ordinary one now."""
+    keeper = _keepers.get(id(parameter))
+    if keeper is not None:
+        keeper.catch_up(parameter)
+    return not is_cold(parameter)
 
 
 def _without_data(inputs: Any) -> Any:

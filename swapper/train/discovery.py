@@ -83,12 +83,14 @@ class StateForm:
         may_cut: see [Note: what the trial decides].
         starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16 rounds
             in another way in a step in which any of them is new.
+        sets: names of settings in its groups that a step changes.
     """
 
     keys: tuple[StateKey, ...]
     always: frozenset[str]
     may_cut: bool
     starts_together: bool = False
+    sets: frozenset[str] = frozenset()
 
     def find(self, name: str) -> StateKey | None:
         return next((key for key in self.keys if key.name == name), None)
@@ -152,7 +154,18 @@ class _Trial:
             )
         keys = tuple(self._key(name) for name in self._seen[0])
         always = frozenset(self._always or ())
-        return StateForm(keys, always, self._may_cut(keys, apart[0][0]), starts_together=not self._may_start_late())
+        sets = self._changed_settings(together[1])
+        may_cut = self._may_cut(keys, apart[0][0])
+        return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
+
+    def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
+        before = _clone(self._optimizer).param_groups
+        return frozenset(
+            key
+            for old, new in zip(before, after, strict=True)
+            for key in new
+            if key != "params" and not is_same(new[key], old.get(key))
+        )
 
     def _may_start_late(self) -> bool:
         try:

@@ -50,11 +50,11 @@ class Gradients:
         self._paged.restore()
         self._paged.forget_what_was_let_go()
 
-    def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of a gradient, flat, as clipped; not to be changed. Its pages, if any, are leased."""
-        gradient = parameter.grad
-        if gradient is None:
-            raise RuntimeError("a gradient vanished during the optimizer's step")
+    def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, as clipped; not to be changed.
+
+        Its pages, if any, are leased.
+        """
         if type(gradient) is ColdGradient:
             return self._paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end]
@@ -142,5 +142,5 @@ class _Home:
         if last is not None:
             last.data = last.clone()  # somebody keeps it
         self._place.copy_(gradient)
-        parameter.grad = here = self._place.view(self._place.shape)
+        parameter.grad = here = self._place.data  # counts its versions by itself: the places are views of one memory
         self._last = weakref.ref(here)

@@ -164,8 +164,13 @@ def make_sections(
     return sections
 
 
-def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int) -> int:
-    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap."""
+def frames_needed(
+    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, deferred: bool = False
+) -> int:
+    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
+
+    Where updates are `deferred`, the optimizer's sweep runs in the middle of a forward.
+    """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
     group_pages = [0] * len(inventory.groups)
@@ -173,20 +178,28 @@ def frames_needed(inventory: Inventory, resident: Callable[[SectionPlan], bool],
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
+    meanwhile = most if deferred else 0
     if any(section.transient and section.pages for section in sections):
         most += 1  # on which a gradient leaves
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
             # Two slices are leased at one time: any two, for parameters without gradient are left out.
-            most = max(most, 2 * len(part.access.pages))
+            most = max(most, meanwhile + 2 * len(part.access.pages))
     return most + 2
 
 
 def expected_cycle(
-    inventory: Inventory, sections: Sequence[Section], trainables: Sequence[Trainable], page_bytes: int
+    inventory: Inventory,
+    sections: Sequence[Section],
+    trainables: Sequence[Trainable],
+    page_bytes: int,
+    deferred: bool,
 ) -> list[Access]:
-    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step."""
+    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
+
+    Where updates are `deferred`, forward updates a group before it uses it.
+    """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
         if section.plan.family == "param":
@@ -199,8 +212,14 @@ def expected_cycle(
         backward += [forward[group]] if group in forward else []
         for places in reversed(by_group[group].places if group in by_group else []):
             backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-    slices = [part.access for t in trainables for part in t.all_slices(page_bytes)]
-    return [*forward.values(), *backward, *slices]
+    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
+    if not deferred:
+        return [*forward.values(), *backward, *itertools.chain.from_iterable(slices.values())]
+    updating = []
+    for group in sorted(pages):
+        updating += slices.get(group, [])
+        updating += [forward[group]] if group in forward else []
+    return [*updating, *backward]
 
 
 def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:

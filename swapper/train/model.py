@@ -16,9 +16,10 @@ from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import InvariantError, StateError
 from swapper.interrupts import held_back, surely
-from swapper.modules.cold import aliases
+from swapper.modules.cold import aliases, is_cold
 from swapper.modules.several import Models
 from swapper.stats import StepClock
+from swapper.train.deferred import DeferredStep
 from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.grads import Gradients
@@ -48,6 +49,8 @@ class OffloadedModel:
         clock: is told what phase a step is in; has the counters to keep.
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
+        undo: called with the error when a deferred update fails; has all sections as they were before the step, and returns
+            whether it could. None: updates are not deferred.
     """
 
     advice = (
@@ -68,6 +71,7 @@ class OffloadedModel:
         clock: StepClock,
         enter: Callable[[], None],
         enter_to_write: Callable[[], None],
+        undo: Callable[[BaseException], bool] | None = None,
     ) -> None:
         self.model = model
         self._inventory = inventory
@@ -96,6 +100,7 @@ class OffloadedModel:
                 self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
         self._starts_together = {(s, dtype) for (s, dtype, _), form in self._kinds.items() if form.starts_together}
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
         self._gathered = 0
         self._closed = False
         self.groups: list[GroupParameters] = []
@@ -103,6 +108,9 @@ class OffloadedModel:
         self._load_hooks: LoadHooks | None = None
         self._gradients: Gradients | None = None
         self._original_guard: Any = None
+        self._undo = undo
+        self._deferred = None if undo is None else DeferredStep(self._sweep, self.groups, self._undo_update)
+        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries before the last step
 
     def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
         """Move everything to its place, group by group, and return the optimizer that works there.
@@ -153,6 +161,8 @@ class OffloadedModel:
         units = self._inventory.units
         self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter)
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
+        if self._deferred is not None:
+            self._deferred.watch(parameter for parameter, _ in self._trained())
 
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""
@@ -163,14 +173,17 @@ class OffloadedModel:
         values.finish()
 
     def _enter_forward(self) -> None:
+        is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one
+        if is_backward:
+            self.finish_update(in_order=True)
         self._enter()
-        if self._gradients is not None and torch._C._current_graph_task_id() == -1:  # not a forward within a backward
+        if self._gradients is not None and not is_backward:
             self._gradients.entered()
 
-    def _gradient(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+    def _gradient(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         if self._gradients is None:
             raise InvariantError("the optimizer's sweep began before there were places for gradients")
-        return self._gradients.part(parameter, begin, end)
+        return self._gradients.part(parameter, gradient, begin, end)
 
     @property
     def gradients(self) -> Gradients:
@@ -214,8 +227,50 @@ class OffloadedModel:
                 )
 
     def update(self) -> None:
-        """Apply the optimizer to every parameter that has a gradient."""
-        self._sweep.run()
+        """Apply the optimizer to every parameter that has a gradient; where updates are deferred, fix what is to be done."""
+        self._before = self.packed_groups(), self.entries.pack()
+        if self._deferred is None:
+            self._sweep.run()
+        else:
+            self._deferred.fix()
+
+    @property
+    def update_is_open(self) -> bool:
+        """Whether updates of the last step are still to be done."""
+        return self._deferred is not None and self._deferred.is_open
+
+    @property
+    def packed_entries(self) -> dict[str, Any]:
+        """What the optimizer's state of each parameter has, for a commit."""
+        return self.entries.pack()
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the updates of the last step were done where those of the next one will be."""
+        return self._deferred is None or self._deferred.in_order
+
+    def finish_update(self, in_order: bool = False) -> None:
+        """Do the updates of the last step that are still to be done, if any.
+
+        Raises:
+            IoError: a transfer failed; see `undo`.
+        """
+        if self._deferred is not None:
+            self._deferred.finish(in_order)
+
+    def step_undone(self) -> None:
+        """All sections are as they were before the last step: so be the rest."""
+        if self._before is not None:
+            settings, entries = self._before
+            self.restore_settings(settings)
+            self.entries.unpack(entries)
+
+    def _undo_update(self, error: BaseException) -> bool:
+        self.abandon_pass()
+        if self._undo is None or self._before is None or not self._undo(error):
+            return False
+        self.entries.unpack(self._before[1])
+        return True
 
     @property
     def is_gathered(self) -> bool:
@@ -293,7 +348,16 @@ class OffloadedModel:
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: see Hooks.bring."""
         self._enter()
+        self.catch_up(parameter)
+        if not is_cold(parameter):
+            return True
         return self._hooks is not None and self._hooks.bring(parameter)
+
+    def catch_up(self, parameter: nn.Parameter) -> None:
+        """A parameter in memory is cold while its update is still to be done: do it."""
+        group = self.groups[self._group_of[id(parameter)]]
+        if group.catch_up is not None and not group.paged:
+            group.catch_up(None)
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """Nothing: what a state_dict of cold parameters would hold is written by manager.snapshot."""
@@ -339,6 +403,8 @@ class OffloadedModel:
         if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
             self._load_hooks.remove()
+        if self._deferred is not None:
+            self._deferred.remove()
         if self._gradients is not None:
             self._gradients.remove()
         if self._original_guard is not None:
@@ -377,12 +443,14 @@ class OffloadedModel:
 
     def _with_state(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizer keeps something for, in the order of its groups."""
+        self.finish_update()
         found = [(self._numbers[id(p)], p) for p, places in self._trained() if self.entries[places.name]]
         return [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
 
     def _read_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a copy of one parameter's state."""
         self._enter()
+        self.finish_update()
         name = self._names[id(parameter)]
         state: dict[str, Any] = {}
         for key, value in self.entries[name].items():
@@ -398,6 +466,7 @@ class OffloadedModel:
 
     def _save_state(self) -> dict[int, dict[str, Any]]:
         self._enter()
+        self.finish_update()
         copies: dict[tuple[str, str], torch.Tensor] = {}
         for section in self._state_sections:
             for slot, begin, end, view in visit(section, self._pager):

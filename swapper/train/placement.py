@@ -16,7 +16,13 @@ Gradients are on the host unless the user says "nvme", which changes what can be
 
 
 def choose_placement(
-    inventory: Inventory, params: str, optimizer_state: str, gradients: str, host_bytes: int, page_bytes: int | None
+    inventory: Inventory,
+    params: str,
+    optimizer_state: str,
+    gradients: str,
+    host_bytes: int,
+    page_bytes: int | None,
+    deferred: bool,
 ) -> tuple[dict[str, str], Budget]:
     """Return where "param", "state" and "grad" live, and the division of the budget.
 
@@ -25,6 +31,7 @@ def choose_placement(
         params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
         host_bytes: the budget.
         page_bytes: the size of a page where a run goes on; None to choose it.
+        deferred: whether updates are.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -35,7 +42,7 @@ def choose_placement(
             continue
         places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
-            return places, _divide(inventory, places, host_bytes, page_bytes)
+            return places, _divide(inventory, places, host_bytes, page_bytes, deferred)
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
@@ -48,7 +55,9 @@ def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
     return places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
 
 
-def _divide(inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None) -> Budget:
+def _divide(
+    inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None, deferred: bool
+) -> Budget:
     def resident(plan: SectionPlan) -> bool:
         return is_resident(plan, places)
 
@@ -63,7 +72,7 @@ def _divide(inventory: Inventory, places: dict[str, str], host_bytes: int, page_
         host_bytes,
         kept_bytes,
         [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
-        lambda size: frames_needed(inventory, resident, size),
+        lambda size: frames_needed(inventory, resident, size, deferred),
         explain,
         page_bytes,
     )

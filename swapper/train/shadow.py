@@ -6,7 +6,8 @@ one slice, set anew for each call. So the arithmetic is exactly what plain torch
 
 [Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. What an optimizer counts
 outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not with each call: every
-call of a step begins with copies of the same settings and attributes, and `end_step` hands the last call's back to the user's.
+call of a step begins with copies of the same settings and attributes, those that `begin_step` found, and `end_step` hands the last
+call's back to the user's. So a step may go on (train/deferred.py) while the user's settings are those of the next one already.
 """
 
 from __future__ import annotations
@@ -46,25 +47,35 @@ class Shadow:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = _unhooked_step(type(optimizer))
+        self._begun: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # groups and attributes that the step has
         self._attributes: dict[str, Any] = {}  # that a call of this step left changed
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
+
+    def begin_step(self) -> None:
+        """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
+        self._begun = [_copy_of(group) for group in self._optimizer.param_groups], self._own_attributes()
+        self.begin_again()
 
     def update(self, works: Sequence[Work]) -> None:
         """Update the tensors of `works` and their state. A tensor may have another memory afterwards (`p.data = ...`).
 
+        The step begins here, if it has not.
+
         Raises:
             UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
         """
+        if self._begun is None:
+            self.begin_step()
+        settings, attributes = self._begun  # type: ignore[misc]
         groups: dict[int, dict[str, Any]] = {}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
             work.tensor.grad = work.gradient
             state[work.tensor] = work.state
             if work.settings not in groups:
-                groups[work.settings] = _copy_of(self._optimizer.param_groups[work.settings])
+                groups[work.settings] = _copy_of(settings[work.settings])
             groups[work.settings]["params"].append(work.tensor)
         before = {index: dict(group) for index, group in groups.items()}
-        attributes = self._own_attributes()
         shadow = object.__new__(type(self._optimizer))
         shadow.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
         self._step(shadow)
@@ -73,15 +84,20 @@ class Shadow:
         for work in works:
             work.tensor.grad = None
             work.state = shadow.state[work.tensor]
-        self._note_changes(shadow, attributes, groups, before)
+        self._note_changes(shadow, groups, before)
 
     def end_step(self) -> None:
         """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""
+        self._begun = None
         changed, self._settings = self._settings, {}
         for index, values in changed.items():
             self._optimizer.param_groups[index].update(values)
         self._optimizer.__dict__.update(self._attributes)
         self._attributes = {}
+
+    def begin_again(self) -> None:
+        """What the step has changed so far is undone: forget it. What the step began with stays."""
+        self._settings, self._attributes = {}, {}
 
     @property
     def kind(self) -> str:
@@ -103,16 +119,16 @@ class Shadow:
     def _note_changes(
         self,
         shadow: Any,
-        attributes: dict[str, Any],
         groups: dict[int, dict[str, Any]],
         before: dict[int, dict[str, Any]],
     ) -> None:
+        settings, attributes = self._begun  # type: ignore[misc]
         known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
         for name, value in shadow.__dict__.items():
             if name not in known or value is not known[name]:
                 self._attributes[name] = value
         for index, group in groups.items():
-            theirs = self._optimizer.param_groups[index]
+            theirs = settings[index]
             for key, value in group.items():
                 if key == "params" or value is theirs.get(key, self):
                     continue

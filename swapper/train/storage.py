@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class GroupParameters:
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self._leases = 0  # of passes; they share one lease of the pager's
+        # While a deferred update of the group is still to be done: does it and leases what it is given (train/deferred.py).
+        self.catch_up: Callable[[Access | None], None] | None = None
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._addresses: list[int] = []
         self._versions: list[int] = []  # of the parameters when they were leased
@@ -71,8 +73,11 @@ class GroupParameters:
 
     def lease(self) -> None:
         """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
-        if self._leases == 0 and self.paged:
-            self._pager.acquire(self.access)
+        if self._leases == 0:
+            if self.catch_up is not None:
+                self.catch_up(self.access if self.paged else None)
+            elif self.paged:
+                self._pager.acquire(self.access)
         self._leases += 1
         try:
             self._warm()

@@ -20,7 +20,7 @@ from torch import nn
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.counters import Counters
-from swapper.errors import UnsupportedError
+from swapper.errors import InvariantError, UnsupportedError
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.shadow import Shadow, Work
 from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
@@ -49,6 +49,18 @@ class Trainable:
 
     def all_slices(self, page_bytes: int) -> list[Slice]:
         return self.slices((True,) * len(self.places), page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUpdate:
+    """One group's part of a step: the gradients that its trainable parameters have, None where one has none."""
+
+    trainable: Trainable
+    gradients: tuple[torch.Tensor | None, ...]
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        return tuple(gradient is not None for gradient in self.gradients)
 
 
 @dataclass(slots=True)
@@ -81,7 +93,7 @@ class Sweep:
         entries: what the optimizer keeps for each parameter.
         pager, page_bytes: what leases go to, and the size of its pages.
         counters: to keep.
-        gradient: returns elements [begin, end) of a parameter's gradient, flat; its pages, if it has any, are leased.
+        gradient: returns elements [begin, end) of a parameter's gradient, given both, flat; its pages, if it has any, are leased.
     """
 
     def __init__(
@@ -92,7 +104,7 @@ class Sweep:
         pager: Pager,
         page_bytes: int,
         counters: Counters,
-        gradient: Callable[[nn.Parameter, int, int], torch.Tensor],
+        gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
     ) -> None:
         self._trainables = trainables
         self._gradient = gradient
@@ -107,22 +119,62 @@ class Sweep:
         self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
         self._flat: dict[Place, torch.Tensor] = {}
 
-    def run(self) -> None:
-        """Update every parameter that has a gradient. Its writes may still be in flight on return."""
-        last: Slice | None = None
+    def begin(self) -> list[GroupUpdate]:
+        """Begin a step: it has the optimizer's settings and the gradients of this moment. Returns what there is to update."""
+        self._shadow.begin_step()
+        self._old.clear()  # of a step that failed
+        self._new.clear()
+        updates = []
         for trainable in self._trainables:
-            active = tuple(parameter.grad is not None for parameter in trainable.parameters)
-            for part in trainable.slices(active, self._page_bytes):
-                self._hand_over(last, part.access)
-                last = part
-                started = time.monotonic()
-                self._update(trainable, part)
-                self._counters.update_s += time.monotonic() - started
-            updated = [p for p, is_active in zip(trainable.parameters, active, strict=True) if is_active]
-            torch.autograd.graph.increment_version(updated)
+            update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
+            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            torch.autograd.graph.increment_version(changed)
+            if changed:
+                updates.append(update)
+        return updates
+
+    def update(self, update: GroupUpdate, after: Access | None = None) -> Access:
+        """Update a group. Returns the last access, still leased, which the next one or `end` gives back.
+
+        Args:
+            after: the access that the update before this one left leased.
+        """
+        for part in update.trainable.slices(update.active, self._page_bytes):
+            self.hand_over(after, part.access)
+            after = part.access
+            started = time.monotonic()
+            self._update(update, part)
+            self._counters.update_s += time.monotonic() - started
+        if after is None:
+            raise InvariantError("a group without slices was to be updated")
+        return after
+
+    def hand_over(self, last: Access | None, access: Access | None) -> None:
+        """Lease `access`, if any, before `last`, if any, is given back."""
+        if access is not None:
+            self._pager.lease(access)
         if last is not None:
-            self._pager.release(last.access, last.access.writes)
+            self._pager.release(last, last.writes)
+        if access is not None:
+            self._pager.wait(access)
+
+    def end(self) -> None:
+        """All groups of the step are updated. Writes may still be in flight."""
         self._shadow.end_step()
+
+    def begin_again(self) -> None:
+        """What was updated so far is undone."""
+        self._shadow.begin_again()
+        self._old.clear()
+        self._new.clear()
+
+    def run(self) -> None:
+        """Take a whole step: update every parameter that has a gradient. Its writes may still be in flight on return."""
+        last: Access | None = None
+        for update in self.begin():
+            last = self.update(update, last)
+        self.hand_over(last, None)
+        self.end()
 
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
@@ -140,24 +192,18 @@ class Sweep:
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, last: Slice | None, access: Access) -> None:
-        self._pager.lease(access)
-        if last is not None:
-            self._pager.release(last.access, last.access.writes)
-        self._pager.wait(access)
-
-    def _update(self, trainable: Trainable, part: Slice) -> None:
+    def _update(self, update: GroupUpdate, part: Slice) -> None:
         run: list[Update] = []
         run_elements = 0
         for piece in part.pieces:
             # An empty parameter has nothing to update but its step counter.
-            step = UPDATE_ELEMENTS if trainable.places[piece.parameter].may_cut else piece.end
+            step = UPDATE_ELEMENTS if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
                 end = min(begin + step, piece.end)
                 if run and run_elements + end - begin > UPDATE_ELEMENTS:
                     self._apply(run)
                     run, run_elements = [], 0
-                run.append(self._prepare(trainable, piece.parameter, begin, end))
+                run.append(self._prepare(update, piece.parameter, begin, end))
                 run_elements += end - begin
         self._apply(run)
 
@@ -166,13 +212,16 @@ class Sweep:
         for update in run:
             self._bring_home(update)
 
-    def _prepare(self, trainable: Trainable, number: int, begin: int, end: int) -> Update:
+    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
+        trainable, fixed = group.trainable, group.gradients[number]
         places = trainable.places[number]
         homes = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
         master = homes.pop("master", None)
         target = param if master is None else master
-        gradient = self._gradient(trainable.parameters[number], begin, end)
+        if fixed is None:
+            raise InvariantError(f"{places.name} has no gradient and was to be updated")
+        gradient = self._gradient(trainable.parameters[number], fixed, begin, end)
         if not places.may_cut:
             gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, homes)

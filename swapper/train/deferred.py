@@ -1,0 +1,239 @@
+"""Deferred updates: `optimizer.step()` only fixes what the step is; each group is updated when it is needed next.
+
+Fixed are the optimizer's settings, which parameters have a gradient, and the gradients. The next forward then updates each group
+when it leases it and uses the fresh parameters at once, so that they need not be read back: the optimizer's sweep is spread over
+the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 are left. What the forward does not reach
+is updated before the next backward.
+
+[Note: who may not see an open step] Between `step()` and the last update there are parameters, state and gradients that plain torch
+would show otherwise. So whoever looks finishes the step first:
+- parameters on NVMe are cold, and to lease them is to update them; those that stay in memory are made cold until they are updated;
+- a fixed gradient is a FixedGradient until it is used: an operation on it that needs or changes its data finishes the step first.
+  `zero_grad` (to None) only takes it from its parameter;
+- autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward comes;
+- the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait for it.
+Versions of parameters are counted up at `step()`: an old graph finds out as in plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.core.schedule import Access
+from swapper.errors import StateError, UnsupportedError
+from swapper.interrupts import held_back
+from swapper.modules.cold import METADATA, set_cold, set_warm
+from swapper.modules.own_hook import OwnHook
+from swapper.train.discovery import StateForm
+from swapper.train.storage import GroupParameters
+from swapper.train.sweep import GroupUpdate, Sweep
+
+
+class FixedGradient(torch.Tensor):
+    """A gradient that a step which is still open will use. Never made by anyone: a tensor's class is set to it and back."""
+
+    finish: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in METADATA:
+            for tensor in _fixed_among((args, kwargs)):
+                tensor.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self.finish()
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.finish()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.finish()
+        return self.__reduce_ex__(protocol)
+
+
+class DeferredStep:
+    """The step that was taken last, as far as it is still to be done.
+
+    Args:
+        sweep: what updates.
+        groups: all groups, by index.
+        undo: called with the error when an update fails; has everything as it was before the step, and returns whether it could.
+    """
+
+    def __init__(
+        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[BaseException], bool]
+    ) -> None:
+        self._sweep = sweep
+        self._groups = groups
+        self._undo = undo
+        self._updates: dict[int, GroupUpdate] = {}  # of the open step, by group
+        self._left: dict[int, GroupUpdate] = {}  # those that are still to be done
+        self._versions: dict[int, int] = {}  # of the fixed gradients, by id
+        self._handles: list[Any] = []
+        self.in_order = False
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the step finished before any of `parameters` gets a gradient."""
+        for parameter in parameters:
+            before = OwnHook(lambda gradient: self.finish(in_order=True))
+            self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Take the hooks out, and forget a step that is still open."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forget()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._left)
+
+    def fix(self) -> None:
+        """Take a step: from now on it is open. The one before must not be.
+
+        `in_order` is True from then on for as long as only forwards and backwards have updates done.
+        """
+        self._updates = {update.trainable.group: update for update in self._sweep.begin()}
+        gradients = [g for update in self._updates.values() for g in update.gradients if g is not None]
+        self._versions = {id(gradient): gradient._version for gradient in gradients}
+        self.in_order = True
+        self._open()
+
+    def finish(self, in_order: bool = False) -> None:
+        """Do what is left of the open step.
+
+        Args:
+            in_order: it belongs to the order of a step that this happens here.
+        """
+        if not self._left:
+            return
+        self.in_order = self.in_order and in_order
+        with self._undoing_failure():
+            last: Access | None = None
+            for update in self._left.values():
+                self._check_and_release(update)
+                last = self._sweep.update(update, last)
+            self._sweep.hand_over(last, None)
+            for group in list(self._left):
+                self._note_done(group)
+
+    def catch_up(self, group: int, then: Access | None = None) -> None:
+        """Update a group if it was not yet.
+
+        Args:
+            then: what is leased next; it is leased before the last pages of the update are given back.
+        """
+        update = self._left.get(group)
+        if update is None:
+            return
+        with self._undoing_failure():
+            self._check_and_release(update)
+            self._sweep.hand_over(self._sweep.update(update), then)
+            self._note_done(group)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._left = dict(self._updates)
+        for index, update in self._left.items():
+            group = self._groups[index]
+            group.catch_up = partial(self.catch_up, index)
+            if not group.paged:
+                for parameter in group.parameters:
+                    set_cold(parameter)
+            for gradient in update.gradients:
+                if type(gradient) is torch.Tensor:
+                    gradient.__class__ = FixedGradient
+                    gradient.finish = self.finish  # type: ignore[attr-defined]
+        if not self._left:
+            self._sweep.end()
+
+    def _check_and_release(self, update: GroupUpdate) -> None:
+        """The group's gradients are about to be used: make them ordinary tensors, and see to it that nobody has changed them."""
+        for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
+            if gradient is None:
+                continue
+            if type(gradient) is FixedGradient:
+                _release(gradient)
+            if gradient._version != self._versions[id(gradient)]:
+                raise StateError(
+                    f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
+                    "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
+                    "update='step'"
+                )
+
+    def _note_done(self, group: int) -> None:
+        del self._left[group]
+        parameters = self._groups[group]
+        parameters.catch_up = None
+        if not parameters.paged:
+            for parameter in parameters.parameters:
+                set_warm(parameter)
+        if not self._left:
+            self._sweep.end()
+            self._forget()
+
+    def _forget(self) -> None:
+        for index, update in self._left.items():
+            self._groups[index].catch_up = None
+            for gradient in update.gradients:
+                if type(gradient) is FixedGradient:
+                    _release(gradient)
+        self._updates, self._left, self._versions = {}, {}, {}
+
+    @contextmanager
+    def _undoing_failure(self) -> Iterator[None]:
+        """Whatever runs here is not seen by the forward or backward around it; where it fails, the whole step is still to be done."""
+        off = torch.autocast("cpu", enabled=False)
+        with held_back, torch.inference_mode(False), torch.no_grad(), off:
+            try:
+                yield
+            except BaseException as error:
+                if self._undo(error):
+                    self._sweep.begin_again()
+                    self._open()
+                else:
+                    self._forget()
+                raise
+
+
+def check_deferrable(forms: Iterable[StateForm], kind: str) -> None:
+    """Raise UnsupportedError if what a step of the optimizer `kind` does to its settings would be seen too late."""
+    names = sorted({name for form in forms for name in form.sets})
+    if names:
+        raise UnsupportedError(
+            f"{kind} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when the "
+            "next forward is over: offload with update='step'"
+        )
+
+
+def _release(gradient: torch.Tensor) -> None:
+    gradient.__class__ = torch.Tensor
+    del gradient.finish  # type: ignore[attr-defined]
+
+
+def _fixed_among(tree: Any) -> list[FixedGradient]:
+    found: list[FixedGradient] = []
+    pending = [tree]
+    while pending:
+        item = pending.pop()
+        if type(item) is FixedGradient:
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return found

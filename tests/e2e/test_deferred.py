@@ -1,0 +1,465 @@
+"""Deferred updates: the same losses, parameters, gradients and state as plain torch, whoever looks at them and whenever."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam
+
+import swapper
+from e2e.models import WIDTH, Net, loss_of, tokens, train_step
+from e2e.twins import Twins, assert_same
+
+MakeTwins = Callable[..., Twins]
+Run = Callable[[Any, Any], Any]
+
+
+@pytest.fixture
+def deferred(twins: MakeTwins) -> MakeTwins:
+    def make(model: nn.Module | None = None, *arguments: Any, **options: Any) -> Twins:
+        return twins(model or Net(), *arguments, update="deferred", **options)
+
+    return make
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": partial(AdamW, lr=1e-3),
+    "adamw fused": partial(AdamW, lr=1e-3, fused=True),
+    "adamw tensor lr": lambda parameters: AdamW(parameters, lr=torch.tensor(1e-3)),
+    "sgd": partial(SGD, lr=1e-2, momentum=0.9),
+    "nadam": partial(NAdam, lr=1e-3),
+    "adagrad": partial(Adagrad, lr=1e-2),
+    "adafactor": partial(Adafactor, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_kind_of_optimizer_is_bit_equal(deferred: MakeTwins, name: str) -> None:
+    pair = deferred(Net(depth=10 if name == "adafactor" else 4), OPTIMIZERS[name])
+    losses = pair.train(train_step, steps=6)
+    assert len({loss.item() for loss in losses}) == 6  # it learns
+    pair.finish()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
+def test_bf16_with_fp32_masters_is_bit_equal(deferred: MakeTwins, fused: bool) -> None:
+    pair = deferred(Net(depth=8).bfloat16(), partial(AdamW, lr=1e-3, fused=fused), master=True)
+    pair.train(train_step, steps=10)
+    pair.finish()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: Net(tied=True),
+    "used twice": lambda: Net(passes=2),
+    "checkpointing": lambda: Net(checkpointing=False),
+    "reentrant checkpointing": lambda: Net(checkpointing=True),
+    "dropout": lambda: Net(dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_is_bit_equal(deferred: MakeTwins, name: str) -> None:
+    pair = deferred(MODELS[name]())
+    pair.train(train_step, steps=4)
+    pair.finish()
+
+
+@pytest.mark.parametrize(("params", "state"), [("host", "nvme"), ("nvme", "host"), ("auto", "auto"), ("host", "host")])
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_every_placement_is_bit_equal(deferred: MakeTwins, params: str, state: str, gradients: str) -> None:
+    pair = deferred(Net(), params=params, optimizer_state=state, gradients=gradients)
+    pair.train(train_step, steps=4)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("policy", [None, 2])
+def test_with_other_commits_it_is_bit_equal(deferred: MakeTwins, policy: Any) -> None:
+    pair = deferred(Net(), commit_every=policy)
+    pair.train(train_step, steps=5)
+    pair.finish()
+
+
+def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
+    def bytes_of(update: str) -> tuple[float, swapper.Plan]:
+        torch.manual_seed(0)
+        pair = twins(Net(depth=10).bfloat16(), partial(AdamW, lr=1e-3), master=True, update=update, wait=True)
+        pair.budget = 6 << 20
+        plan = pair.plan()
+        pair.offload()
+        pair.train(train_step, steps=3)
+        before = pair.manager.stats.bytes_read
+        pair.train(train_step, steps=4)
+        read = (pair.manager.stats.bytes_read - before) / 4
+        pair.finish()
+        return read, plan
+
+    read, plan = bytes_of("step")
+    read_deferred, plan_deferred = bytes_of("deferred")
+    params = plan.inventory.family_bytes("param")
+    assert read_deferred < read - 0.3 * params
+    assert read_deferred == pytest.approx(plan_deferred.traffic.total_read_bytes, rel=0.1)
+
+
+# --- what loops do --------------------------------------------------------------------------------------------------
+
+
+def accumulate(model: Any, optimizer: Any) -> torch.Tensor:
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, tokens()) / 3
+        loss.backward()
+        losses.append(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses)
+
+
+def never_zero(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = loss_of(model, tokens())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def zero_in_place(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = never_zero(model, optimizer)
+    model.zero_grad(set_to_none=False)
+    return loss
+
+
+def zero_before_backward(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = loss_of(model, tokens())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def change_gradients(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = never_zero(model, optimizer)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)  # after the step: it is too late for this one, and in time for the next
+    return loss
+
+
+def evaluate_between(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = train_step(model, optimizer)
+    with torch.no_grad():
+        return torch.stack([loss, loss_of(model, tokens()), loss_of(model, tokens())])
+
+
+def evaluate_in_inference_mode(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = train_step(model, optimizer)
+    with torch.inference_mode():
+        evaluated = loss_of(model, tokens())
+    return torch.stack([loss, evaluated.clone()])
+
+
+def autocast(model: Any, optimizer: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_of(model, tokens())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def clip(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = loss_of(model, tokens())
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack([loss.detach(), norm])
+
+
+def retain_an_old_graph(model: Any, optimizer: Any) -> torch.Tensor:
+    """A backward of a graph from before the step reaches only what does not need the changed weights."""
+    shift = model.norm.bias * 2
+    train_step(model, optimizer)
+    shift.sum().backward()
+    kept = model.norm.bias.grad.clone()
+    optimizer.zero_grad()
+    return kept
+
+
+LOOPS: dict[str, Run] = {
+    "accumulation": accumulate,
+    "never zeroed": never_zero,
+    "zeroed in place": zero_in_place,
+    "zeroed before backward": zero_before_backward,
+    "gradients changed after the step": change_gradients,
+    "evaluation": evaluate_between,
+    "inference mode": evaluate_in_inference_mode,
+    "autocast": autocast,
+    "clipping": clip,
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("params", ["nvme", "host"])
+def test_every_loop_is_bit_equal(deferred: MakeTwins, name: str, params: str) -> None:
+    pair = deferred(Net(depth=3), params=params)
+    pair.train(LOOPS[name], steps=4)
+    pair.finish(paged=False)
+
+
+def test_a_scheduler_that_runs_before_the_update_is_not_seen_by_it(deferred: MakeTwins) -> None:
+    pair = deferred(Net(), partial(SGD, lr=0.1, momentum=0.9))
+    schedulers = {
+        id(optimizer): torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for optimizer in (pair.plain_optimizer, pair.optimizer)
+    }
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = train_step(model, optimizer)
+        schedulers[id(optimizer)].step()
+        return loss
+
+    pair.train(run, steps=4)
+    pair.finish()
+
+
+def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
+    """Steps that use one half of the layers each, in turns; what has no gradient is not updated, what has one always is."""
+    turn = {"plain": 0, "swapped": 0}
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+        def forward(self, hidden: torch.Tensor, half: int) -> torch.Tensor:
+            for layer in list(self.layers)[4 * half : 4 * half + 4]:
+                hidden = torch.relu(layer(hidden))
+            return hidden
+
+    pair = deferred(Halves(), partial(SGD, lr=1e-2, momentum=0.9))
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        key = "plain" if model is pair.plain else "swapped"
+        turn[key] += 1
+        loss = model(torch.randn(4, WIDTH), turn[key] % 2).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(run, steps=6)
+    pair.finish(paged=False)
+
+
+# --- whoever looks --------------------------------------------------------------------------------------------------
+
+
+def open_step(pair: Twins) -> None:
+    """Train so that a step is open whose updates are all still to be done."""
+    pair.train(train_step, steps=3)
+    assert pair.manager._run.model.update_is_open
+
+
+def test_gather_finishes_the_step(deferred: MakeTwins) -> None:
+    pair = deferred(Net())
+    open_step(pair)
+    pair.assert_same_parameters()
+    open_step(pair)
+    with pair.manager.gather(pair.swapped.head, write=True), torch.no_grad():
+        pair.swapped.head.weight.mul_(0.5)
+    with torch.no_grad():
+        pair.plain.head.weight.mul_(0.5)
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_state_that_is_looked_at_is_of_the_last_step(deferred: MakeTwins) -> None:
+    pair = deferred(Net())
+    pair.train(train_step, steps=1)
+    assert len(pair.optimizer.state) == len(pair.plain_optimizer.state)
+    open_step(pair)
+    for ours, theirs in zip(pair.swapped.parameters(), pair.plain.parameters(), strict=True):
+        assert_same(dict(pair.optimizer.state[ours]), dict(pair.plain_optimizer.state[theirs]))
+    open_step(pair)
+    state = pair.optimizer.state_dict()
+    assert_same(state, pair.plain_optimizer.state_dict())
+    open_step(pair)
+    pair.both(lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(state)))
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "a sum": lambda model: model.head.weight.sum(),
+    "a copy": lambda model: copy.deepcopy(model.head.weight).detach(),
+    "data": lambda model: model.head.weight.data.clone(),
+    "printed": lambda model: repr(model.head.weight),
+    "pickled": lambda model: pickle.loads(pickle.dumps(model.head.weight)).detach(),
+    "a list of all": lambda model: torch.stack(torch._foreach_norm([p.detach() for p in model.parameters()])),
+    "state_dict": lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    "its gradient": lambda model: model.head.weight.grad.sum(),
+    "a gradient that is printed": lambda model: repr(model.head.weight.grad),
+    "a gradient that is copied": lambda model: copy.deepcopy(model.head.weight.grad),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_parameters_in_memory_are_never_seen_before_their_update(deferred: MakeTwins, name: str) -> None:
+    pair = deferred(Net(depth=2), params="host")
+    pair.train(never_zero, steps=2)
+    assert pair.manager._run.model.update_is_open
+    pair.both(lambda model, _: LOOKS[name](model))
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_a_snapshot_is_of_the_last_step(deferred: MakeTwins, tmp_path: Path) -> None:
+    pair = deferred(Net())
+    open_step(pair)
+    path = tmp_path / "three.pt"
+    pair.manager.snapshot(path).wait()
+    content = torch.load(path)
+    assert_same(dict(content["model"]), dict(pair.plain.state_dict()))
+    assert_same(content["optimizer"]["state"], pair.plain_optimizer.state_dict()["state"])
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_a_run_that_is_closed_goes_on_from_its_last_step(tmp_path: Path) -> None:
+    def go(until: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net()
+        losses = []
+        with swapper.SwapManager(tmp_path, host_memory="10MiB", resume="auto") as manager:
+            optimizer = AdamW(model.parameters(), lr=1e-3)
+            places = {"params": "nvme", "optimizer_state": "nvme"}
+            model, optimizer = manager.offload(model, optimizer, update="deferred", **places)
+            while manager.step < until:
+                torch.manual_seed(manager.step)
+                losses.append(train_step(model, optimizer))
+        return losses
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    expected = []
+    for number in range(5):
+        torch.manual_seed(number)
+        expected.append(train_step(model, optimizer))
+    assert_same([*go(2), *go(5)], expected)
+
+
+# --- what fails -----------------------------------------------------------------------------------------------------
+
+
+def fail_in_the_middle(pair: Twins) -> None:
+    """Have the update of one of the next runs of elements fail, once."""
+    sweep = pair.manager._run.model._sweep
+    apply, calls = sweep._apply, iter(range(100))
+
+    def fail_once(run: Any) -> None:
+        if next(calls) == 5:
+            sweep._apply = apply
+            raise RuntimeError("a fault in the middle")
+        apply(run)
+
+    sweep._apply = fail_once
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_update_that_fails_in_a_forward_can_be_done_again(deferred: MakeTwins, steps: int) -> None:
+    pair = deferred(Net(), NAdam)
+    pair.train(train_step, steps=steps)
+    fail_in_the_middle(pair)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        pair.swapped(tokens())
+    pair.check_pager()
+    assert pair.manager._run.model.update_is_open
+    pair.train(train_step, steps=2)
+    pair.finish()
+
+
+def test_an_update_that_fails_and_cannot_be_undone_ends_the_run_and_says_so(deferred: MakeTwins) -> None:
+    pair = deferred(Net(), commit_every=None)
+    pair.train(train_step, steps=2)
+    fail_in_the_middle(pair)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        pair.swapped(tokens())
+    with pytest.raises(swapper.StateError, match=r"step 2 failed half-way .* go on from the last"):
+        pair.swapped(tokens())
+    pair.close()
+
+
+def test_a_gradient_that_was_changed_through_an_alias_is_refused(deferred: MakeTwins) -> None:
+    pair = deferred(Net(), commit_every=None)
+
+    def run(model: Any, optimizer: Any) -> Any:
+        loss_of(model, tokens()).backward()
+        alias = model.head.weight.grad.view(-1)
+        optimizer.step()
+        return alias
+
+    alias = run(pair.swapped, pair.optimizer)
+    alias.zero_()
+    with pytest.raises(swapper.StateError, match=r"gradient of head.weight was changed .* update='step'"):
+        pair.swapped(tokens())
+    pair.close()
+
+
+class Counting(AdamW):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_its_settings_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    with swapper.SwapManager(tmp_path, host_memory="10MiB") as manager:
+        with pytest.raises(swapper.UnsupportedError, match=r"Counting changes its own settings \(k\) .*update='step'"):
+            manager.offload(model, Counting(model.parameters()), update="deferred")
+        with pytest.raises(swapper.ConfigError, match="update='late'"):
+            manager.offload(model, AdamW(model.parameters()), update="late")
+
+
+def test_a_step_is_seen_by_an_old_graph(deferred: MakeTwins) -> None:
+    pair = deferred(Net())
+
+    def run(model: Any, optimizer: Any) -> str:
+        loss = loss_of(model, tokens())
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        optimizer.zero_grad()
+        return ""
+
+    pair.both(run)
+    pair.close()
+
+
+def test_losses_of_layers_whose_inputs_need_no_gradient(deferred: MakeTwins) -> None:
+    """Nothing of the first layer's backward reaches its input: its gradients come all the same, after its update."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    pair = deferred(model)
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        inputs = torch.randn(4, WIDTH)
+        loss = F.mse_loss(model(inputs), inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(run, steps=4)
+    pair.finish(paged=False)
