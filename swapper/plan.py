@@ -208,9 +208,7 @@ def plan_run(
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    places, budget = choose_placement(
-        inventory, params, optimizer_state, gradients, host_bytes, page_bytes, deferred
-    )
+    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes, deferred)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))

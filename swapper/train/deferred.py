@@ -72,9 +72,7 @@ class DeferredStep:
         undo: called with the error when an update fails; has everything as it was before the step, and returns whether it could.
     """
 
-    def __init__(
-        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[BaseException], bool]
-    ) -> None:
+    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[BaseException], bool]) -> None:
         self._sweep = sweep
         self._groups = groups
         self._undo = undo
@@ -196,7 +194,7 @@ class DeferredStep:
 
     @contextmanager
     def _undoing_failure(self) -> Iterator[None]:
-        """Whatever runs here is not seen by the forward or backward around it; where it fails, the whole step is still to be done."""
+        """What runs here knows nothing of the pass around it; where it fails, the whole step is still to be done."""
         off = torch.autocast("cpu", enabled=False)
         with held_back, torch.inference_mode(False), torch.no_grad(), off:
             try:

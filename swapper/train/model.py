@@ -110,7 +110,9 @@ class OffloadedModel:
         self._original_guard: Any = None
         self._undo = undo
         self._deferred = None if undo is None else DeferredStep(self._sweep, self.groups, self._undo_update)
-        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries before the last step
+        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = (
+            None  # settings and entries before the last step
+        )
 
     def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
         """Move everything to its place, group by group, and return the optimizer that works there.

@@ -47,7 +47,8 @@ class Shadow:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = _unhooked_step(type(optimizer))
-        self._begun: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # groups and attributes that the step has
+        # The groups and attributes that the step has.
+        self._begun: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         self._attributes: dict[str, Any] = {}  # that a call of this step left changed
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 

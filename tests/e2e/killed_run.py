@@ -2,9 +2,9 @@
 
 Usage: killed_run.py DIRECTORY SEED KILLS. The parent has torch imported and forks each run, so that a kill costs little. A run
 writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL a
-little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, and every second
-time with the workers of a DataLoader alive. Whatever is seen must equal a run that nobody killed: losses, parameters, random
-numbers, and every snapshot that has its name.
+little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, every second
+time with the workers of a DataLoader alive, and with updates deferred or not. Whatever is seen must equal a run that nobody
+killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
@@ -80,13 +80,14 @@ def batches(begin: int, end: int, workers: int) -> Iterator[torch.Tensor]:
 def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int = STEPS, **options: Any) -> None:
     """Train to the end, from wherever the last run was committed."""
     workers = options.pop("workers", 0)
+    update = options.pop("update", "step")
     model, optimizer, scheduler = make(dropout=0.1)
     warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
     for module in model:
         module.register_forward_hook(lambda *_: tick(b"f") and None)
         module.register_full_backward_hook(lambda *_: tick(b"b") and None)
     with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True, **options) as manager:
-        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
         manager.register(scheduler=scheduler)
         tick(b"o")
         with losses.open("a") as log:
@@ -187,6 +188,7 @@ def main(directory: Path, seed: int, kills: int) -> None:
             chance.randrange(1, 60),
             LONGEST_DELAY_S * chance.random(),
             workers=2 * chance.randrange(2),
+            update=chance.choice(("step", "deferred")),
         ):
             killed += 1
         expected.check(place, place / "losses")
