@@ -96,9 +96,9 @@ def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
         plan = pair.plan()
         pair.offload()
         pair.train(train_step, steps=3)
-        before = pair.manager.stats.bytes_read
+        before = pair.manager.counters.bytes_read
         pair.train(train_step, steps=4)
-        read = (pair.manager.stats.bytes_read - before) / 4
+        read = (pair.manager.counters.bytes_read - before) / 4
         pair.finish()
         return read, plan
 
