@@ -59,6 +59,8 @@ class SwapManager:
         rng: commits and snapshots hold the states of the random number generators (Python's, torch's, NumPy's) as of the
             end of their step, and a run that goes on puts them back in `offload`.
         backend: how transfers are made: "auto", "uring" or "threads".
+        stall_s: when one wait for the drive takes longer than so many seconds, the log gets a dump of what is going on, as from
+            `dump`; None: never. SIGUSR1 asks for one too, where nobody else has a handler for it (watchdog.py).
 
     Attributes:
         extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
@@ -80,6 +82,7 @@ class SwapManager:
         fsync: bool = False,
         rng: bool = False,
         backend: str = "auto",
+        stall_s: float | None = 60.0,
     ) -> None:
         self._host_bytes = parse_host_memory(host_memory)
         parse_choice(resume, "resume", RESUME_CHOICES)
@@ -92,6 +95,9 @@ class SwapManager:
         self._rng: dict[str, Any] | None = None
         self._keeps_rng = rng
         self._backend = parse_choice(backend, "backend", ("auto", "uring", "threads"))
+        if stall_s is not None and not stall_s > 0:
+            raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
+        self._stall_s = stall_s
         self._pid = os.getpid()
         self._closed = False
         self._failure: BaseException | None = None
@@ -342,6 +348,10 @@ class SwapManager:
         """
         return self._clock.stats()
 
+    def dump(self) -> str:
+        """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names."""
+        return self._running("dump").describe()
+
     @property
     def counters(self) -> Counters:
         """What was done so far, in numbers that only grow."""
@@ -412,7 +422,7 @@ class SwapManager:
                 self._enter, self._enter_to_write, self._run_step, self._undo_update,
                 lambda step: self._describe_commit(step, kind, described, plan.places),
             ),
-            backend=self._backend, fsync=self._fsync,
+            backend=self._backend, fsync=self._fsync, stall_s=self._stall_s,
         )  # fmt: skip
         values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:

@@ -9,6 +9,7 @@ still alias an arena keep its memory alive.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from swapper.train.initial import Values
 from swapper.train.inventory import expected_cycle, find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.optim import PagedOptimizer
+from swapper.watchdog import Watchdog, describe_waits
 
 log = logging.getLogger("swapper")
 
@@ -75,6 +77,7 @@ class Run:
         manager: whom to ask.
         backend: of the engine.
         fsync: commits survive a power loss.
+        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
 
     Attributes:
         sections: of parameters and optimizer state.
@@ -88,6 +91,7 @@ class Run:
     _store: Store | None = None
     _scratch: ScratchFile | None = None
     _model: OffloadedModel | None = None
+    _watchdog: Watchdog | None = None
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class Run:
         *,
         backend: str,
         fsync: bool,
+        stall_s: float | None,
     ) -> None:
         self._manager = manager
         self._clock = clock
@@ -115,6 +120,7 @@ class Run:
             self._note_sizes(plan)
             if record is not None:
                 self._restore(record)
+            self._watchdog = Watchdog(self._counters, self._make_describe(), stall_s)
         except BaseException:
             self.close()
             raise
@@ -238,8 +244,20 @@ class Run:
             self._counters.bytes_read = self.engine.bytes_read
             self._counters.bytes_written = self.engine.bytes_written
 
+    def _make_describe(self) -> Callable[[], str]:
+        """Return what makes the watchdog's dump. The watchdog's thread must not keep the run alive."""
+        run = weakref.ref(self)
+        return lambda: "the run is gone" if (alive := run()) is None else alive.describe()
+
+    def describe(self) -> str:
+        """Return a dump of what is going on, several lines, for a person. Takes no lock."""
+        where = f"step {self._counters.step + 1}, {self._clock.describe()}"
+        return "\n".join([where, describe_waits(self._counters), self.pager.describe()])
+
     def close(self) -> None:
         """[Note: order of opening and closing]"""
+        if self._watchdog is not None:
+            self._watchdog.stop()
         if self._model is not None:
             self._model.close(keep_cold=True)
             self.committer.abandon()

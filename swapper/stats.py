@@ -215,6 +215,10 @@ class StepClock:
             spent[index] += after - before
         self._phase, self._since_s, self._before = phase, now_s, now
 
+    def describe(self) -> str:
+        """Say which phase it is, and for how long."""
+        return f"{self._phase} for {self._clock() - self._since_s:.1f} s"
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Within the context it is that phase, and "between" after it."""

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from swapper.core.dump import describe
 from swapper.core.pool import Pool
 from swapper.core.residency import Residency
+from swapper.core.schedule import Access
 from swapper.core.section import Page
 from swapper.counters import Counters
 from swapper.errors import InvariantError, IoError
@@ -90,7 +92,7 @@ class Frames:
         after = None if leaver is None else leaver.ticket
         address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
         try:
-            page.ticket = after if fresh else self._read(page, address, after)
+            page.ticket = after if fresh else self._store.read(page, address, after=after)
         except BaseException:
             if leaver is None:
                 self._pool.give(frame)  # type: ignore[arg-type]
@@ -102,6 +104,8 @@ class Frames:
         else:  # [Note: promised frames]
             leaver.heir, page.predecessor = page, leaver
             self.ahead.discard(leaver.index)
+        if not fresh:
+            self._counters.read_bytes[page.section.plan.family] += page.nbytes
         page.fresh = fresh
         page.error = None
         page.move(Residency.READING)
@@ -134,7 +138,8 @@ class Frames:
         """A frame was claimed for fresh data, but the old content is wanted."""
         self._end_transfer(page)
         page.fresh = False
-        page.ticket = self._read(page, self._pool.address(page.frame), None)  # type: ignore[arg-type]
+        page.ticket = self._store.read(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self._counters.read_bytes[page.section.plan.family] += page.nbytes
         self.in_flight[page.index] = page
 
     def write(self, page: Page) -> None:
@@ -144,11 +149,6 @@ class Frames:
         page.move(Residency.WRITING)
         self.in_flight[page.index] = page
         self.offer(page)
-
-    def _read(self, page: Page, address: int, after: Any) -> Any:
-        ticket = self._store.read(page, address, after=after)
-        self._counters.read_bytes[page.section.plan.family] += page.nbytes
-        return ticket
 
     def evict(self, page: Page) -> None:
         """Let a CLEAN page go, or throw a DIRTY one away."""
@@ -314,27 +314,18 @@ class Frames:
 
     # --- for people and tests -------------------------------------------------------------------------------------
 
-    def describe(self) -> str:
-        """Return a dump of leases, frames and tickets, for a person."""
-        counts = {state.name: 0 for state in Residency}
-        for page in self._pages:
-            counts[page.residency.name] += 1
-        leased = [repr(page) for page in self._pages if page.leases][:20]
-        return (
-            f"{self._pool.free_count} of {self._pool.frame_count} frames free; pages: "
-            + ", ".join(f"{count} {name}" for name, count in counts.items())
-            + f"; {len(self.in_flight)} in flight; leased: "
-            + ("; ".join(leased) or "none")
-        )
+    def describe(self, held: Mapping[int, tuple[Access, float]]) -> str:
+        """Return a dump; `held` are the leases. See core/dump.py."""
+        return describe(self._pages, self._pool, self.in_flight, held)
 
     def check(self) -> None:
         """Raise InvariantError unless frames are conserved and belong to one page each."""
         held = [page for page in self._pages if page.frame is not None]
         frames = [page.frame for page in held]
         if len(set(frames)) != len(frames):
-            raise InvariantError(f"a frame belongs to two pages: {self.describe()}")
+            raise InvariantError(f"a frame belongs to two pages: {self.describe({})}")
         if len(frames) + self._pool.free_count != self._pool.frame_count:
-            raise InvariantError(f"frames were lost: {self.describe()}")
+            raise InvariantError(f"frames were lost: {self.describe({})}")
         for page in self._pages:
             promised = page.predecessor is not None
             if (page.frame is None) != (page.residency is Residency.COLD or promised):

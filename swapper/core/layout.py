@@ -69,6 +69,16 @@ class SectionPlan:
     def name(self) -> str:
         return f"group {self.group} {self.family} {str(self.dtype).removeprefix('torch.')}"
 
+    @property
+    def where(self) -> str:
+        """The name with that of the module whose tensors they are, as far as they have one in common."""
+        owners = [slot.spec.owner for slot in self.slots]
+        first = owners[0].split(".") if owners else []
+        common = [
+            part for n, part in enumerate(first) if all(owner.split(".")[n : n + 1] == [part] for owner in owners)
+        ]
+        return f"{self.name} ({'.'.join(common)})" if common else self.name
+
     def pages(self, page_bytes: int) -> list[tuple[int, int]]:
         """Return (offset, nbytes) of each page; together they are the whole section."""
         return [(at, min(page_bytes, self.nbytes - at)) for at in range(0, self.nbytes, page_bytes)]

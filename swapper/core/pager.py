@@ -10,6 +10,7 @@ One mutex guards all page and frame state. It is never held while waiting.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -65,6 +66,7 @@ class Pager:
         self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
         self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, not to be written yet
+        self._held: dict[int, tuple[Access, float]] = {}  # by identity: what is leased, and since when; for people
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
 
@@ -88,10 +90,11 @@ class Pager:
             self._frames.raise_failure()
             if access.key is not None and not self._schedule.advance(access):
                 self._lost_the_place()
-            for index in access.pages:
-                self._pages[index].leases += 1
+            missed = self._count_leases(access)
             if access.key is not None:
-                self._count_use(access)
+                self.counters.pages_used += len(access.pages)
+                self.counters.pages_missed += missed
+            self._held[id(access)] = (access, time.monotonic())
             self._frames.ahead.difference_update(access.pages)
         try:
             self._bring(access)
@@ -120,8 +123,10 @@ class Pager:
         """Give the lease back. Pages whose index is in `changed` are written back as soon as nobody leases them."""
         with self._lock:
             self._frames.settle()
+            self._held.pop(id(access), None)
+            pages = self._pages
             for index in access.pages:
-                page = self._pages[index]
+                page = pages[index]
                 if index in changed:
                     page.fresh = False  # it was filled
                     if page.residency is Residency.CLEAN:
@@ -230,8 +235,10 @@ class Pager:
 
     def drop_leases(self, kept: Iterable[Access] = ()) -> None:
         """Give back every lease but those of `kept`: what held them is gone (an exception or Ctrl-C went through it)."""
-        counts = Counter(index for access in kept for index in access.pages)
+        accesses = list(kept)
+        counts = Counter(index for access in accesses for index in access.pages)
         with self._lock:
+            self._held = {id(a): self._held[id(a)] for a in accesses if id(a) in self._held}
             for page in self._pages:
                 if page.leases > counts[page.index]:
                     page.leases = counts[page.index] + 1
@@ -249,6 +256,7 @@ class Pager:
         with self._lock:
             self._frames.settle()
             self._put_off.clear()
+            self._held.clear()
             self._frames.unsaved.clear()
             with contextlib.suppress(IoError):
                 self._frames.raise_failure()  # of what is thrown away now
@@ -263,7 +271,7 @@ class Pager:
 
     def describe(self) -> str:
         """Return a dump of leases, frames and tickets, for a person."""
-        return self._frames.describe()
+        return self._frames.describe(self._held)
 
     def check(self) -> None:
         """Raise InvariantError unless frames are conserved and belong to one page each."""
@@ -272,12 +280,15 @@ class Pager:
 
     # --- bringing pages in ----------------------------------------------------------------------------------------
 
-    def _count_use(self, access: Access) -> None:
-        cold, pages = Residency.COLD, self._pages
-        self.counters.pages_used += len(access.pages)
+    def _count_leases(self, access: Access) -> int:
+        """Lease the pages. Returns how many of them nobody has asked the drive for, though they must be read."""
+        missed, cold, pages = 0, Residency.COLD, self._pages
         for index in access.pages:
-            if pages[index].residency is cold and index not in access.fresh:
-                self.counters.pages_missed += 1
+            page = pages[index]
+            page.leases += 1
+            if page.residency is cold and index not in access.fresh:
+                missed += 1
+        return missed
 
     def _bring(self, access: Access) -> None:
         """Claim a frame for each leased page that has none, waiting for frames if need be, then read ahead."""
@@ -356,8 +367,9 @@ class Pager:
         """Return whether nothing needs to be waited for, as is usual."""
         with self._lock:
             self._frames.settle()
+            pages = self._pages
             for index in access.pages:
-                residency = self._pages[index].residency
+                residency = pages[index].residency
                 if residency is Residency.WRITING:
                     if index in access.writes:
                         return False
@@ -366,7 +378,8 @@ class Pager:
             if access.writes:
                 self._frames.raise_failure()
             for index in access.writes:
-                self._frames.allow_writes(self._pages[index])
+                if pages[index].guarded:
+                    self._frames.allow_writes(pages[index])
         return True
 
     def _wait_for_content(self, page: Page, access: Access) -> None:
@@ -464,6 +477,7 @@ class Pager:
     def _drop(self, access: Access) -> None:
         """Undo a lease that could not be fulfilled."""
         with self._lock:
+            self._held.pop(id(access), None)
             for index in access.pages:
                 self._end_lease(self._pages[index])
 
@@ -499,7 +513,7 @@ class Pager:
         if not dirty and not claimed:
             raise BudgetError(
                 "everything in the pool is in use at one time: raise host_memory, or gather fewer modules at once "
-                f"({self.describe()})"
+                f"\n{self.describe()}"
             )
 
 
