@@ -55,9 +55,16 @@ class StoredTensor:
         """Return what `tensor[index]` would be; None if that is not one run of bytes."""
         if self.stride is not None or not self.shape or not 0 <= index < self.shape[0]:
             return None
-        nbytes = self.nbytes // self.shape[0]
-        offset = self.offset + index * nbytes
-        return replace(self, offset=offset, nbytes=nbytes, shape=self.shape[1:])
+        found = self.rows(index, index + 1)
+        return found and replace(found, shape=self.shape[1:])
+
+    def rows(self, begin: int, end: int) -> StoredTensor | None:
+        """Return what `tensor[begin:end]` would be; None if that is not one run of bytes."""
+        if self.stride is not None or not self.shape or not 0 <= begin < end <= self.shape[0]:
+            return None
+        row_bytes = self.nbytes // self.shape[0]
+        offset, nbytes = self.offset + begin * row_bytes, (end - begin) * row_bytes
+        return replace(self, offset=offset, nbytes=nbytes, shape=(end - begin, *self.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

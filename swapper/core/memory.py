@@ -43,6 +43,12 @@ class HostMemory:
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
         return arena, kept_bytes
 
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return memory of its own, which is good for transfers: uint8 of shape (nbytes,)."""
+        arena = _C.Arena(nbytes)
+        self._arenas.append(arena)
+        return torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8)
+
     def describe(self) -> str:
         """Return "page-locked", or why it is not."""
         for arena in self._arenas:

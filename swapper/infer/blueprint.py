@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -11,6 +12,7 @@ from typing import cast
 from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.infer.cut import PARTS_IN_MEMORY, CutLinear, cut
 from swapper.infer.experts import ExpertWeights, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Recipe, Weight
 from swapper.infer.rows import can_look_up
@@ -57,6 +59,7 @@ class Blueprint:
         buffer_bytes: of the buffers that come from the checkpoint.
         experts: for each layer of experts, the parameters whose experts are read one by one.
         lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
+        cuts: linear maps that are multiplied by some of their rows at a time.
     """
 
     groups: list[StreamedGroup]
@@ -67,6 +70,7 @@ class Blueprint:
     buffer_bytes: int
     lookups: list[tuple[nn.Embedding, Recipe]] = field(default_factory=list)
     experts: list[list[ExpertWeights]] = field(default_factory=list)
+    cuts: list[CutLinear] = field(default_factory=list)
 
     @cached_property
     def used_groups(self) -> set[int]:
@@ -84,7 +88,13 @@ class Blueprint:
         """Host memory beside the pool: what stays, and the most that is converted at one time."""
         small = sum(round_up(run.nbytes, SECTOR_BYTES) for run in self.small_runs)
         made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
-        return small + sum(weight.made_bytes for weight in self.small) + made + self.buffer_bytes
+        made = max(made, max((linear.made_bytes for linear in self.cuts), default=0))
+        return small + sum(weight.made_bytes for weight in self.small) + made + self.buffer_bytes + self.parts_bytes
+
+    @property
+    def parts_bytes(self) -> int:
+        """Memory that parts of matrices are read into."""
+        return PARTS_IN_MEMORY * max((linear.slot_bytes for linear in self.cuts), default=0)
 
     @property
     def staging_bytes(self) -> int:
@@ -151,6 +161,23 @@ def with_single_experts(blueprint: Blueprint) -> Blueprint:
             unit = replace(unit, groups=())
         units.append(unit)
     return replace(blueprint, units=units, working_sets=_working_sets(units), experts=layers)
+
+
+def with_cuts(blueprint: Blueprint) -> Iterator[Blueprint]:
+    """Yield blueprints in which linear maps are multiplied by parts: first only the largest, in the end all that can be."""
+    users = Counter(group for unit in blueprint.units for group in unit.groups)
+    found: dict[str, CutLinear] = {}
+    for unit in blueprint.units:
+        weights = {id(w.parameter): w.recipe for group in unit.groups for w in blueprint.groups[group].weights}
+        own = unit.module._parameters
+        weight, bias = (weights.pop(id(own.get(name)), None) for name in ("weight", "bias"))
+        linear = None if weight is None or weights else cut(unit.module, weight, bias)
+        if linear is not None and all(users[group] == 1 for group in unit.groups):
+            found[unit.name] = linear
+    for nbytes in sorted({linear.stored_bytes for linear in found.values()}, reverse=True):
+        chosen = {name: linear for name, linear in found.items() if linear.stored_bytes >= nbytes}
+        units = [replace(unit, groups=()) if unit.name in chosen else unit for unit in blueprint.units]
+        yield replace(blueprint, units=units, working_sets=_working_sets(units), cuts=list(chosen.values()))
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:

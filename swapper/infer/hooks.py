@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.errors import StateError
-from swapper.infer.weights import FOR_INFERENCE, GroupWeights
+from swapper.infer.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
@@ -212,10 +211,7 @@ class Hooks:
         """An output that is a view of a streamed parameter must not leave with it: copy it. A gradient cannot come back."""
         tensors, rebuild = tensors_of(output)
         if any(tensor.requires_grad for tensor in tensors):
-            raise StateError(
-                f"a gradient would have to flow back through a model, but {FOR_INFERENCE}: run it within torch.no_grad(), or, to "
-                "train, build the model in memory and use swapper.SwapManager"
-            )
+            refuse_gradient()
         replaced = [self._copied(tensor) for tensor in tensors]
         if any(new is not old for new, old in zip(replaced, tensors, strict=True)):
             return rebuild(replaced)

@@ -21,9 +21,10 @@ from torch import nn
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
 from swapper.counters import Counters
-from swapper.errors import InvariantError, StateError
+from swapper.errors import BudgetError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
-from swapper.infer.blueprint import Blueprint, draw, with_lookups, with_single_experts
+from swapper.infer.blueprint import Blueprint, draw, with_cuts, with_lookups, with_single_experts
+from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
 from swapper.infer.experts import Experts, ExpertWeights
 from swapper.infer.hooks import Hooks
 from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
@@ -83,17 +84,25 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes:
     blueprint = draw(model, matched)
     if blueprint.fixed_bytes + blueprint.staging_bytes + blueprint.streamed_bytes > budget_bytes:
         blueprint = with_single_experts(with_lookups(blueprint))
-    cache_bytes = blueprint.cache_bytes(budget_bytes)
-    placement = place(
-        budget_bytes,
-        blueprint.fixed_bytes + blueprint.staging_bytes + cache_bytes,
-        blueprint.runs_of_used,
-        blueprint.working_sets,
-        [unit.name or type(model).__name__ for unit in blueprint.units],
-    )
+    blueprint, placement = _fit(blueprint, budget_bytes)
     with torch.inference_mode(False), torch.no_grad(), held_back:
+        cache_bytes = blueprint.cache_bytes(budget_bytes)
         model.__dict__[KEY] = LoadedModel(model, source, blueprint, matched.buffers, placement, cache_bytes, backend)
     return model
+
+
+def _fit(blueprint: Blueprint, budget_bytes: int) -> tuple[Blueprint, Placement]:
+    """Place the model; where it does not fit, place it with its largest linear maps cut."""
+    refusal: BudgetError | None = None
+    for candidate in (blueprint, *with_cuts(blueprint)):
+        fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(budget_bytes)
+        names = [unit.name or type(unit.module).__name__ for unit in candidate.units]
+        try:
+            placed = place(budget_bytes, fixed_bytes, candidate.runs_of_used, candidate.working_sets, names)
+            return candidate, placed
+        except BudgetError as error:
+            refusal = error
+    raise refusal or InvariantError("a model has no blueprint")
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -139,6 +148,7 @@ class LoadedModel:
         self._experts: Experts | None = None
         self._hooks: Hooks | None = None
         self._last_order: list[int] = []
+        self._cut_bytes = sum(linear.stored_bytes for linear in blueprint.cuts)
         self._counters = Counters(
             pool_bytes=placement.pool_bytes,
             frame_bytes=placement.page_bytes,
@@ -177,7 +187,8 @@ class LoadedModel:
         """What a pass over all weights reads from the files, after the first, which reads everything."""
         pages = {page.index: page for sections in self._streaming.sections for s in sections for page in s.pages}
         used = {index for access in self._cycle for index in access.pages}
-        return sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages if index in used)
+        streamed = sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages if index in used)
+        return streamed + self._cut_bytes
 
     def unload(self) -> None:
         """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""
@@ -197,6 +208,7 @@ class LoadedModel:
                 for module in model.modules():
                     module.__dict__.pop("_apply", None)
                     stop_looking_up(module)
+                    stop_cutting(module)
                 model.__dict__.pop(KEY, None)
             self._mappings.clear()
             if self._experts is not None:
@@ -269,6 +281,10 @@ class LoadedModel:
             self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
         for embedding, recipe in blueprint.lookups:
             look_up_by_rows(embedding, recipe, self._streaming.read_part)
+        if blueprint.cuts:
+            bench = Parts(self._streaming.take_memory(blueprint.parts_bytes), self._streaming.read_part)
+            for linear in blueprint.cuts:
+                multiply_by_parts(linear, bench)
         for name, module in model.named_modules():
             module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,19 +32,28 @@ class Recipe:
         parts: the stored tensors that it consists of.
         make: what gives it from `parts`; None where it is the only one of them.
         dtype: of what comes out.
-        is_cast: `make` does nothing but convert the one part to `dtype`.
+        by_rows: `make` does the same to each row, that is each index of the first dimension, which all parts have.
         node: how it is made, where that was traced (swapper.infer.tracing).
     """
 
     parts: tuple[StoredTensor, ...]
     make: Make | None
     dtype: torch.dtype
-    is_cast: bool = False
+    by_rows: bool = False
     node: Any = None
 
     @property
     def stored_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
+
+    def rows(self, begin: int, end: int) -> Recipe | None:
+        """Return the recipe of `tensor[begin:end]`, which reads no other rows; None if there is none."""
+        if self.make is not None and not self.by_rows:
+            return None
+        parts = [part.rows(begin, end) for part in self.parts]
+        if any(part is None for part in parts):
+            return None
+        return replace(self, parts=tuple(part for part in parts if part is not None), node=None)
 
     def from_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         return parts[0] if self.make is None else self.make(parts)
@@ -135,7 +144,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
 def _recipe(stored: StoredTensor, dtype: torch.dtype | None) -> Recipe:
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
         return Recipe((stored,), None, stored.dtype)
-    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, is_cast=True)
+    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
 
 
 def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:

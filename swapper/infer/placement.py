@@ -80,7 +80,7 @@ def place(
 
 def _best(pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> Placement | None:
     if not any(groups):
-        return Placement(SECTOR_BYTES, 0, 0)
+        return Placement(SECTOR_BYTES, 0, 0) if pool_bytes >= 0 else None
     for sizes in (_huge_sizes(pool_bytes), _fitting_sizes(pool_bytes, groups), [LEAST_PAGE_BYTES]):
         found = _cheapest(sizes, pool_bytes, groups, units)
         if found is not None:
@@ -156,6 +156,8 @@ def _place_with(
 
 
 def _smallest_pool(groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> int:
+    if not any(groups):
+        return 0
     low, high = 0, ARENA_ALIGNMENT_BYTES
     while _best(high, groups, units) is None:
         low, high = high, 2 * high

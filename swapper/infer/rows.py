@@ -22,35 +22,31 @@ ReadInto = Callable[[StoredTensor, int, int, int], Any]
 
 def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
     """Whether `module` is an embedding whose rows can be read one by one, and nothing more."""
-    return (
-        type(module) is nn.Embedding
-        and module.max_norm is None
-        and (recipe.make is None or recipe.is_cast)
-        and recipe.parts[0].stride is None
-    )
+    return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
 
 
 def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto) -> None:
     """Have `module` read the rows that it is asked for, until `stop_looking_up`."""
-    stored = recipe.parts[0]
-    row_bytes = stored.nbytes // stored.shape[0]
+    row_count = module.num_embeddings
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             unique, places = torch.unique(ids, return_inverse=True)
             rows = unique.tolist()
-            if rows and not 0 <= rows[0] <= rows[-1] < stored.shape[0]:
-                raise IndexError(
-                    f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {stored.shape[0]} rows"
-                )
-            table = torch.empty((len(rows), stored.shape[1]), dtype=stored.dtype)
-            tickets = [
-                read(stored, begin * row_bytes, table.data_ptr() + number * row_bytes, count * row_bytes)
-                for number, begin, count in _stretches(rows)
-            ]
+            if rows and not 0 <= rows[0] <= rows[-1] < row_count:
+                raise IndexError(f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {row_count} rows")
+            tables, tickets = [], []
+            for stored in recipe.parts:
+                table = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+                row_bytes = stored.nbytes // row_count
+                tickets += [
+                    read(stored, begin * row_bytes, table.data_ptr() + number * row_bytes, count * row_bytes)
+                    for number, begin, count in _stretches(rows)
+                ]
+                tables.append(table)
             for ticket in tickets:
                 ticket.wait()
-            return F.embedding(places, recipe.from_parts([table]))
+            return F.embedding(places, recipe.from_parts(tables))
 
     module.__dict__["forward"] = forward
 

@@ -101,6 +101,10 @@ class Streaming:
         parts = iter(tensors)
         return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
 
+    def take_memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory for transfers, beside the frames: uint8 of shape (nbytes,)."""
+        return self._memory.take(nbytes)
+
     def read_part(self, stored: StoredTensor, offset: int, address: int, nbytes: int) -> Any:
         """Submit a read of some bytes of a stored tensor; returns its ticket."""
         if self._files is None:

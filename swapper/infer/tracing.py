@@ -83,18 +83,15 @@ def recipe_of(traced: Traced) -> Recipe:
     _collect(traced.node, leaves)
     numbers = {key: number for number, key in enumerate(leaves)}
     node = traced.node
-    is_cast = node.function is _cast and isinstance(node.arguments[0], Node) and node.arguments[0].stored is not None
-    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, is_cast, node)
+    by_rows = node.function is _cast and isinstance(node.arguments[0], Node) and node.arguments[0].stored is not None
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, by_rows, node)
 
 
 def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
     """Return the recipe of `tensor[row]`, which reads no other rows; None if that is not known."""
-    if recipe.make is None or (recipe.is_cast and recipe.node is None):
-        stored = recipe.parts[0].row(row)
-        if stored is None:
-            return None
-        dtype = recipe.dtype
-        return Recipe((stored,), recipe.make and (lambda parts: parts[0].to(dtype)), dtype, recipe.is_cast)
+    if recipe.make is None or recipe.by_rows:
+        stored = [part.row(row) for part in recipe.parts]
+        return None if None in stored else replace(recipe, parts=tuple(filter(None, stored)), by_rows=False, node=None)
     node = None if recipe.node is None else _row(recipe.node, row)
     if node is None:
         return None

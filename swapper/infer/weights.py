@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -20,6 +21,13 @@ from swapper.infer.matching import Recipe
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
+
+
+def refuse_gradient() -> NoReturn:
+    raise StateError(
+        f"a gradient would have to flow back through a model, but {FOR_INFERENCE}: run it within torch.no_grad(), or, to "
+        "train, build the model in memory and use swapper.SwapManager"
+    )
 
 
 @dataclass(frozen=True, slots=True)

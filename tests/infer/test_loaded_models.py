@@ -215,7 +215,7 @@ def test_a_weight_that_the_forward_changes_is_an_error(tmp_path):
 
 def test_a_budget_below_the_largest_module_says_what_is_needed(path):
     with pytest.raises(swapper.BudgetError, match="this model needs at least") as refusal:
-        swapper.load(on_meta(), path, host_memory="1MiB")
+        swapper.load(on_meta(), path, host_memory="100KiB")
     least = int(str(refusal.value).split("(")[1].split(" bytes")[0])
     model = swapper.load(on_meta(), path, host_memory=least)
     assert torch.equal(run(model), run(make()))

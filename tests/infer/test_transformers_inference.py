@@ -125,20 +125,28 @@ def tensors(output):
 def smallest(cls, folder, **options):
     """Load with the least budget that the library says is enough."""
     with pytest.raises(swapper.BudgetError) as refusal:
-        from_pretrained(cls, folder, host_memory=1 << 20, **options)
+        from_pretrained(cls, folder, host_memory=1 << 16, **options)
     least = int(str(refusal.value).split("(")[1].split(" bytes")[0])
     return from_pretrained(cls, folder, host_memory=least, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def half(cls, folder, **options):
+    """Load with a budget for half of the weights: most matrices stream whole."""
+    weights_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if options.get("dtype") is torch.bfloat16:
+        weights_bytes //= 2
+    return from_pretrained(cls, folder, host_memory=weights_bytes // 2 + (2 << 20), **options)
+
+
+@pytest.mark.parametrize("dtype, load", [(torch.float32, half), (torch.bfloat16, half), (torch.bfloat16, smallest)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_outputs_are_those_in_memory(folders, name, dtype):
+def test_outputs_are_those_in_memory(folders, name, dtype, load):
     class_name, _, inputs = ARCHITECTURES[name]
     cls, folder = getattr(transformers, class_name), folders(name)
     batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs().items()}
     eager = {"experts_implementation": "eager"} if name == "Mixtral" else {}  # other bits than grouped, in bf16
     reference = cls.from_pretrained(folder, dtype=dtype, **eager)
-    model = smallest(cls, folder, dtype=dtype)
+    model = (smallest if name == "Mixtral" else load)(cls, folder, dtype=dtype)
     loaded = swapper.loaded(model)
     with torch.no_grad():
         expected = tensors(reference(**batch))
@@ -147,7 +155,7 @@ def test_outputs_are_those_in_memory(folders, name, dtype):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in expected)
     if name != "Mixtral":  # experts do not count: which are read depends on the tokens
-        assert loaded.read_bytes_a_pass > 0.3 * sum(p.nbytes for p in reference.parameters())
+        assert loaded.read_bytes_a_pass > 0.2 * sum(p.nbytes for p in reference.parameters())
     loaded.unload()
 
 
@@ -206,7 +214,9 @@ def test_of_a_mixture_only_the_experts_that_are_used_are_read(folders, tmp_path,
             assert torch.equal(model(token).logits, reference(token).logits)
         loaded._streaming.engine.drain()
     read = (loaded.counters.bytes_read - before) / 20
-    assert read <= loaded.read_bytes_a_pass + layers * used * one_expert + 2 * loaded.counters.pool_bytes / 20
+    one_row = reference.model.embed_tokens.weight[0].nbytes
+    planned = loaded.read_bytes_a_pass + one_row + layers * used * one_expert
+    assert read <= planned + 2 * loaded.counters.pool_bytes / 20
     assert layers * experts * one_expert > 2 * loaded.counters.pool_bytes / 20
     # all of a model fits, and nothing is read twice
     roomy = from_pretrained(cls, folder, host_memory=int(0.95 * sum(p.nbytes for p in reference.parameters())))

@@ -1,0 +1,159 @@
+"""Linear maps whose matrix is larger than the budget: multiplied by some rows at a time, read while the ones before are in use.
+
+The rows of a matrix are the outputs of the map, so each part gives its own columns of the result, and nothing is added up anew.
+The module's `forward` is replaced on the instance while the model is loaded. In bf16 and fp16 the result has the same bits as the
+whole matrix gives; in wider types torch may choose another kernel for another number of rows, and the last bits may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swapper.core.layout import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.infer.adoption import view_of
+from swapper.infer.matching import Recipe
+from swapper.infer.rows import ReadInto
+from swapper.infer.weights import refuse_gradient
+
+PARTS_IN_MEMORY = 4
+"""Parts that are read or in use at one time."""
+MOST_PART_BYTES = 2 << 20
+ROWS_MULTIPLE = 64
+"""Kernels take rows in groups of this many, or a divisor of it: other cuts would make them treat the last ones otherwise."""
+
+
+@dataclass(frozen=True)
+class CutLinear:
+    """A linear map that is multiplied by parts.
+
+    Attributes:
+        module: the map.
+        weight: its matrix of shape (out, in).
+        bias: of shape (out,), where it streams too; None where it is in memory or there is none.
+        part_rows: how many rows are read together; the last part may have fewer.
+    """
+
+    module: nn.Linear
+    weight: Recipe
+    bias: Recipe | None
+    part_rows: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(recipe.stored_bytes for recipe in self._whole)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one part as it is stored, wherever in a sector each of its tensors begins."""
+        parts = [part for recipe in self.recipes(0, self.part_rows) for part in recipe.parts]
+        return sum(round_up(part.nbytes, SECTOR_BYTES) + SECTOR_BYTES for part in parts)
+
+    @property
+    def made_bytes(self) -> int:
+        """What is made of one part while it is in use."""
+        made = [recipe for recipe in self._whole if recipe.make is not None]
+        return sum(self.part_rows * self.module.in_features * recipe.dtype.itemsize for recipe in made)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield (first row, end) of each part."""
+        for begin in range(0, self.module.out_features, self.part_rows):
+            yield begin, min(begin + self.part_rows, self.module.out_features)
+
+    def recipes(self, begin: int, end: int) -> list[Recipe]:
+        """Return what gives rows [begin, end) of the matrix, and of the bias if that streams."""
+        found = [recipe.rows(begin, end) for recipe in self._whole]
+        return [recipe for recipe in found if recipe is not None]  # all of them: `cut` has seen to it
+
+    @property
+    def _whole(self) -> list[Recipe]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> CutLinear | None:
+    """Return how `module` is multiplied by parts; None if it is not plain enough."""
+    if type(module) is not nn.Linear or weight.rows(0, 1) is None or (bias is not None and bias.rows(0, 1) is None):
+        return None
+    row_bytes = max(weight.stored_bytes // module.out_features, 1)
+    rows = max(min(MOST_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
+    number = -(-module.out_features // rows)  # of about equal size, so that the last part is not a small one
+    part_rows = min(round_up(-(-module.out_features // number), ROWS_MULTIPLE), module.out_features)
+    return CutLinear(module, weight, bias, part_rows)
+
+
+class Parts:
+    """Owns the memory into which parts are read, one map at a time."""
+
+    def __init__(self, memory: torch.Tensor, read: ReadInto) -> None:
+        self._slots = memory.view(PARTS_IN_MEMORY, -1)
+        self._read = read
+
+    def multiply(self, linear: CutLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return what the whole map gives of `x`."""
+        ranges = list(linear.ranges())
+        reading: list[_Reading] = []
+        outputs = []
+        try:
+            for number, (begin, end) in enumerate(ranges):
+                while len(reading) < min(number + PARTS_IN_MEMORY, len(ranges)):
+                    slot = self._slots[len(reading) % PARTS_IN_MEMORY]
+                    reading.append(_Reading(linear.recipes(*ranges[len(reading)])))
+                    self._submit(reading[-1], slot)
+                weight, *bias = reading[number].ready()
+                here = linear.module.bias
+                known = bias[0] if bias else None if here is None else here[begin:end]
+                outputs.append(F.linear(x, weight, known))
+        finally:
+            for part in reading:
+                part.settle()
+        return torch.cat(outputs, dim=-1)
+
+    def _submit(self, reading: _Reading, slot: torch.Tensor) -> None:
+        """Begin to read a part. Each tensor lies in memory as it lies in its sector where that suits the kernels."""
+        cursor = 0
+        for stored in (part for recipe in reading.recipes for part in recipe.parts):
+            in_sector = stored.offset % SECTOR_BYTES
+            at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
+            reading.tickets.append(self._read(stored, 0, slot.data_ptr() + at, stored.nbytes))
+            reading.parts.append(view_of(slot, at, stored))
+            cursor = at + stored.nbytes
+
+
+@dataclass
+class _Reading:
+    recipes: Sequence[Recipe]
+    parts: list[torch.Tensor] = field(default_factory=list)
+    tickets: list[Any] = field(default_factory=list)
+
+    def ready(self) -> list[torch.Tensor]:
+        for ticket in self.tickets:
+            ticket.wait()
+        parts = iter(self.parts)
+        with torch.inference_mode(False), torch.no_grad():
+            return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
+
+    def settle(self) -> None:
+        """The memory is used for something else next: no read may be on its way."""
+        for ticket in self.tickets:
+            ticket.exception()
+
+
+def multiply_by_parts(linear: CutLinear, parts: Parts) -> None:
+    """Have the module multiply by parts, until `stop_cutting`."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            refuse_gradient()
+        return parts.multiply(linear, x)
+
+    linear.module.__dict__["forward"] = forward
+
+
+def stop_cutting(module: nn.Module) -> None:
+    if getattr(module.__dict__.get("forward"), "__module__", "") == __name__:
+        del module.__dict__["forward"]
