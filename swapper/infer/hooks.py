@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from swapper.errors import StateError
 from swapper.infer.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
@@ -46,6 +48,13 @@ class Call:
         self.groups: list[GroupWeights] = []
 
 
+class Passing(Protocol):
+    """What is asked where several batches pass through a model together (swapper.infer.convoy)."""
+
+    def arrive(self, group: GroupWeights) -> None: ...
+    def hold(self, group: GroupWeights) -> None: ...
+
+
 class Hooks:
     """Owns the hooks of one model and the leases that they hold.
 
@@ -72,6 +81,8 @@ class Hooks:
         self._turn = threading.Lock()
         self._owner: threading.Thread | None = None
         self._is_removed = False
+        self._last_unit = ""
+        self._convoy: Passing | None = None
         self._stack: list[Call] = []
         self._order: list[int] = []  # of the groups in this pass
         self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
@@ -88,6 +99,34 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self._is_removed = True
+
+    @contextmanager
+    def turn_for(self, convoy: Passing) -> Iterator[bool]:
+        """Within it, this thread has the turn for all that `convoy` lets run. False: there are no hooks any more."""
+        if not self._take_turn():
+            yield False
+            return
+        if self._stack:
+            raise StateError("a model was asked to run many batches from inside its own forward")
+        self._last_unit = ""
+        try:
+            self._convoy = convoy
+            yield True
+        finally:
+            self._convoy = None
+            self._owner = threading.current_thread()
+            order, self._order = self._order, []
+            try:
+                if order:
+                    self._end_pass(self._last_unit, _first_round(order))
+            finally:
+                self._give_turn()
+
+    def exchange(self, thread: threading.Thread | None, stack: list[Call]) -> list[Call]:
+        """Another batch of a convoy goes on, in `thread`, inside the calls of `stack`. Returns those of the one before."""
+        self._owner = thread
+        before, self._stack = self._stack, stack
+        return before
 
     def abandon_pass(self) -> None:
         """Forget a forward that never ended, with its leases."""
@@ -162,10 +201,14 @@ class Hooks:
         try:
             self._begin_pass()
         except BaseException:
-            self._give_turn()
+            if self._convoy is None:
+                self._give_turn()
             raise
 
     def _end(self, unit: Unit) -> None:
+        if self._convoy is not None:
+            self._last_unit = unit.name
+            return
         order, self._order = self._order, []
         try:
             self._end_pass(unit.name, order)
@@ -198,10 +241,14 @@ class Hooks:
 
     def _lease(self, call: Call, groups: Iterable[GroupWeights]) -> None:
         for group in groups:
+            if self._convoy is not None:
+                self._convoy.arrive(group)
             asked = group.lease()
             call.groups.append(group)
             if asked:
                 self._order.append(group.index)
+            if self._convoy is not None:
+                self._convoy.hold(group)
 
     def _release(self, call: Call) -> None:
         for group in call.groups:
@@ -221,3 +268,9 @@ class Hooks:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return tensor
         return tensor.clone() if tensor.untyped_storage().data_ptr() in self._homes else tensor
+
+
+def _first_round(order: list[int]) -> list[int]:
+    """Several passes came one after the other: what the first of them used."""
+    again = next((i for i in range(1, len(order)) if order[i] == order[0]), len(order))
+    return order[:again]

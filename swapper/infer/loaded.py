@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ from torch import nn
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
 from swapper.config import format_bytes, parse_host_memory
 from swapper.counters import Counters
-from swapper.errors import BudgetError, InvariantError, StateError
+from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint, draw, with_cuts, with_lookups, with_single_experts
+from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
 from swapper.infer.experts import Experts, ExpertWeights
 from swapper.infer.hooks import Hooks
@@ -189,6 +190,34 @@ class LoadedModel:
         used = {index for access in self._cycle for index in access.pages}
         streamed = sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages if index in used)
         return streamed + self._cut_bytes
+
+    def map(self, function: Callable[[Any], Any], batches: Iterable[Any], *, at_once: int | None = None) -> list[Any]:
+        """Return `[function(batch) for batch in batches]`, with the weights read once for all of them.
+
+        The batches go through each group of weights one after the other before the next group is read, so that reading costs
+        as much as for one. Their activations are in memory together.
+
+        Args:
+            function: the model, its `generate`, or whatever runs it; called in threads, of which one runs at a time.
+            batches: what it is called with, one argument each.
+            at_once: so many batches go together. None: all.
+
+        Raises:
+            ConfigError: `at_once` is not positive.
+            What the function raises: the first one, after all have been stopped.
+        """
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
+            raise ConfigError(f"at_once={at_once!r} must be a positive number of batches, or None for all")
+        self._check_usable()
+        left, results = list(batches), []
+        while left:
+            together, left = left[:at_once], left[len(left[:at_once]) :]
+            if self._hooks is None:
+                raise StateError("the model is unloaded: load it anew")
+            convoy = Convoy(self._hooks, function, together)
+            with self._hooks.turn_for(convoy) as is_streamed:
+                results += convoy.run() if is_streamed else [function(batch) for batch in together]
+        return results
 
     def unload(self) -> None:
         """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""

@@ -95,6 +95,10 @@ class GroupWeights:
         return bool(self.weights)
 
     @property
+    def is_leased(self) -> bool:
+        return self._leases > 0
+
+    @property
     def settled(self) -> bool:
         """Everything is in memory for good."""
         return not self.paged or (self._was_used and not self.streamed.pages and not self._makes)
