@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from swapper.trace import Trace
+
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
 """What bytes are counted by, as code and as people name it. Masters count as state."""
 
@@ -46,6 +48,7 @@ class Counters:
         pages_awaited: those that had to be waited for, asked for early or not.
         state_bytes: parameters, masters and optimizer state together.
         waits: by thread, who waits now.
+        trace: where spans of time are noted, while somebody records.
     """
 
     step: int = 0
@@ -65,6 +68,7 @@ class Counters:
     resident_bytes: int = 0
     state_bytes: int = 0
     waits: dict[int, Wait] = field(default_factory=dict, repr=False, compare=False)
+    trace: Trace | None = field(default=None, repr=False, compare=False)
 
     @contextmanager
     def waiting(self, kind: str, what: object) -> Iterator[None]:
@@ -83,9 +87,19 @@ class Counters:
                 del self.waits[thread]
             else:  # a signal's handler came in between
                 self.waits[thread] = outer
-            setattr(self, name, getattr(self, name) + time.monotonic() - began_s)
+            ended_s = time.monotonic()
+            setattr(self, name, getattr(self, name) + ended_s - began_s)
+            if self.trace is not None:
+                self.trace.add("waits", f"wait for a {kind}", began_s, ended_s, what=str(what))
+
+    def updated(self, began_s: float, what: object) -> None:
+        """Count the optimizer's arithmetic on `what`, from `began_s` (time.monotonic()) until now."""
+        ended_s = time.monotonic()
+        self.update_s += ended_s - began_s
+        if self.trace is not None:
+            self.trace.add("updates", f"update {what}", began_s, ended_s)
 
     def snapshot(self) -> dict[str, Any]:
         """Return a copy of all numbers, by name."""
-        copies = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "waits"}
+        copies = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("waits", "trace")}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in copies.items()}

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
+from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
@@ -29,6 +30,7 @@ from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
 from swapper.run import Callbacks, Run
 from swapper.stats import StepClock, StepStats
+from swapper.trace import MOST_SPANS, Trace, asked_for
 from swapper.train.deferred import check_deferrable
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import (
@@ -100,6 +102,7 @@ class SwapManager:
         self._stall_s = stall_s
         self._pid = os.getpid()
         self._closed = False
+        self._recording = ExitStack()  # of the trace that the environment asks for
         self._failure: BaseException | None = None
         self._failed_step = 0
         self._counters = Counters()
@@ -352,6 +355,32 @@ class SwapManager:
         """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names."""
         return self._running("dump").describe()
 
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str], most_spans: int = MOST_SPANS) -> Iterator[None]:
+        """Record what happens in the context, and write it to `path`: open it with https://ui.perfetto.dev or chrome://tracing.
+
+        Phases, waits, updates, leases, and each transfer from its submission to its end.
+
+        Args:
+            path: the JSON file; must not exist. It appears at the end, also where the context is left by an exception.
+            most_spans: how many spans of time are kept, the latest ones; 200,000 take some 50 MB.
+
+        Raises:
+            CheckpointError: `path` exists, or its directory does not.
+            StateError: somebody records already.
+        """
+        if self._counters.trace is not None:
+            raise StateError("this manager is being traced already: one trace at a time")
+        check_target(Path(path).absolute(), overwrite=False)
+        recorded = self._counters.trace = Trace(most_spans)
+        try:
+            yield
+        finally:
+            self._clock.enter_again()
+            self._counters.trace = None
+            with replacing(path, overwrite=False, durable=False) as temporary:
+                recorded.write(temporary)
+
     @property
     def counters(self) -> Counters:
         """What was done so far, in numbers that only grow."""
@@ -382,6 +411,7 @@ class SwapManager:
                 if self._run is not None:
                     self._run.close()
                 self._directory.close()
+        self._recording.close()
         if self._run is not None:
             self._run.publisher.raise_failure()
 
@@ -438,6 +468,8 @@ class SwapManager:
         if self._rng is not None and record is not None:
             set_rng_states(self._rng)
         self._clock.start(find_tuning(self._directory.path))
+        if (path := asked_for(self._directory.rank)) is not None:
+            self._recording.enter_context(self.trace(path))
         return returned
 
     def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:

@@ -213,7 +213,13 @@ class StepClock:
         spent[0] += now_s - self._since_s
         for index, (after, before) in enumerate(zip(now, self._before, strict=True), 1):
             spent[index] += after - before
+        if self.counters.trace is not None:
+            self.counters.trace.add("phases", self._phase, self._since_s, now_s, step=self.counters.step + 1)
         self._phase, self._since_s, self._before = phase, now_s, now
+
+    def enter_again(self) -> None:
+        """Count what the phase has done so far."""
+        self.enter(self._phase)
 
     def describe(self) -> str:
         """Say which phase it is, and for how long."""
@@ -230,7 +236,7 @@ class StepClock:
 
     def end_step(self) -> None:
         """The step is over: `last` is what became of it."""
-        self.enter(self._phase)
+        self.enter_again()
         self.last = self._stats(self.counters.step)
         self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
         self._pages = self._page_counts()
@@ -239,7 +245,7 @@ class StepClock:
         """Return the last step; before there was one, what happened until now."""
         if self.last is not None:
             return self.last
-        self.enter(self._phase)
+        self.enter_again()
         return self._stats(0)
 
     def _tally(self) -> list[float]:

@@ -12,6 +12,7 @@ from swapper.cli.contents import inspect
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.export import export
+from swapper.cli.trace import trace
 from swapper.cli.tune import tune
 from swapper.cli.verify import verify
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 for command in (demo, doctor, bench, tune, verify, inspect, export):
     app.command()(command)
+app.command(context_settings={"ignore_unknown_options": True})(trace)
 
 
 def _print_version(wanted: bool) -> None:

@@ -26,6 +26,7 @@ from swapper.core.schedule import Access
 from swapper.core.section import Page
 from swapper.counters import Counters
 from swapper.errors import InvariantError, IoError
+from swapper.trace import Trace
 
 log = logging.getLogger("swapper")
 
@@ -254,6 +255,8 @@ class Frames:
             raise failure
 
     def _settle_write(self, page: Page) -> None:
+        if self._counters.trace is not None:
+            _note_transfer(self._counters.trace, "writes", page)
         del self.in_flight[page.index]
         ticket, page.ticket = page.ticket, None
         if ticket.error is not None:
@@ -281,6 +284,8 @@ class Frames:
             del self.in_flight[heir.index]
 
     def _settle_read(self, page: Page) -> None:
+        if self._counters.trace is not None:
+            _note_transfer(self._counters.trace, "reads", page)
         if page.ticket.error is not None:
             # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
             page.error = page.ticket.error if page.leases else None
@@ -330,3 +335,10 @@ class Frames:
             promised = page.predecessor is not None
             if (page.frame is None) != (page.residency is Residency.COLD or promised):
                 raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
+
+
+def _note_transfer(trace: Trace, track: str, page: Page) -> None:
+    """A transfer is over: it took from its submission until the engine was done with it, which may be a while ago."""
+    ticket, where = page.ticket, page.section.plan.where
+    failed = {} if ticket.error is None else {"error": str(ticket.error)}
+    trace.add(track, where, ticket.submitted_s, ticket.completed_s, page=page.index, nbytes=page.nbytes, **failed)

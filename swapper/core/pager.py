@@ -123,7 +123,10 @@ class Pager:
         """Give the lease back. Pages whose index is in `changed` are written back as soon as nobody leases them."""
         with self._lock:
             self._frames.settle()
-            self._held.pop(id(access), None)
+            held = self._held.pop(id(access), None)
+            if self.counters.trace is not None and held is not None:
+                pages_of = {"pages": len(access.pages), "written": len(changed)}
+                self.counters.trace.add("leases", str(access.key), held[1], time.monotonic(), **pages_of)
             pages = self._pages
             for index in access.pages:
                 page = pages[index]

@@ -69,6 +69,7 @@ class Hooks:
         self._forward: list[Call] = []  # the stack of running forwards
         self._backward: list[Call] = []  # calls whose groups are leased for backward
         self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
+        self._tasks: set[int] = set()  # backwards that run, one within the other
         self._handles: list[Any] = []
         keep_out_of_graphs()
         self._group_of = {id(p): group for group in groups for p in group.parameters}
@@ -129,7 +130,10 @@ class Hooks:
                 self.abandon_pass()
             if any(call.unit is unit for call in self._held) and not _in_backward():
                 self._let_go_of_held()  # that forward was never followed by a backward
-            if not self._forward and not _in_backward():
+            if _in_backward():
+                self._note_backward()
+            elif not self._forward:
+                self._tasks.clear()
                 self._enter_phase("forward")
             call = Call(unit, [], self._tick())
             self._forward.append(call)
@@ -221,8 +225,7 @@ class Hooks:
             for other in list(self._backward):  # [Note: when a backward lease ends]
                 if other.start > call.end:
                     self._end_call(other)
-            if not self._backward:
-                self._enter_phase("backward")
+            self._note_backward()
             call.backward_task = task
             self._backward.append(call)
             leased = []
@@ -245,6 +248,20 @@ class Hooks:
                 self._end_call(call)
         if not self._backward:
             self._let_go_of_held()
+
+    def _note_backward(self) -> None:
+        """The phase is "backward" until the outermost one is over: reentrant checkpointing runs backwards within one."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        if not self._tasks:
+            self._enter_phase("backward")
+        self._tasks.add(task)
+        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._note_end(task)))
+
+    def _note_end(self, task: int) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
             self._enter_phase("between")
 
     def _end_call(self, call: Call) -> None:

@@ -144,7 +144,7 @@ class Sweep:
             after = part.access
             started = time.monotonic()
             self._update(update, part)
-            self._counters.update_s += time.monotonic() - started
+            self._counters.updated(started, part.access.key)
         if after is None:
             raise InvariantError("a group without slices was to be updated")
         return after

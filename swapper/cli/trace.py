@@ -1,0 +1,52 @@
+"""`swapper trace SCRIPT`: runs a script with every manager in it traced, and says where the trace is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from swapper.trace import ENVIRONMENT
+
+
+def trace(
+    command: Annotated[
+        list[str], typer.Argument(help="A Python script, or a command such as torchrun, and its arguments.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file; must not exist.")] = Path("trace.json"),
+) -> None:
+    """Run a script and record what its managers do, for https://ui.perfetto.dev or chrome://tracing. Exit code: the script's.
+
+    Each process and each further manager has a file of its own: trace.rank-1.json, trace-2.json. Options of the script's own come
+    after it.
+    """
+    console = Console(stderr=True)
+    if output.exists() or not output.absolute().parent.is_dir():
+        why = "exists already" if output.exists() else "is in no directory that exists"
+        console.print(
+            f"[red]Error:[/red] {escape(str(output))} {why}: choose another name", soft_wrap=True, highlight=False
+        )
+        raise typer.Exit(2)
+    words = [sys.executable, *command] if command[0].endswith(".py") else command
+    try:
+        child = subprocess.Popen(words, env={**os.environ, ENVIRONMENT: str(output.absolute())})
+    except OSError as error:
+        console.print(f"[red]Error:[/red] {escape(command[0])}: {error.strerror}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the script too, which decides
+    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+    code = child.wait()
+    found = sorted(output.absolute().parent.glob(f"{output.stem}*{output.suffix}"))
+    if output.exists():
+        names = ", ".join(path.name for path in found)
+        console.print(f"trace: {escape(names)}; open with https://ui.perfetto.dev", soft_wrap=True, highlight=False)
+    else:
+        console.print("no trace: no manager was closed after an offload", soft_wrap=True, highlight=False)
+    raise typer.Exit(code if code >= 0 else 128 - code)

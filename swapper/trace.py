@@ -1,0 +1,98 @@
+"""A trace: what happened when, in the JSON that chrome://tracing and ui.perfetto.dev open.
+
+Spans of time on named tracks: phases of a step, waits, the optimizer's arithmetic, leases, and every transfer from the moment
+it was submitted to the moment the engine had finished it. Kept in a ring of bounded memory: of a long run the last spans are kept.
+Costs nothing while nobody records: then `Counters.trace` is None.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MOST_SPANS = 200_000
+"""Spans that are kept, some 50 MB of them."""
+
+ENVIRONMENT = "SWAPPER_TRACE"
+"""The name of a file: each manager of the process is traced there."""
+
+TRACKS = ("phases", "waits", "updates", "leases", "reads", "writes")
+LANES = 1000
+"""Track n has the thread numbers from n * LANES on: spans of one track that overlap lie in lanes below each other."""
+
+Span = tuple[str, str, float, float, dict[str, Any]]
+"""(track, name, begin, end, arguments); times of time.monotonic(), in seconds."""
+
+
+def asked_for(rank: int) -> Path | None:
+    """Return where the environment asks for a trace of each manager: a name that is not taken; None if it does not ask.
+
+    Args:
+        rank: of this process; others than rank 0 have it in the name.
+    """
+    wanted = os.environ.get(ENVIRONMENT)
+    if not wanted:
+        return None
+    path = Path(wanted).absolute()
+    stem = path.stem + (f".rank-{rank}" if rank else "")
+    names = (f"{stem}{'' if number == 1 else f'-{number}'}{path.suffix}" for number in itertools.count(1))
+    return next(path.with_name(name) for name in names if not path.with_name(name).exists())
+
+
+class Trace:
+    """Owns the spans.
+
+    Args:
+        most_spans: how many are kept, the latest ones.
+    """
+
+    def __init__(self, most_spans: int = MOST_SPANS) -> None:
+        self._spans: deque[Span] = deque(maxlen=most_spans)
+        self._began_s = time.monotonic()
+        self._count = 0
+        self._lock = threading.Lock()
+
+    @property
+    def dropped(self) -> int:
+        """How many spans were let go to make room for later ones."""
+        return self._count - len(self._spans)
+
+    def add(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
+        """Note that `name` took from `begin_s` to `end_s`; `arguments` are shown beside it, as JSON or as their str."""
+        with self._lock:
+            self._count += 1
+            self._spans.append((track, name, begin_s, end_s, arguments))
+
+    def write(self, path: Path) -> None:
+        """Write what is kept to `path`, as JSON in Chrome's trace event format."""
+        with self._lock:
+            spans = list(self._spans)
+        with path.open("w") as stream:
+            stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            stream.write(",\n".join(json.dumps(event, default=str) for event in self._events(spans)))
+            stream.write("\n]}\n")
+
+    def _events(self, spans: list[Span]) -> Iterator[dict[str, Any]]:
+        pid = os.getpid()
+        about = {"name": f"swapper ({self.dropped} earlier spans were dropped)" if self.dropped else "swapper"}
+        yield {"name": "process_name", "ph": "M", "pid": pid, "args": about}
+        for number, track in enumerate(TRACKS, 1):
+            lanes: list[float] = []  # of each lane, when its last span ends
+            for _, name, begin_s, end_s, arguments in sorted((s for s in spans if s[0] == track), key=lambda s: s[2]):
+                lane = next((n for n, free_s in enumerate(lanes) if free_s <= begin_s), len(lanes))
+                tid = number * LANES + lane
+                if lane == len(lanes):
+                    lanes.append(0.0)
+                    yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": track}}
+                    yield {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+                lanes[lane] = end_s
+                begin_s = max(begin_s, self._began_s)
+                times = {"ts": (begin_s - self._began_s) * 1e6, "dur": max(end_s - begin_s, 0.0) * 1e6}
+                yield {"name": name, "cat": track, "ph": "X", **times, "pid": pid, "tid": tid, "args": arguments}
