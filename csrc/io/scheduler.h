@@ -110,7 +110,7 @@ class Scheduler {
   std::deque<std::uint32_t> copies_;                               // pieces to be copied in or out
   std::deque<Checksum> checksums_;
   // See [Note: a short start].
-  static constexpr std::uint64_t kStartBytes = std::uint64_t{8} << 20;
+  static constexpr std::uint64_t kStartBytes = std::uint64_t{4} << 20;
   static constexpr std::uint64_t kEarlyBytes = std::uint64_t{24} << 20;
   static constexpr std::uint64_t kUnlimited = std::uint64_t{1} << 62;
   std::uint64_t start_bytes_ = kStartBytes;  // that may be started now
