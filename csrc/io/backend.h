@@ -39,6 +39,7 @@ struct Transfer {
   std::uint32_t slot;       // comes back with the result
   std::uint32_t alignment;  // of the offset: a sector, or 1
   bool is_copy = false;     // see File::is_copied
+  bool in_memory = false;   // the file has no drive behind it
 };
 
 // What every backend without an asynchronous one does for Command::flush. Gives 0 or a negative errno.

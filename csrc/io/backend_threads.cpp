@@ -1,5 +1,5 @@
-// The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time. The
-// fallback where io_uring is forbidden (containers' seccomp filters) or missing. Owns its threads; they end
+// The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time, or filling
+// pages of a file in memory (see [Note: filling]). The fallback where io_uring is forbidden (containers' seccomp filters) or missing. Owns its threads; they end
 // with it.
 #include <pthread.h>
 #include <unistd.h>
@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "base/process.h"
 #include "io/backend.h"
+#include "io/filler.h"
 
 namespace swapper {
 namespace {
@@ -43,7 +44,9 @@ class ThreadsBackend final : public Backend {
   }
 
   std::string describe() const override {
-    return std::to_string(threads_.size()) + " threads of pread and pwrite";
+    const bool fills = Filler().is_permitted();
+    return std::to_string(threads_.size()) + " threads of pread and pwrite" +
+           (fills ? "; new files in memory are filled" : "; userfaultfd is refused, so files in memory are written");
   }
 
   void submit(const Transfer& transfer) override {
@@ -80,6 +83,7 @@ class ThreadsBackend final : public Backend {
   }
 
   void work() {
+    Filler filler;
     std::unique_lock lock(mutex_);
     for (;;) {
       work_.wait(lock, [&] { return stopping_ || !waiting_.empty(); });
@@ -87,15 +91,20 @@ class ThreadsBackend final : public Backend {
       const Transfer transfer = waiting_.front();
       waiting_.pop_front();
       lock.unlock();
-      const Completion completion{transfer.slot, perform(transfer)};
+      const Completion completion{transfer.slot, perform(transfer, filler)};
       lock.lock();
       completed_.push_back(completion);
       news_.notify_one();
     }
   }
 
-  static std::int64_t perform(const Transfer& transfer) {
+  static std::int64_t perform(const Transfer& transfer, Filler& filler) {
     if (transfer.command == Command::flush) return flush_range(transfer);
+    if (transfer.in_memory && transfer.command == Command::write) {
+      const std::uint64_t filled =
+          filler.fill(transfer.fd, transfer.offset, transfer.address, transfer.nbytes);
+      if (filled > 0) return static_cast<std::int64_t>(filled);  // a short one is gone on with
+    }
     const auto offset = static_cast<off_t>(transfer.offset);
     const ssize_t count = transfer.command == Command::read
                               ? ::pread(transfer.fd, transfer.address, transfer.nbytes, offset)

@@ -45,6 +45,7 @@ class File {
   // A transfer is copying by the kernel, on whatever thread submits it: the file is buffered, or lies in
   // memory altogether.
   bool is_copied() const { return !direct_ || in_memory_; }
+  bool in_memory() const { return in_memory_; }
 
   std::uint32_t granule() const { return granule_; }  // of direct writes, if direct
   Demands demands() const;                            // of the descriptor `fd`

@@ -203,7 +203,8 @@ void Scheduler::hand_over(std::uint32_t number) {
                     static_cast<std::uint32_t>(end - begin),
                     number,
                     edge ? 1 : file.demands().sector,
-                    !edge && file.is_copied()};
+                    !edge && file.is_copied(),
+                    !edge && file.in_memory()};
   if (slot.op->request.direction == Direction::write) transfer.command = Command::write;
   if (slot.flushing) {
     transfer.command = Command::flush;

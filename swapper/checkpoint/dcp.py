@@ -41,7 +41,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from swapper.checkpoint.dcpread import METADATA_NAME, read, read_directory
-from swapper.checkpoint.engines import drain, engine_for, open_for, wait_for_all
+from swapper.checkpoint.engines import drain, engine_for, open_for, reserve, wait_for_all
 from swapper.checkpoint.items import Item
 from swapper.checkpoint.skeleton import TensorView
 from swapper.checkpoint.sources import StoredTensor
@@ -167,12 +167,9 @@ class StorageWriter(FileSystemWriter):
         try:
             blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
             checksums = bool(config.save.compute_crc32)
-            writer = StreamWriter(
-                engine_for(path, writes=True, files=self.thread_count), file, checksums=checksums, blocks=blocks
-            )
+            writer = StreamWriter(engine_for(path), file, checksums=checksums, blocks=blocks)
             try:
-                if file.direct:
-                    file.allocate(sum(map(_nbytes, items)))
+                reserve(file, sum(map(_nbytes, items)))
                 results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
                 writer.finish()
             finally:
@@ -351,7 +348,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._engine = engine_for(path, writes=False)
+        self._engine = engine_for(path)
         self._stack = contextlib.ExitStack()
         self._descriptor = self._stack.enter_context(opened(path))
         self._file = open_for(path, read_only=True)

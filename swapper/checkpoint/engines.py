@@ -1,8 +1,8 @@
 """The engines of `save`, `load`, export and torch.distributed.checkpoint: one for drives and some for memory, in each process.
 
 A drive wants many direct transfers in flight, from one thread. A filesystem in memory has no drive: a transfer is a copy by the
-processor. Reads are then faster by several threads; of writes the kernel lets only one at a time into a file, and more
-would only wait. Going around the page cache gains nothing there.
+processor. Several threads are then faster, also in writing a file that is made as long as it will be before it is written
+(`csrc/io/filler.h`); where the kernel does not permit that, one writes at a time. Going around the page cache gains nothing there.
 """
 
 from __future__ import annotations
@@ -20,23 +20,17 @@ from swapper import _C
 from swapper.errors import IoError
 
 _IN_MEMORY = {"tmpfs", "ramfs"}
-_MEMORY_READERS = 4
-_MEMORY_PIECE_BYTES = 4 << 20
+_MEMORY_THREADS = 4
+_MEMORY_PIECE_BYTES = 16 << 20
 
-_engines: dict[tuple[int, bool, int], _C.Engine] = {}
+_engines: dict[tuple[int, int], _C.Engine] = {}
 _lock = threading.Lock()
 
 
-def engine_for(path: Path, *, writes: bool, files: int = 1) -> _C.Engine:
-    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends.
-
-    Args:
-        writes: what it is wanted for.
-        files: how many are written at once.
-    """
-    in_memory = is_in_memory(path)
-    threads = min(files if writes else _MEMORY_READERS, os.cpu_count() or 1) if in_memory else 0
-    key = (os.getpid(), writes and in_memory, threads)
+def engine_for(path: Path) -> _C.Engine:
+    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends."""
+    threads = min(_MEMORY_THREADS, os.cpu_count() or 1) if is_in_memory(path) else 0
+    key = (os.getpid(), threads)
     with _lock:
         engine = _engines.get(key)
         if engine is None:
@@ -55,6 +49,14 @@ def _new_engine(memory_threads: int) -> _C.Engine:
 def open_for(path: Path, *, read_only: bool) -> _C.File:
     """Open an existing file as its filesystem is served best."""
     return _C.File(path, read_only=read_only, direct=False if is_in_memory(path) else None)
+
+
+def reserve(file: _C.File, nbytes: int) -> None:
+    """Make an empty file ready for about `nbytes`: on a drive its space is taken; in memory threads can then fill it."""
+    if file.direct:
+        file.allocate(nbytes)
+    else:
+        file.truncate(nbytes)
 
 
 def is_in_memory(path: Path) -> bool:

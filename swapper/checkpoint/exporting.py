@@ -21,7 +21,7 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.dcpread import METADATA_NAME, ChunkedTensor, read_directory
-from swapper.checkpoint.engines import engine_for, open_for
+from swapper.checkpoint.engines import engine_for, open_for, reserve
 from swapper.checkpoint.formats import (
     ExportTensor,
     Payloads,
@@ -264,9 +264,8 @@ def _relay_into(path: Path, nbytes: int, progress: Progress) -> Iterator[Relay]:
     """Yields a relay into `path`, an empty file that will have about `nbytes` bytes."""
     file = open_for(path, read_only=False)
     try:
-        if file.direct:
-            file.allocate(nbytes)
-        relay = Relay(engine_for(path, writes=True), file, progress)
+        reserve(file, nbytes)
+        relay = Relay(engine_for(path), file, progress)
         try:
             yield relay
         finally:

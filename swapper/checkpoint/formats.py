@@ -70,7 +70,7 @@ class Payloads:
 
     def _open(self, path: Path) -> tuple[_C.Engine, _C.File]:
         if path not in self._files:
-            self._files[path] = engine_for(path, writes=False), open_for(path, read_only=True)
+            self._files[path] = engine_for(path), open_for(path, read_only=True)
         return self._files[path]
 
     def _gathered(self, part: StoredTensor) -> bytes:

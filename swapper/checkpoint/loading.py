@@ -118,7 +118,7 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
     sizes = {record.nbytes for record in records.values()}
     memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine = engine_for(checkpoint.path, writes=False)
+    engine = engine_for(checkpoint.path)
     for record in records.values():
         checksum = 0
         for begin in range(0, record.nbytes, max(memory.numel(), 1)):
@@ -189,7 +189,7 @@ class _Loader:
         self._map_location = map_location
         self._verify = verify
         self._path = checkpoint.path
-        self._engine = engine_for(self._path, writes=False)
+        self._engine = engine_for(self._path)
         self._file = file
         self._staging: Staging | None = None
         self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not asked for

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.serialization import config
 
-from swapper.checkpoint.engines import engine_for, open_for
+from swapper.checkpoint.engines import engine_for, open_for, reserve
 from swapper.checkpoint.pickling import LEGACY_STORAGES
 from swapper.checkpoint.replacing import replacing
 from swapper.checkpoint.stream import StreamWriter
@@ -174,10 +174,9 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
     file = open_for(path, read_only=False)
     checksums = bool(config.save.compute_crc32)
     try:
-        if file.direct:
-            file.allocate(plan.nbytes)
+        reserve(file, plan.nbytes)
         writer = StreamWriter(
-            engine_for(path, writes=True), file, checksums=checksums, pinned=_is_pinned(pickled.storages)
+            engine_for(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages)
         )
         try:
             archive = _Archive(writer, alignment)

@@ -264,7 +264,7 @@ def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Pa
 
     data = torch.randint(0, 255, (5 * BLOCK_BYTES + 77,), dtype=torch.uint8)
     file = _C.File(tmp_path / "x", create=True)
-    writer = StreamWriter(engine_for(tmp_path / "x", writes=True), file, checksums=True, blocks=3)
+    writer = StreamWriter(engine_for(tmp_path / "x"), file, checksums=True, blocks=3)
     writer.append(b"begin")
     assert writer.append_device(data) == zlib.crc32(data.numpy().tobytes())
     writer.finish()
