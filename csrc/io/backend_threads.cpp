@@ -1,10 +1,12 @@
-// The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time, or filling
-// pages of a file in memory (see [Note: filling]). The fallback where io_uring is forbidden (containers' seccomp filters) or missing. Owns its threads; they end
-// with it.
+// The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time, or
+// filling pages of a file in memory (see [Note: filling]). The fallback where io_uring is forbidden
+// (containers' seccomp filters) or missing, and the way to files in memory. Owns its threads; they end with
+// it.
 #include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <mutex>
@@ -46,7 +48,8 @@ class ThreadsBackend final : public Backend {
   std::string describe() const override {
     const bool fills = Filler().is_permitted();
     return std::to_string(threads_.size()) + " threads of pread and pwrite" +
-           (fills ? "; new files in memory are filled" : "; userfaultfd is refused, so files in memory are written");
+           (fills ? "; new files in memory are filled"
+                  : "; userfaultfd is refused, so files in memory are written");
   }
 
   void submit(const Transfer& transfer) override {
@@ -98,13 +101,20 @@ class ThreadsBackend final : public Backend {
     }
   }
 
-  static std::int64_t perform(const Transfer& transfer, Filler& filler) {
+  std::int64_t perform(const Transfer& transfer, Filler& filler) {
     if (transfer.command == Command::flush) return flush_range(transfer);
-    if (transfer.in_memory && transfer.command == Command::write) {
+    if (transfer.command == Command::read || !transfer.in_memory) return read_or_write(transfer);
+    if (is_writing_.exchange(true)) {
       const std::uint64_t filled =
           filler.fill(transfer.fd, transfer.offset, transfer.address, transfer.nbytes);
-      if (filled > 0) return static_cast<std::int64_t>(filled);  // a short one is gone on with
+      return filled > 0 ? static_cast<std::int64_t>(filled) : read_or_write(transfer);
     }
+    const std::int64_t result = read_or_write(transfer);
+    is_writing_ = false;
+    return result;
+  }
+
+  static std::int64_t read_or_write(const Transfer& transfer) {
     const auto offset = static_cast<off_t>(transfer.offset);
     const ssize_t count = transfer.command == Command::read
                               ? ::pread(transfer.fd, transfer.address, transfer.nbytes, offset)
@@ -117,6 +127,7 @@ class ThreadsBackend final : public Backend {
   std::condition_variable news_;
   std::deque<Transfer> waiting_;
   std::vector<Completion> completed_;
+  std::atomic<bool> is_writing_ = false;  // one of the threads, into a file in memory. See [Note: filling]
   bool woken_ = false;
   bool stopping_ = false;
   std::vector<std::thread> threads_;  // last: they use what is above

@@ -16,14 +16,15 @@ namespace swapper {
 namespace {
 
 constexpr std::uint64_t kLeastBytes = std::uint64_t{64} << 10;  // less is not worth a mapping
-constexpr int kUserModeOnly = 1;                                // UFFD_USER_MODE_ONLY, Linux 5.11: needs no privilege
+constexpr int kUserModeOnly = 1;  // UFFD_USER_MODE_ONLY, Linux 5.11: needs no privilege
 
 // A mapping of a stretch of a file, for as long as it lives.
 class Mapping {
  public:
   Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes)
       : nbytes_(nbytes),
-        address_(::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset))) {}
+        address_(
+            ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset))) {}
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
   ~Mapping() {

@@ -177,13 +177,13 @@ TEST(the_depth_is_shared_while_there_is_work_both_ways) {
   rig.run();
 }
 
-TEST(after_a_rest_8_MiB_are_in_flight_until_24_are_through) {
+TEST(after_a_rest_4_MiB_are_in_flight_until_24_are_through) {
   Rig rig(5, 4096);
   for (int round = 0; round < 2; ++round) {
     for (int n = 0; n < 48; ++n) rig.push(Direction::read, 0, 1 << 20);
     for (int n = 0; n < 6144; ++n) {
       rig.step();
-      EXPECT(rig.drive.in_flight[0] == 2048 - 1);
+      EXPECT(rig.drive.in_flight[0] == 1024 - 1);
     }
     rig.step();
     EXPECT(rig.drive.in_flight[0] == 4096 - 1);

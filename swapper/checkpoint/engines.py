@@ -21,7 +21,7 @@ from swapper.errors import IoError
 
 _IN_MEMORY = {"tmpfs", "ramfs"}
 _MEMORY_THREADS = 4
-_MEMORY_PIECE_BYTES = 16 << 20
+_MEMORY_PIECE_BYTES = 2 << 20
 
 _engines: dict[tuple[int, int], _C.Engine] = {}
 _lock = threading.Lock()

@@ -14,38 +14,17 @@ from swapper.errors import IoError
 
 PAGE = 4096
 MIB = 1 << 20
-OLD = 1_000_000_000_000_000_000
-"""A time of last change, in nanoseconds; filling does not change it, writing does."""
-
-
-@pytest.fixture
-def filling() -> _C.Engine:
-    """The engine of files in memory; skips where the kernel does not let it fill."""
-    engine = _C.Engine(backend="threads", depth=2, piece_bytes=MIB)
-    if "are filled" not in engine.reason:
-        pytest.skip(engine.reason)
-    return engine
 
 
 def new_file(directory: Path, nbytes: int, name: str = "file") -> _C.File:
     file = _C.File(directory / name, create=True)
     file.truncate(nbytes)
-    os.utime(directory / name, ns=(OLD, OLD))
     return file
 
 
 def put(engine: _C.Engine, arena: _C.Arena, file: _C.File, offset: int, data: bytes, shift: int = 0) -> None:
     memoryview(arena.view(shift, len(data)))[:] = data
     engine.write(file, offset, arena.address + shift, len(data)).wait()
-
-
-def test_absent_pages_are_filled_and_not_written(filling: _C.Engine, arena: _C.Arena, small_tmpfs: Path) -> None:
-    file = new_file(small_tmpfs, 3 * MIB)
-    data = random.randbytes(3 * MIB)
-    put(filling, arena, file, 0, data)
-    assert Path(file.path).read_bytes() == data
-    assert Path(file.path).stat().st_mtime_ns == OLD
-    assert filling.bytes_written == 3 * MIB
 
 
 @pytest.mark.parametrize(
@@ -106,21 +85,21 @@ def test_a_full_filesystem_fails_the_write(engine: _C.Engine, arena: _C.Arena, s
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_memory_that_cannot_be_read_fails_the_write(filling: _C.Engine, small_tmpfs: Path) -> None:
+def test_memory_that_cannot_be_read_fails_the_write(engine: _C.Engine, small_tmpfs: Path) -> None:
     file = new_file(small_tmpfs, MIB)
-    ticket = filling.write(file, 0, PAGE, MIB)
+    ticket = engine.write(file, 0, PAGE, MIB)
     with pytest.raises(IoError) as caught:
         ticket.wait()
     assert caught.value.errno == errno.EFAULT
 
 
-def test_many_pieces_of_many_files_at_once(filling: _C.Engine, arena: _C.Arena, small_tmpfs: Path) -> None:
+def test_many_pieces_of_many_files_at_once(engine: _C.Engine, arena: _C.Arena, small_tmpfs: Path) -> None:
     parts = [random.randbytes(MIB // 4) for _ in range(8)]
     files = [new_file(small_tmpfs, MIB // 2, f"file{n}") for n in range(4)]
     for n, part in enumerate(parts):
         memoryview(arena.view(n * len(part), len(part)))[:] = part
     tickets = [
-        filling.write(file, half * len(parts[0]), arena.address + (2 * n + half) * len(parts[0]), len(parts[0]))
+        engine.write(file, half * len(parts[0]), arena.address + (2 * n + half) * len(parts[0]), len(parts[0]))
         for n, file in enumerate(files)
         for half in (1, 0)
     ]
