@@ -175,9 +175,7 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
     checksums = bool(config.save.compute_crc32)
     try:
         reserve(file, plan.nbytes)
-        writer = StreamWriter(
-            engine_for(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages)
-        )
+        writer = StreamWriter(engine_for(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
         try:
             archive = _Archive(writer, alignment)
             for name, content in leading_records(0, alignment):
