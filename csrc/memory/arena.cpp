@@ -109,7 +109,7 @@ Arena::~Arena() {
     static_cast<void>(taking_.release());  // its threads do not exist here
     return;
   }
-  taking_.reset();
+  taking_->stop();  // while `taking_` is still there for finish()
   unmap();
 }
 

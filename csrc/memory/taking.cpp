@@ -36,7 +36,7 @@ std::uint64_t threads_for(std::uint64_t nbytes) {
 Taking::Taking(std::byte* address, std::uint64_t nbytes, TakingOptions options)
     : address_(address), nbytes_(nbytes), options_(options) {}
 
-Taking::~Taking() {
+void Taking::stop() {
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;

@@ -26,7 +26,7 @@ struct TakingOptions {
 class Taking {
  public:
   Taking(std::byte* address, std::uint64_t nbytes, TakingOptions options);
-  ~Taking();  // takes no more, and waits for the threads
+  ~Taking() { stop(); }
   Taking(const Taking&) = delete;
   Taking& operator=(const Taking&) = delete;
 
@@ -39,6 +39,9 @@ class Taking {
   // Waits until the first `nbytes` bytes are there: false if they are not in time. Throws IoError if the
   // system refused some of them.
   bool wait_for(std::uint64_t nbytes, std::chrono::nanoseconds patience);
+
+  // Takes no more, and waits for the threads; `done` has been called then.
+  void stop();
 
   std::uint64_t taken_bytes() const;  // all before this offset is there
   std::uint64_t huge_bytes() const;   // of it, what lies in huge pages
