@@ -79,13 +79,13 @@ class Draft:
         self._path = path
         self._hidden: Path | None = None
         try:
-            self.descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            self.descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
             self._hidden = path.with_name(f".{path.name}.{os.getpid()}.partial")
             self._hidden.unlink(missing_ok=True)  # of an earlier process of the same number
-            self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
 
     def open(self) -> Any:
@@ -260,6 +260,7 @@ class Publication:
             return False
         self._bring_over(self.base.file)
         self._end(self.base.descriptor)
+        os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files are its owner's alone
         try:
             os.link(self.base.path, self._path)
         except FileExistsError:
@@ -299,6 +300,15 @@ class Publication:
         _write_all(descriptor, tail, offset)
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)
+
+
+def _umask() -> int:
+    """The process's umask. os.umask would change it for all threads meanwhile."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077
 
 
 def _taken(path: Path) -> CheckpointError:
