@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from swapper.checkpoint.formats import (
     write_torch,
 )
 from swapper.checkpoint.loading import load
+from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
 from swapper.checkpoint.relay import Relay
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.saving import save
@@ -102,7 +103,9 @@ def export(
     overwrite: bool = False,
     selection: Selection | None = None,
     progress: Progress = lambda nbytes: None,
-) -> None:
+    quantize: str | None = None,
+    keep: Sequence[str] = (),
+) -> dict[str, Loss]:
     """Write the checkpoint `source` as `target`, in the format `to`.
 
     Args:
@@ -115,6 +118,12 @@ def export(
         overwrite: replace a file that is there. Directories are never replaced.
         selection: what `select` returned, where it was called before.
         progress: called with numbers of bytes as they are written.
+        quantize: "int8" or "int4": large matrices in as many bits, for `swapper.load` (checkpoint/quantization.py). Only to
+            safetensors and huggingface.
+        keep: patterns (fnmatch) of names that are not quantised.
+
+    Returns:
+        By name, how far each quantised tensor is from what it was; empty without `quantize`.
 
     Raises:
         CheckpointError: the source is damaged or changes meanwhile, the format cannot hold it, or the target is there.
@@ -122,10 +131,14 @@ def export(
     """
     if to not in FORMATS:
         raise CheckpointError(f"there is no format {to!r}: use one of {', '.join(FORMATS)}")
+    if quantize is not None and to not in ("safetensors", "huggingface"):
+        raise CheckpointError(f"quantised weights are for --to safetensors or huggingface, not {to}")
     if to == "torch" and what == "all" and Path(source).is_file() and open_source(source).kind == "torch":
         save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and what is no tensor
-        return
+        return {}
     chosen = select(source, what) if selection is None else selection
+    if quantize is not None:
+        chosen = replace(chosen, tensors=quantised(chosen.tensors, quantize, keep))
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
@@ -140,6 +153,7 @@ def export(
                 write = _write_huggingface if to == "huggingface" else _write_dcp
                 write(folder, chosen.tensors, payloads, shard_bytes, progress)
                 _check_unchanged(chosen.stamps)
+    return losses(chosen.tensors)
 
 
 # --- what to export ------------------------------------------------------------------------------------------------------
@@ -280,7 +294,7 @@ def _write_file(path: Path, to: str, tensors: Sequence[ExportTensor], payloads: 
         if to == "torch":
             write_torch(relay, payloads, tensors)
         else:
-            write_safetensors(relay, payloads, tensors, {})
+            write_safetensors(relay, payloads, tensors, metadata(tensors))
 
 
 def _write_huggingface(
@@ -292,7 +306,7 @@ def _write_huggingface(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         (folder / name).touch()
         with _relay_into(folder / name, sum(tensor.nbytes for tensor in shard), progress) as relay:
-            write_safetensors(relay, payloads, shard, {})
+            write_safetensors(relay, payloads, shard, metadata(shard))
         weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors)

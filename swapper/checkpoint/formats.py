@@ -7,10 +7,11 @@ headers is held in memory.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from swapper.checkpoint.zipformat import Entry, descriptor, descriptor_nbytes, d
 from swapper.errors import CheckpointError
 
 ALIGNMENT = 4096
+_PIECES_AHEAD = 2
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -41,6 +43,10 @@ class ExportTensor:
     @property
     def nbytes(self) -> int:
         return sum(part.numel for part in self.parts) * self.dtype.itemsize
+
+    def pieces(self, payloads: Payloads) -> Iterator[bytes] | None:
+        """What is written where that is made on the way; None where it is what the parts have."""
+        return None
 
 
 class Payloads:
@@ -58,6 +64,11 @@ class Payloads:
 
     def append(self, relay: Relay, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
         """Append a tensor's elements."""
+        pieces = tensor.pieces(self)
+        if pieces is not None:
+            for data in pieces:
+                relay.append(data)
+            return
         for part in tensor.parts:
             if part.stride is None:
                 engine, file = self._open(part.path)
@@ -67,6 +78,37 @@ class Payloads:
             relay.append(data)
             if checksum is not None:
                 checksum.add_bytes(data)
+
+    def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
+        """Yield a tensor's elements in their order, `count` at a time; the next ones are read meanwhile. No part has strides."""
+        waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        total = sum(part.numel for part in tensor.parts)
+        try:
+            for begin in range(0, total, count):
+                waiting.append(self._read_elements(tensor, begin, min(begin + count, total)))
+                if len(waiting) > _PIECES_AHEAD:
+                    yield _arrived(*waiting.popleft())
+            while waiting:
+                yield _arrived(*waiting.popleft())
+        finally:
+            for _, tickets in waiting:
+                for ticket in tickets:
+                    drain(ticket)
+
+    def _read_elements(self, tensor: ExportTensor, begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
+        itemsize = tensor.dtype.itemsize
+        memory = torch.empty(end - begin, dtype=tensor.dtype)
+        tickets = []
+        first = 0  # element of the tensor with which a part begins
+        for part in tensor.parts:
+            low, high = max(begin, first), min(end, first + part.numel)
+            if low < high:
+                engine, file = self._open(part.path)
+                address = memory.data_ptr() + (low - begin) * itemsize
+                at = part.offset + (low - first) * itemsize
+                tickets.append(engine.read(file, at, address, (high - low) * itemsize))
+            first += part.numel
+        return memory, tickets
 
     def _open(self, path: Path) -> tuple[_C.Engine, _C.File]:
         if path not in self._files:
@@ -85,6 +127,16 @@ class Payloads:
         plain = torch.empty(part.shape, dtype=part.dtype)
         plain.copy_(memory.view(part.dtype).as_strided(part.shape, part.stride or ()))
         return plain.view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+    try:
+        for ticket in tickets:
+            ticket.wait()
+    finally:
+        for ticket in tickets:
+            drain(ticket)
+    return memory
 
 
 def write_safetensors(

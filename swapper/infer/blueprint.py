@@ -13,7 +13,7 @@ from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.infer.cut import PARTS_IN_MEMORY, CutLinear, cut
-from swapper.infer.experts import ExpertWeights, find_recipes, takes_single_experts
+from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Recipe, Weight
 from swapper.infer.rows import can_look_up
 from swapper.infer.runs import Run, plan_runs
@@ -58,6 +58,7 @@ class Blueprint:
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
         experts: for each layer of experts, the parameters whose experts are read one by one.
+        demanded: for each expert that is a module of its own, the groups that are read when it runs.
         lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
         cuts: linear maps that are multiplied by some of their rows at a time.
     """
@@ -70,12 +71,13 @@ class Blueprint:
     buffer_bytes: int
     lookups: list[tuple[nn.Embedding, Recipe]] = field(default_factory=list)
     experts: list[list[ExpertWeights]] = field(default_factory=list)
+    demanded: list[tuple[int, ...]] = field(default_factory=list)
     cuts: list[CutLinear] = field(default_factory=list)
 
     @cached_property
     def used_groups(self) -> set[int]:
-        """Groups that some unit's forward needs as a whole."""
-        return {group for unit in self.units for group in unit.groups}
+        """Groups that some unit's forward needs as a whole, and that are in the order of a pass."""
+        return {group for unit in self.units for group in unit.groups} - _flat(self.demanded)
 
     @property
     def runs_of_used(self) -> list[list[int]]:
@@ -104,10 +106,14 @@ class Blueprint:
 
     def cache_bytes(self, budget_bytes: int) -> int:
         """Memory for experts: what all else leaves, at least that of a few."""
-        if not self.experts:
+        if not self.experts and not self.demanded:
             return 0
+        modules = [[w for group in expert for w in self.groups[group].weights] for expert in self.demanded]
         everything = sum(weights.stored_bytes for layer in self.experts for weights in layer)
-        largest = max(sum(weights.largest_bytes for weights in layer) for layer in self.experts)
+        everything += sum(weight.recipe.stored_bytes for expert in modules for weight in expert)
+        sizes = [sum(weights.largest_bytes for weights in layer) for layer in self.experts]
+        sizes += [sum(weight.recipe.stored_bytes + weight.made_bytes for weight in expert) for expert in modules]
+        largest = max(sizes)
         dense = sum(nbytes for runs in self.runs_of_used for nbytes in runs)
         left = budget_bytes - self.fixed_bytes - self.staging_bytes - dense - dense // 16 - SPARE_BYTES
         return max(min(left, everything + largest), LEAST_EXPERTS * largest)
@@ -160,24 +166,46 @@ def with_single_experts(blueprint: Blueprint) -> Blueprint:
             layers.append([ExpertWeights(w.parameter, recipes) for w, recipes in found if recipes])
             unit = replace(unit, groups=())
         units.append(unit)
-    return replace(blueprint, units=units, working_sets=_working_sets(units), experts=layers)
+    demanded = _expert_modules(units)
+    return replace(
+        blueprint, units=units, working_sets=_working_sets(units, demanded), experts=layers, demanded=demanded
+    )
+
+
+def _expert_modules(units: Sequence[Unit]) -> list[tuple[int, ...]]:
+    """Return the groups of each expert that is a module of its own, and whose weights nobody else uses."""
+    lists = [unit.name for unit in units if are_experts(unit.name, unit.module)]
+    users: dict[int, set[str]] = {}
+    for unit in units:
+        of_list = next((name for name in lists if unit.name.startswith(f"{name}.")), None)
+        expert = "" if of_list is None else f"{of_list}.{unit.name[len(of_list) + 1 :].split('.')[0]}"
+        for group in unit.groups:
+            users.setdefault(group, set()).add(expert)
+    experts: dict[str, list[int]] = {}
+    for group, names in users.items():
+        if len(names) == 1 and "" not in names:
+            experts.setdefault(next(iter(names)), []).append(group)
+    return [tuple(groups) for groups in experts.values()]
 
 
 def with_cuts(blueprint: Blueprint) -> Iterator[Blueprint]:
     """Yield blueprints in which linear maps are multiplied by parts: first only the largest, in the end all that can be."""
     users = Counter(group for unit in blueprint.units for group in unit.groups)
+    apart = _flat(blueprint.demanded)
     found: dict[str, CutLinear] = {}
     for unit in blueprint.units:
         weights = {id(w.parameter): w.recipe for group in unit.groups for w in blueprint.groups[group].weights}
         own = unit.module._parameters
         weight, bias = (weights.pop(id(own.get(name)), None) for name in ("weight", "bias"))
         linear = None if weight is None or weights else cut(unit.module, weight, bias)
-        if linear is not None and all(users[group] == 1 for group in unit.groups):
+        if linear is not None and all(users[group] == 1 and group not in apart for group in unit.groups):
             found[unit.name] = linear
     for nbytes in sorted({linear.stored_bytes for linear in found.values()}, reverse=True):
         chosen = {name: linear for name, linear in found.items() if linear.stored_bytes >= nbytes}
         units = [replace(unit, groups=()) if unit.name in chosen else unit for unit in blueprint.units]
-        yield replace(blueprint, units=units, working_sets=_working_sets(units), cuts=list(chosen.values()))
+        yield replace(
+            blueprint, units=units, working_sets=_working_sets(units, blueprint.demanded), cuts=list(chosen.values())
+        )
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:
@@ -185,11 +213,20 @@ def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> Stream
     return StreamedGroup(group.index, weights, plan_runs([part for weight in weights for part in weight.recipe.parts]))
 
 
-def _working_sets(units: Sequence[Unit]) -> list[tuple[int, ...]]:
+def _flat(demanded: Sequence[Sequence[int]]) -> set[int]:
+    return {group for expert in demanded for group in expert}
+
+
+def _working_sets(units: Sequence[Unit], demanded: Sequence[Sequence[int]] = ()) -> list[tuple[int, ...]]:
+    apart = _flat(demanded)
     by_name = {unit.name: unit for unit in units}
     sets = []
     for unit in units:
         parts = unit.name.split(".") if unit.name else []
         around = ["", *accumulate(parts, lambda a, b: f"{a}.{b}")]
-        sets.append(tuple(dict.fromkeys(g for name in around if name in by_name for g in by_name[name].groups)))
+        sets.append(
+            tuple(
+                dict.fromkeys(g for name in around if name in by_name for g in by_name[name].groups if g not in apart)
+            )
+        )
     return sets

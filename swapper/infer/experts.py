@@ -1,25 +1,32 @@
 """Experts of a mixture, read one by one: only those that tokens are routed to.
 
-Current models hold the experts of a layer in one parameter for each of their maps, of shape (experts, out, in), and take one by its
-index: `self.down_proj[expert]`. Such a parameter stays away as a whole; the guard on cold parameters sends the index here, and the
-expert's own bytes are read, wherever the checkpoint has them. What was used last stays, as far as the cache's share of the budget
-goes.
+Some models have a list of modules, each of them an expert, whose weights are read when it runs (`DemandedGroup`). Current models of
+transformers hold the experts of a layer in one parameter for each of their maps, of shape (experts, out, in), and take one by
+its index: `self.down_proj[expert]`. Such a parameter stays away as a whole; the guard on cold parameters sends the index here, and
+the expert's own bytes are read, wherever the checkpoint has them. What was used last stays, as far as the cache's share of the
+budget goes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from swapper.core.pager import Pager
 from swapper.infer.adoption import view_of
 from swapper.infer.matching import Recipe
 from swapper.infer.rows import ReadInto
 from swapper.infer.tracing import recipe_of_row
+from swapper.infer.weights import GroupWeights, PagedWeight
+from swapper.modules.cold import Keeper, set_cold, set_warm
+
+MOST_WEIGHTS = 1 << 20
+"""More than a group has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,12 @@ class ExpertWeights:
         return max(recipe.stored_bytes * (1 if recipe.make is None else 2) for recipe in self.recipes)
 
 
+def are_experts(name: str, module: nn.Module) -> bool:
+    """Whether `module` is a list of experts, each a module of its own, as far as its name tells."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
+    return is_list and "expert" in name.rpartition(".")[2]
+
+
 def takes_single_experts(module: nn.Module) -> bool:
     """Whether `module` indexes its experts, as far as it says: transformers has other forms, which take all at one time."""
     return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
@@ -53,20 +66,31 @@ def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Re
 
 
 @dataclass
-class _Expert:
+class _Part:
+    """What is in memory of one recipe: what the file has, or what was made of it if that is no larger."""
+
     recipe: Recipe
     parts: list[torch.Tensor]
     tickets: list[Any]
+    leases: int = 0
     value: torch.Tensor | None = None
 
     def ready(self) -> torch.Tensor:
         for ticket in self.tickets:
             ticket.wait()
         self.tickets = []
-        if self.value is None:
-            self.value = self.recipe.from_parts(self.parts)
-            self.parts = []
-        return self.value
+        if self.value is not None:
+            return self.value
+        with torch.inference_mode(False), torch.no_grad():
+            value = self.recipe.from_parts(self.parts)
+        if value.nbytes <= self.recipe.stored_bytes:
+            self.value, self.parts = value, []
+        return value
+
+    def settle(self) -> None:
+        """Its memory goes: asked for ahead and never used, perhaps, and it must outlive the read."""
+        for ticket in self.tickets:
+            ticket.exception()
 
 
 class Experts:
@@ -82,9 +106,7 @@ class Experts:
         self._read = read
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
-        self._cache: OrderedDict[tuple[int, int], _Expert] = (
-            OrderedDict()
-        )  # by id of parameter and index; last used last
+        self._cache: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # last used last
         self._weights = {id(w.parameter): (w, [o for o in layer if o is not w]) for layer in layers for w in layer}
 
     def take(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
@@ -96,46 +118,123 @@ class Experts:
         number += len(weights.recipes) if number < 0 else 0
         if not 0 <= number < len(weights.recipes):
             raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
-        found = self._want(weights, number)
+        found = self._want(id(weights.parameter), number, weights.recipes[number])
         for other in others:
-            self._want(other, number)  # it will be asked for next
-        with torch.inference_mode(False), torch.no_grad():
-            return found.ready()
+            self._want(id(other.parameter), number, other.recipes[number])  # it will be asked for next
+        return found.ready()
+
+    def lease(
+        self, recipes: Sequence[tuple[int, Recipe]], next_ones: Sequence[tuple[int, Recipe]]
+    ) -> list[torch.Tensor]:
+        """Return what `recipes` give, which stays until `release`. Those in `next_ones` will be asked for next.
+
+        Each has a number of its own, by which it is found again.
+        """
+        found = []
+        for key, recipe in recipes:
+            part = self._want(key, 0, recipe)
+            part.leases += 1
+            found.append(part)
+        try:
+            for key, recipe in next_ones:
+                self._want(key, 0, recipe)
+            return [part.ready() for part in found]
+        except BaseException:
+            self.release([key for key, _ in recipes])
+            raise
+
+    def release(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._cache[key, 0].leases -= 1
 
     def forget(self) -> None:
-        for expert in self._cache.values():
-            for ticket in expert.tickets:
-                ticket.exception()
+        for part in self._cache.values():
+            part.settle()
         self._cache.clear()
         self._weights.clear()
 
-    def _want(self, weights: ExpertWeights, number: int) -> _Expert:
-        key = (id(weights.parameter), number)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        recipe = weights.recipes[number]
-        self._make_room(_bytes_of(recipe))
-        parts, tickets = [], []
+    def _want(self, key: int, number: int, recipe: Recipe) -> _Part:
+        if (key, number) in self._cache:
+            self._cache.move_to_end((key, number))
+            return self._cache[key, number]
+        self._make_room(recipe.stored_bytes)
+        part = _Part(recipe, [], [])
         with torch.inference_mode(False):
             for stored in recipe.parts:
                 memory = torch.empty(stored.nbytes, dtype=torch.uint8)
-                tickets.append(self._read(stored, 0, memory.data_ptr(), stored.nbytes))
-                parts.append(view_of(memory, 0, stored))
-        self._cache[key] = _Expert(recipe, parts, tickets)
-        self._used_bytes += _bytes_of(recipe)
-        return self._cache[key]
+                part.tickets.append(self._read(stored, 0, memory.data_ptr(), stored.nbytes))
+                part.parts.append(view_of(memory, 0, stored))
+        self._cache[key, number] = part
+        self._used_bytes += recipe.stored_bytes
+        return part
 
     def _make_room(self, nbytes: int) -> None:
-        while self._cache and self._used_bytes + nbytes > self._cache_bytes:
-            _, expert = self._cache.popitem(last=False)
-            for ticket in expert.tickets:  # asked for ahead and never used: its memory must outlive the read
-                ticket.exception()
-            self._used_bytes -= _bytes_of(expert.recipe)
+        idle = (key for key, part in list(self._cache.items()) if not part.leases)
+        while self._used_bytes + nbytes > self._cache_bytes and (key := next(idle, None)) is not None:
+            part = self._cache.pop(key)
+            part.settle()
+            self._used_bytes -= part.recipe.stored_bytes
 
 
-def _bytes_of(recipe: Recipe) -> int:
-    return recipe.stored_bytes
+class DemandedGroup(GroupWeights):
+    """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
+
+    Args:
+        index, weights, pager, keeper: as for any group; the pager has nothing to do with it.
+        with_it: the weights of the expert's other groups, which will be needed next.
+        experts: gives the cache.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        weights: Sequence[PagedWeight],
+        pager: Pager,
+        keeper: Keeper,
+        with_it: Sequence[tuple[int, Recipe]],
+        experts: Callable[[], Experts],
+    ) -> None:
+        super().__init__(index, weights, (), (), pager, keeper)
+        self._recipes = numbered(index, [weight.recipe for weight in weights])
+        self._with_it = with_it
+        self._experts = experts
+
+    @property
+    def settled(self) -> bool:
+        return False
+
+    def lease(self) -> bool:
+        if self._leases == 0:
+            values = self._experts().lease(self._recipes, self._with_it)
+            for weight, value in zip(self.weights, values, strict=True):
+                set_warm(weight.parameter)
+                with torch.inference_mode(False):
+                    weight.parameter.data = value
+        self._leases += 1
+        return False  # the pager was not asked
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases == 0:
+            self._put_away()
+
+    def forget_leases(self) -> None:
+        if self._leases:
+            self._leases = 0
+            self._put_away()
+
+    def _put_away(self) -> None:
+        for weight in self.weights:
+            with torch.inference_mode(False):
+                set_warm(weight.parameter)
+                weight.parameter.data = torch.zeros((), dtype=weight.recipe.dtype).expand(weight.parameter.shape)
+            set_cold(weight.parameter)
+        self._experts().release([key for key, _ in self._recipes])
+
+
+def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:
+    """Return each recipe of a group with the number by which the cache knows it; ids of objects are larger than 0."""
+    return [(-1 - group * MOST_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
 
 
 def _is_number(index: Any) -> bool:

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint, draw, with_cuts, with_lookups, with_single_experts
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
-from swapper.infer.experts import Experts, ExpertWeights
+from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
 from swapper.infer.hooks import Hooks
 from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
 from swapper.infer.placement import Placement, place
@@ -293,6 +293,7 @@ class LoadedModel:
         """Give every loaded parameter its place."""
         places = Places(model)
         used = blueprint.used_groups
+        apart = {group: expert for expert in blueprint.demanded for group in expert}
         located = locate(blueprint.small_runs, self._streaming.small, blueprint.small)
         for weight, parts in zip(blueprint.small, located, strict=True):
             self._small.append(adopt(places, weight, weight.recipe.from_parts(parts)))
@@ -305,6 +306,9 @@ class LoadedModel:
                 self._names[id(paged.parameter)] = weight.name
                 self._recipes[id(paged.parameter)] = weight.recipe
                 weights.append(paged)
+            if group.index in apart:
+                self._groups.append(self._demanded(blueprint, group.index, weights, apart[group.index]))
+                continue
             pages = [page.index for section in sections for page in section.pages]
             kept = pages[: max(len(pages) - placement.streamed, 0)] if group.index in used else []
             self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
@@ -316,6 +320,18 @@ class LoadedModel:
                 multiply_by_parts(linear, bench)
         for name, module in model.named_modules():
             module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
+
+    def _demanded(
+        self, blueprint: Blueprint, index: int, weights: list[PagedWeight], expert: Sequence[int]
+    ) -> DemandedGroup:
+        others = [(group, blueprint.groups[group].weights) for group in expert if group != index]
+        with_it = [item for group, some in others for item in numbered(group, [weight.recipe for weight in some])]
+        return DemandedGroup(index, weights, self._streaming.pager, self, with_it, self._cache)
+
+    def _cache(self) -> Experts:
+        if self._experts is None:
+            raise InvariantError("the experts are asked for while there is no memory for them")
+        return self._experts
 
     def _expert_layers(self, blueprint: Blueprint) -> list[list[ExpertWeights]]:
         """The blueprint's, with the parameters that the model has now."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.checkpoint.quantization import Layout, layouts_of
 from swapper.checkpoint.sources import Source, StoredTensor
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
@@ -116,20 +117,23 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     persistent = _persistent_buffers(model)
     wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
     stored = _renamed(source, wanted, rename)
+    layouts = layouts_of(source.metadata, source.path)
     weights, buffers, missing = [], [], []
     for parameter, names in parameters.values():
         found = next((stored[name] for name in names if name in stored), None)
         if found is None:
             missing.append(names[0])
             continue
-        _check_shape(names[0], tuple(parameter.shape), found)
-        weights.append(Weight(names[0], parameter, _recipe(found, dtype)))
+        layout = layouts.get(found.name)
+        _check_shape(names[0], tuple(parameter.shape), found, layout)
+        weights.append(Weight(names[0], parameter, _recipe(found, dtype, layout)))
     for name, (module, own_name, buffer) in persistent.items():
         if name not in stored:
             missing.append(name)
             continue
-        _check_shape(name, tuple(buffer.shape), stored[name])
-        buffers.append(BufferPlace(module, own_name, _recipe(stored[name], dtype)))
+        layout = layouts.get(stored[name].name)
+        _check_shape(name, tuple(buffer.shape), stored[name], layout)
+        buffers.append(BufferPlace(module, own_name, _recipe(stored[name], dtype, layout)))
     unexpected = [name for name in stored if name not in wanted]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -141,10 +145,33 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     return Match(weights, buffers)
 
 
-def _recipe(stored: StoredTensor, dtype: torch.dtype | None) -> Recipe:
+def _recipe(stored: StoredTensor, dtype: torch.dtype | None, layout: Layout | None) -> Recipe:
+    if layout is not None:
+        return dequantised(stored, layout, dtype or layout.torch_dtype)
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
         return Recipe((stored,), None, stored.dtype)
     return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
+
+
+def dequantised(stored: StoredTensor, layout: Layout, dtype: torch.dtype) -> Recipe:
+    """Return the recipe of a quantised tensor."""
+    return Recipe((stored,), lambda parts: layout.dequantise(parts[0], dtype), dtype, by_rows=True)
+
+
+def shape_of(stored: StoredTensor, layout: Layout | None) -> tuple[int, ...]:
+    """Return the shape of what `stored` holds, quantised or not.
+
+    Raises:
+        CheckpointError: a quantised tensor is not of the shape that its layout says.
+    """
+    if layout is None:
+        return stored.shape
+    if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (layout.row_bytes,):
+        raise CheckpointError(
+            f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantised in {layout.bits} "
+            f"bits it would be of uint8 and have rows of {layout.row_bytes}"
+        )
+    return (*stored.shape[:-1], layout.columns)
 
 
 def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:
@@ -189,10 +216,11 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_shape(name: str, shape: tuple[int, ...], stored: StoredTensor) -> None:
-    if shape != stored.shape:
+def _check_shape(name: str, shape: tuple[int, ...], stored: StoredTensor, layout: Layout | None) -> None:
+    found = shape_of(stored, layout)
+    if shape != found:
         raise CheckpointError(
-            f"{name} has the shape {list(shape)} in the model and {list(stored.shape)} in {stored.path} (as {stored.name!r})"
+            f"{name} has the shape {list(shape)} in the model and {list(found)} in {stored.path} (as {stored.name!r})"
         )
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint.quantization import Layout
 from swapper.checkpoint.sources import StoredTensor
 from swapper.errors import UnsupportedError
-from swapper.infer.matching import Recipe
+from swapper.infer.matching import Make, Recipe, shape_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,16 @@ class Node:
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     index: int | None = None
+
+
+@dataclass(frozen=True)
+class Dequantise:
+    """What a quantised tensor's node does."""
+
+    layout: Layout
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        return self.layout.dequantise(stored, self.layout.torch_dtype)
 
 
 class Traced(torch.Tensor):
@@ -42,8 +53,12 @@ class Traced(torch.Tensor):
         return traced
 
     @classmethod
-    def of(cls, stored: StoredTensor) -> Traced:
-        return cls.wrap(torch.empty(stored.shape, dtype=stored.dtype, device="meta"), Node(stored=stored))
+    def of(cls, stored: StoredTensor, layout: Layout | None = None) -> Traced:
+        """Of a stored tensor; of a quantised one, what it becomes."""
+        dtype = stored.dtype if layout is None else layout.torch_dtype
+        meta = torch.empty(shape_of(stored, layout), dtype=dtype, device="meta")
+        node = Node(stored=stored)
+        return cls.wrap(meta, node if layout is None else Node(None, Dequantise(layout), (node,)))
 
     @classmethod
     def __torch_function__(
@@ -83,8 +98,24 @@ def recipe_of(traced: Traced) -> Recipe:
     _collect(traced.node, leaves)
     numbers = {key: number for number, key in enumerate(leaves)}
     node = traced.node
-    by_rows = node.function is _cast and isinstance(node.arguments[0], Node) and node.arguments[0].stored is not None
-    return Recipe(tuple(leaves.values()), lambda parts: _replay(node, parts, numbers, {}), traced.dtype, by_rows, node)
+    make = _maker(node, numbers, traced.dtype)
+    return Recipe(tuple(leaves.values()), make, traced.dtype, _goes_by_rows(node), node)
+
+
+def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
+    inner = node.arguments[0] if node.function is _cast else None
+    if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # at once in the dtype that is wanted
+        layout = inner.function.layout
+        return lambda parts: layout.dequantise(parts[0], dtype)
+    return lambda parts: _replay(node, parts, numbers, {})
+
+
+def _goes_by_rows(node: Node) -> bool:
+    """Whether nothing is done but what treats each row of one stored tensor by itself."""
+    if node.stored is not None:
+        return True
+    by_rows = node.function is _cast or isinstance(node.function, Dequantise)
+    return by_rows and isinstance(node.arguments[0], Node) and _goes_by_rows(node.arguments[0])
 
 
 def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
@@ -111,7 +142,8 @@ def _row(node: Node, row: int) -> Node | None:
         return None if stored is None else Node(stored=stored)
     options = dict(node.options)
     dim = options.get("dim", node.arguments[1] if len(node.arguments) > 1 else 0)
-    if node.function is _cast and isinstance(node.arguments[0], Node):
+    by_rows = node.function is _cast or isinstance(node.function, Dequantise)
+    if by_rows and isinstance(node.arguments[0], Node):
         inner = _row(node.arguments[0], row)
         return None if inner is None else replace(node, arguments=(inner, *node.arguments[1:]))
     if node.function is torch.stack and dim == 0 and row < len(node.arguments[0]):

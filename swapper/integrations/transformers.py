@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.checkpoint.quantization import layouts_of
 from swapper.checkpoint.sources import open_source
 from swapper.config import parse_host_memory
 from swapper.errors import UnsupportedError
@@ -55,7 +56,8 @@ def from_pretrained(
     if config is None:
         config = _read_config(cls, path)
     model_class = _model_class(cls, config)
-    traced = {name: Traced.of(stored) for name, stored in source.tensors.items()}
+    layouts = layouts_of(source.metadata, source.path)
+    traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.tensors.items()}
     model: nn.Module = model_class.from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
     model.config.name_or_path = str(path)  # type: ignore[union-attr]
     _read_generation_config(model, path)

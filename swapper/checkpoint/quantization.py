@@ -1,0 +1,154 @@
+"""Weights in 8 or 4 bits: the arithmetic, and what a safetensors file says about them.
+
+A matrix of shape (..., columns) becomes one of bytes, (..., row_bytes): each row is its codes, then its scales. Codes are whole
+numbers of `bits` bits, one scale in bf16 for each block of columns; a value is its code times its block's scale. All that a row
+needs is in the row, so rows can be read, cut and looked up by themselves, and a matrix is one run of bytes in a file.
+
+8 bits: codes -127 to 127, a byte each. 4 bits: codes -8 to 7; a byte has a column of the row's first half in its low bits and the
+column that is half a row further in its high ones. Their scales are stored divided by 16, because what is cheaply had from a byte
+is its code times 16. bf16 holds all codes exactly, so that dequantising rounds once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+from swapper.checkpoint.safetensors import DTYPES
+from swapper.errors import CheckpointError
+
+KEY = "swapper.quantized."
+"""A quantised tensor has an entry in a file's metadata: this and its name."""
+BLOCKS = {8: 128, 4: 64}
+"""Columns that share a scale, by the number of bits."""
+LEAST_BLOCK = 32
+CHUNK_ELEMENTS = 1 << 21
+"""Dequantised at one time: what is in between stays small, and mostly in the cache."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one tensor is quantised.
+
+    Attributes:
+        bits: 8 or 4.
+        block: columns that share a scale.
+        columns: of the tensor, its last dimension; a multiple of `block`, of twice that in 4 bits.
+        dtype: of the tensor before it was quantised, by the name that safetensors has for it.
+    """
+
+    bits: int
+    block: int
+    columns: int
+    dtype: str
+
+    @classmethod
+    def of(cls, bits: int, columns: int, dtype: torch.dtype) -> Layout | None:
+        """Return how a tensor is quantised; None if it is not one for that."""
+        step = 1 if bits == 8 else 2
+        block = BLOCKS[bits]
+        while block >= LEAST_BLOCK and columns % (step * block):
+            block //= 2
+        return cls(bits, block, columns, _NAMES[dtype]) if block >= LEAST_BLOCK and dtype in FLOATS else None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = DTYPES[self.dtype]
+        return dtype
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a row."""
+        return self.columns * self.bits // 8
+
+    @property
+    def row_bytes(self) -> int:
+        return self.code_bytes + self.columns // self.block * 2
+
+    def quantise(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `rows`, of shape (n, columns), as bytes of shape (n, row_bytes)."""
+        values = rows.float().view(rows.shape[0], -1, self.block)
+        if not torch.isfinite(values).all():
+            raise CheckpointError("it has values that are not finite")
+        if self.bits == 8:
+            scales = _not_below(values.abs().amax(-1, keepdim=True) / 127)
+            codes = _codes(values, scales, -127, 127)
+            stored = codes.view(rows.shape).to(torch.int8).view(torch.uint8)
+        else:  # the value that is farthest from 0 becomes -8
+            extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
+            scales = (extreme / -8).bfloat16().float()
+            codes = _codes(values, scales, -8, 7).view(rows.shape).to(torch.int16) & 15
+            half = self.columns // 2
+            stored = (codes[:, :half] | codes[:, half:] << 4).to(torch.uint8)
+            scales = scales / 16
+        tail = scales.squeeze(-1).bfloat16().contiguous().view(torch.uint8)
+        return torch.cat([stored, tail], dim=1)
+
+    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
+
+        This is where a kernel for another device belongs: `stored` and the result are on one.
+        """
+        shape = (*stored.shape[:-1], self.columns)
+        values = torch.empty(shape, dtype=dtype, device=stored.device) if out is None else out
+        rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
+        step = max(CHUNK_ELEMENTS // self.columns, 1)
+        for begin in range(0, rows.shape[0], step):
+            self._dequantise(rows[begin : begin + step], flat[begin : begin + step])
+        return values
+
+    def _dequantise(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        codes = rows[:, : self.code_bytes].view(torch.int8)
+        scales = rows[:, self.code_bytes :].view(torch.bfloat16).to(out.dtype).unsqueeze(-1)
+        if self.bits == 8:
+            out.copy_(codes)
+        else:
+            half = self.columns // 2
+            out[:, :half].copy_(codes << 4)
+            out[:, half:].copy_(codes & -16)
+        blocks = out.view(out.shape[0], -1, self.block)
+        torch.mul(blocks, scales, out=blocks)
+
+
+def metadata_of(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    """What a file's metadata says of its quantised tensors."""
+    return {KEY + name: json.dumps(asdict(layout)) for name, layout in layouts.items()}
+
+
+def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, Layout]:
+    """Return the layouts of the quantised tensors, by name, that a file's metadata speaks of.
+
+    Raises:
+        CheckpointError: it is not what `metadata_of` gives.
+    """
+    return {key[len(KEY) :]: _parse(text, f"{path}: {key}") for key, text in metadata.items() if key.startswith(KEY)}
+
+
+def _parse(text: str, where: str) -> Layout:
+    try:
+        layout = Layout(**json.loads(text))
+        numbers = (layout.bits, layout.block, layout.columns)
+        good = all(type(n) is int for n in numbers) and layout.bits in BLOCKS and 2 <= layout.block <= layout.columns
+        good = good and layout.columns % (layout.block * (2 if layout.bits == 4 else 1)) == 0
+        if not good or DTYPES.get(layout.dtype) not in FLOATS:
+            raise ValueError(text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{where} does not say how a tensor is quantised: {text[:200]!r}") from error
+    return layout
+
+
+def _not_below(scales: torch.Tensor) -> torch.Tensor:
+    """To bf16, up where rounding would go down: codes must reach every value."""
+    rounded = scales.bfloat16()
+    up = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    return torch.where(rounded.float() < scales, up, rounded).float()
+
+
+def _codes(values: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return (values / safe).round_().clamp_(least, most)

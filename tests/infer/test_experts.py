@@ -1,0 +1,155 @@
+"""Of experts that are modules of their own, only those that tokens are routed to are read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import swapper
+from swapper.checkpoint.exporting import export
+
+WIDTH, EXPERTS = 256, 8
+
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+
+class Mixture(nn.Module):
+    """Rows go to the expert that the row's first number says."""
+
+    def __init__(self, holder):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        experts = [Expert() for _ in range(EXPERTS)]
+        self.experts = (
+            nn.ModuleList(experts)
+            if holder is nn.ModuleList
+            else nn.ModuleDict({f"e{n}": e for n, e in enumerate(experts)})
+        )
+
+    def forward(self, x, chosen):
+        x = self.router(x)
+        out = torch.zeros_like(x)
+        experts = list(self.experts.values()) if isinstance(self.experts, nn.ModuleDict) else self.experts
+        for number in chosen.unique().tolist():
+            rows = chosen == number
+            out[rows] = experts[number](x[rows])
+        return out
+
+
+class Model(nn.Module):
+    def __init__(self, holder=nn.ModuleList):
+        super().__init__()
+        self.layers = nn.ModuleList([Mixture(holder) for _ in range(3)])
+
+    def forward(self, x, chosen):
+        for layer in self.layers:
+            x = x + layer(x, chosen)
+        return x
+
+
+def saved(tmp_path, holder=nn.ModuleList):
+    torch.manual_seed(0)
+    reference = Model(holder)
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    return reference, tmp_path / "model.safetensors"
+
+
+def empty(holder=nn.ModuleList):
+    with torch.device("meta"):
+        return Model(holder)
+
+
+def rows(*chosen):
+    torch.manual_seed(1)
+    return torch.randn(len(chosen), WIDTH), torch.tensor(chosen)
+
+
+ONE_EXPERT = 2 * 2 * WIDTH * WIDTH * 4
+ROUTERS = 3 * WIDTH * WIDTH * 4
+
+
+@pytest.mark.parametrize("holder", [nn.ModuleList, nn.ModuleDict])
+def test_only_the_experts_that_are_used_are_read(tmp_path, holder):
+    reference, path = saved(tmp_path, holder)
+    model = swapper.load(empty(holder), path, host_memory="6MiB")
+    loaded = swapper.loaded(model)
+    with torch.no_grad():
+        for number in range(2 * EXPERTS):
+            batch = rows(number % EXPERTS)
+            before = loaded.counters.bytes_read
+            assert torch.equal(model(*batch), reference(*batch))
+            loaded._streaming.engine.drain()
+            read = loaded.counters.bytes_read - before
+            assert read <= 3 * ONE_EXPERT + 3 * ROUTERS + 100_000  # and not eight experts
+        batch = rows(0, 3, 5, 5, 7, 1)
+        assert torch.equal(model(*batch), reference(*batch))
+    loaded.unload()
+
+
+def test_those_used_last_stay_as_far_as_the_budget_goes(tmp_path):
+    reference, path = saved(tmp_path)
+    model = swapper.load(empty(), path, host_memory="15MiB")
+    loaded = swapper.loaded(model)
+    with torch.no_grad():
+        first, second = rows(2), rows(4, 4)
+        for batch in (first, second, first):
+            model(*batch)
+        loaded._streaming.engine.drain()
+        before = loaded.counters.bytes_read
+        for _ in range(4):
+            for batch in (first, second):
+                assert torch.equal(model(*batch), reference(*batch))
+        loaded._streaming.engine.drain()
+        assert loaded.counters.bytes_read - before < ONE_EXPERT
+        batch = rows(*range(EXPERTS))  # more than there is room for
+        for _ in range(2):
+            assert torch.equal(model(*batch), reference(*batch))
+        assert loaded._experts._used_bytes <= loaded._experts._cache_bytes
+    loaded.unload()
+
+
+def test_batches_that_go_together_share_experts_and_failures_leave_nothing_behind(tmp_path):
+    reference, path = saved(tmp_path)
+    model = swapper.load(empty(), path, host_memory="6MiB")
+    loaded = swapper.loaded(model)
+    batches = [rows(0, 1), rows(1, 2), rows(2, 0), rows(7)]
+    with torch.no_grad():
+        found = loaded.map(lambda batch: model(*batch), batches)
+        assert all(torch.equal(a, reference(*b)) for a, b in zip(found, batches, strict=True))
+        handle = model.layers[1].experts[2].down.register_forward_pre_hook(lambda *_: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                model(*rows(1, 2))
+        handle.remove()
+        assert not any(part.leases for part in loaded._experts._cache.values())
+        assert torch.equal(model(*rows(1, 2)), reference(*rows(1, 2)))
+    with pytest.raises(swapper.ColdParameterError):
+        model.layers[0].experts[0].up.weight.sum()
+    assert torch.equal(model.state_dict()["layers.2.experts.7.up.weight"], reference.layers[2].experts[7].up.weight)
+    loaded.unload()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_experts_in_another_dtype_or_quantised(tmp_path):
+    _, path = saved(tmp_path)
+    export(path, tmp_path / "quantised", "safetensors", quantize="int4")
+    for source, options in ((path, {"dtype": torch.bfloat16}), (tmp_path / "quantised", {})):
+        model = swapper.load(empty(), source, host_memory="6MiB", **options)
+        same = Model().to(options.get("dtype"))
+        same.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        x, chosen = rows(0, 3, 5, 5, 7, 1)
+        x = x.to(options.get("dtype"))
+        with torch.no_grad():
+            for _ in range(2):
+                assert torch.equal(model(x, chosen), same(x, chosen))
+        swapper.loaded(model).unload()

@@ -1,0 +1,81 @@
+"""A model runs from quantised weights, and gives what a model in memory with the same values gives, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import swapper
+from infer.test_load import TOKENS, make, on_meta
+from swapper.checkpoint.exporting import export
+from swapper.integrations.transformers import from_pretrained
+
+
+@pytest.fixture(params=["int8", "int4"])
+def scheme(request):
+    return request.param
+
+
+@pytest.mark.parametrize("budget", ["1MiB", "3MiB", "5MiB", "1GiB"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_are_those_of_the_dequantised_values(tmp_path, scheme, dtype, budget):
+    reference = make(dtype)
+    save_file(reference.state_dict(), tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "safetensors", quantize=scheme)
+    try:
+        model = swapper.load(on_meta(dtype=dtype), tmp_path / "quantised", host_memory=budget)
+    except swapper.BudgetError as refusal:
+        assert budget == "1MiB"
+        least = int(str(refusal).split("(")[1].split(" bytes")[0])
+        model = swapper.load(on_meta(dtype=dtype), tmp_path / "quantised", host_memory=least)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert all(tensor.dtype == dtype for tensor in state.values())
+    loaded = swapper.loaded(model)
+    assert loaded.read_bytes_a_pass < (0.55 if scheme == "int8" else 0.35) * (tmp_path / "model").stat().st_size
+    reference.load_state_dict(state)
+    with torch.no_grad():
+        expected = reference(TOKENS)
+        for _ in range(3):
+            assert torch.equal(model(TOKENS), expected)
+    loaded.unload()
+
+
+def test_another_dtype_is_dequantised_to_at_once(tmp_path, scheme):
+    reference = make()
+    save_file(reference.state_dict(), tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "safetensors", quantize=scheme)
+    model = swapper.load(on_meta(), tmp_path / "quantised", host_memory="3MiB", dtype=torch.bfloat16)
+    reference.to(torch.bfloat16).load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), reference(TOKENS))
+    swapper.loaded(model).unload()
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
+def test_models_of_transformers_run_from_quantised_weights(tmp_path, scheme, kind):
+    common = {
+        "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "Llama":
+        cls, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**common)
+    else:
+        cls, config = transformers.MixtralForCausalLM, transformers.MixtralConfig(**common, num_local_experts=4)
+    cls(config).to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "quantised", "huggingface", quantize=scheme)
+    config.save_pretrained(tmp_path / "quantised")
+    model = from_pretrained(cls, tmp_path / "quantised", host_memory="5MiB" if kind == "Llama" else "9MiB")
+    assert model.dtype == torch.bfloat16
+    eager = {"experts_implementation": "eager"} if kind == "Mixtral" else {}
+    reference = cls.from_pretrained(tmp_path / "model", dtype=torch.bfloat16, **eager)
+    reference.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    ids = torch.arange(24).view(2, 12) * 31 % 1022 + 2
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(ids).logits, reference(ids).logits)
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 1}
+    assert torch.equal(model.generate(ids, **options), reference.generate(ids, **options))
+    swapper.loaded(model).unload()
