@@ -195,6 +195,9 @@ class Frames:
         for page in self._pages:
             page.section.window.unmap(page.offset, page.nbytes)
 
+    def file_of(self, page: Page) -> Any:
+        return self._store.file_of(page)
+
     # --- who leaves next ------------------------------------------------------------------------------------------
 
     def offer(self, page: Page) -> None:

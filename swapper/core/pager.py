@@ -205,6 +205,10 @@ class Pager:
                 if self._pages[index].leases == 0:
                     self._frames.forget(self._pages[index])
 
+    def file_of(self, page: Page) -> Any:
+        """Return the file that has what was written of `page` last, at `page.file_offset`."""
+        return self._frames.file_of(page)
+
     def back_cold_pages(self) -> None:
         """Where a run goes on: what was never in memory can be read past the guard too. See csrc/memory/fault.h."""
         with self._lock:

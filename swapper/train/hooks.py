@@ -199,7 +199,11 @@ class Hooks:
         """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
         for tensor in tensors_of(output)[0]:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._check_usable())  # type: ignore[no-untyped-call]
+                tensor.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self) -> None:
+        self._check_usable()
+        self._note_backward()
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""

@@ -21,15 +21,16 @@ from swapper.modules.several import Models
 from swapper.stats import StepClock
 from swapper.train.deferred import DeferredStep
 from swapper.train.discovery import StateForm
-from swapper.train.entries import PAGED, StateEntries, entry_of
+from swapper.train.entries import PAGED, StateEntries
 from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
 from swapper.train.initial import Values
-from swapper.train.inventory import MASTER, Inventory, find_places, find_trainables, updated_dtype
+from swapper.train.inventory import Inventory, find_places, find_trainables, updated_dtype
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.slices import ParameterPlaces
+from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
@@ -125,6 +126,15 @@ class OffloadedModel:
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
         trained = {id(parameter) for parameter, _ in self._trained()}
         self._untrained = [parameter for parameter in order if id(parameter) not in trained]
+        self._state_dicts = StateDicts(
+            list(self._trained()),
+            self._numbers,
+            self.entries,
+            self._inventory.forms,
+            self._places,
+            self._state_sections,
+            self._pager,
+        )
         state = StateView(self._with_state, self._read_state)
         paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state, state)
         self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
@@ -230,6 +240,7 @@ class OffloadedModel:
 
     def update(self) -> None:
         """Apply the optimizer to every parameter that has a gradient; where updates are deferred, fix what is to be done."""
+        self._state_dicts.expire("the next step")
         self._before = self.packed_groups(), self.entries.pack()
         if self._deferred is None:
             self._sweep.run()
@@ -392,7 +403,7 @@ class OffloadedModel:
             places.name: self._alias(places.name, "master") for _, places in self._trained() if places.has_master
         }
         content["optimizer"] = {
-            "state": self._in_torch_order(self._alias),
+            "state": self._state_dicts.in_torch_order(self._alias),
             "param_groups": packed_groups(self._optimizer.param_groups),
         }
         if masters:
@@ -469,52 +480,8 @@ class OffloadedModel:
     def _save_state(self) -> dict[int, dict[str, Any]]:
         self._enter()
         self.finish_update()
-        copies: dict[tuple[str, str], torch.Tensor] = {}
-        for section in self._state_sections:
-            for slot, begin, end, view in visit(section, self._pager):
-                key = (slot.spec.owner, slot.spec.kind)
-                if key not in copies:
-                    copies[key] = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
-                copies[key].view(-1)[begin:end] = view
-        return self._in_torch_order(lambda name, key: copies[name, key])
+        return self._state_dicts.show()
 
     def _load_state(self, state: dict[int, dict[str, Any]]) -> None:
         self._enter_to_write()
-        for parameter, places in self._trained():
-            self._check_state(places, state.get(self._numbers[id(parameter)], {}))
-        for parameter, places in self._trained():
-            self.entries.take(places.name, state.get(self._numbers[id(parameter)], {}))
-        numbers = {places.name: self._numbers[id(parameter)] for parameter, places in self._trained()}
-        for section in self._state_sections:
-            for slot, begin, end, view in visit(section, self._pager, write=True):
-                if slot.spec.kind == "master":
-                    continue  # masters belong to the parameters
-                value = state.get(numbers[slot.spec.owner], {}).get(slot.spec.kind)
-                if self.entries[slot.spec.owner].get(slot.spec.kind) is not PAGED:
-                    view.zero_()
-                else:
-                    view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
-
-    def _check_state(self, places: ParameterPlaces, state: dict[str, Any]) -> None:
-        """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
-        form = self._inventory.forms[places.name]
-        slots = {key: place.slot for key, place in {**places.others, **places.state}.items() if key != MASTER}
-        tensors = {key for key, value in state.items() if entry_of(form, key, value) is PAGED}
-        if state and (tensors - slots.keys() or form.always - state.keys()):
-            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
-        for key in tensors:
-            if torch.as_tensor(state[key]).shape != slots[key].spec.shape:
-                shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
-                raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
-
-    def _in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them."""
-        state: dict[int, dict[str, Any]] = {}
-        for parameter, places in self._trained():
-            entries = self.entries[places.name]
-            if entries:
-                state[self._numbers[id(parameter)]] = {
-                    key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
-                    for key, value in entries.items()
-                }
-        return dict(sorted(state.items()))
+        self._state_dicts.take(state)

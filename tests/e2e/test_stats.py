@@ -74,6 +74,15 @@ def test_bytes_by_kind_and_phase_are_those_that_the_engine_moved(twins: MakeTwin
         assert abs(read - planned) <= 0.02 * planned + counters.pool_bytes / 4, family
 
 
+def test_where_nothing_is_away_backward_has_its_phase_too(twins: MakeTwins) -> None:
+    pair = twins(layers(), params="host", optimizer_state="host")
+    pair.train(step, steps=2)
+    assert all(
+        manager_of(pair).stats().phases[phase].wall_s > 0 for phase in ("forward", "backward", "step", "between")
+    )
+    pair.finish(paged=False)
+
+
 @pytest.mark.parametrize(
     "model", [layers(), Checkpointed(False), Checkpointed(True)], ids=["plain", "non-reentrant", "reentrant"]
 )

@@ -1,0 +1,192 @@
+"""Tensors of `optimizer.state_dict()` that take no memory: they are mapped from the swap files, or alias what is resident.
+
+They show the state of the moment when they were made. What they are mapped from is written to by later steps, so before the state
+changes next they *expire*: from then on an operation that needs their data raises an error instead of showing a mix of two steps.
+Until then they can be looked at, copied, and saved by torch.save, which writes plain tensors; writing to them would change nothing,
+and is refused. What has its own memory, as the result of clone(), `.to()` or deepcopy, stays.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.core.pager import Pager
+from swapper.core.section import Page
+from swapper.errors import StateError
+from swapper.modules.cold import METADATA
+from swapper.train.slices import Place
+
+COPIED_BYTES = 1 << 16
+"""Tensors smaller than this, step counters above all, are copied."""
+
+MAP_NORESERVE = 0x4000
+"""A mapping larger than memory is no promise to fill it (Linux; Python's mmap names it from 3.13 on)."""
+
+_shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+
+
+class StateTensor(torch.Tensor):
+    """A tensor that shows a part of the state until that changes. Never made by anyone: a tensor's class is set to it."""
+
+    shown_by: MappedState
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shown = [tensor for tensor in _tensors_in((args, kwargs)) if type(tensor) is StateTensor]
+        if func not in METADATA:
+            for tensor in shown:
+                tensor.shown_by.check()
+            _check_not_written(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is torch.Tensor.to and any(result is tensor for tensor in shown):
+                return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
+            for tensor in shown:
+                tensor.shown_by.watch_views(tensor, result)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.shown_by.expired:
+            return f"StateTensor(expired, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self._plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> torch.Tensor:
+        self.shown_by.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+class MappedState:
+    """What one state_dict shows.
+
+    Args:
+        pager: all it has is in the store, or in resident sections.
+    """
+
+    def __init__(self, pager: Pager) -> None:
+        self._pager = pager
+        self._mappings: dict[str, mmap.mmap] = {}
+        self._places: dict[int, Place] = {}  # by address
+        self.expired = ""
+        _shown.add(self)
+
+    def tensor(self, place: Place) -> torch.Tensor:
+        """Return the tensor at `place`, with a storage of its own: torch.save writes storages whole."""
+        spec = place.slot.spec
+        pages = place.section.pages_of(place.slot.offset, place.slot.end)
+        if spec.nbytes < COPIED_BYTES or len({page.location for page in pages}) > 1:
+            return self._copy(place, pages)
+        if place.section.resident:
+            flat = torch.from_numpy(place.section.memory[place.slot.offset : place.slot.end].numpy())
+        else:
+            at = pages[0].file_offset - pages[0].offset + place.slot.offset
+            flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
+        shown = flat.view(spec.dtype).view(spec.shape)
+        self._places[shown.data_ptr()] = place
+        shown.__class__ = StateTensor
+        shown.shown_by = self  # type: ignore[attr-defined]
+        return shown
+
+    def check(self) -> None:
+        """Raise StateError if the state has changed."""
+        if self.expired:
+            raise StateError(
+                f"a tensor of optimizer.state_dict() is used after {self.expired}: it showed the state of before, and has no memory "
+                "of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use manager.snapshot(path)"
+            )
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Return the place that `tensor` shows from its beginning."""
+        return self._places.get(tensor.data_ptr())
+
+    def watch_views(self, tensor: torch.Tensor, result: Any) -> None:
+        """A view of `tensor` expires with it."""
+        storage = tensor.untyped_storage().data_ptr()
+        for view in _tensors_in(result):
+            plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
+            if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
+                view.__class__ = StateTensor
+                view.shown_by = self  # type: ignore[attr-defined]
+
+    def _map(self, page: Page) -> mmap.mmap:
+        path = self._pager.file_of(page).path
+        if path not in self._mappings:
+            with Path(path).open("rb") as file:
+                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+                self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return self._mappings[path]
+
+    def _copy(self, place: Place, pages: Iterable[Page]) -> torch.Tensor:
+        """A small tensor, or one whose pages are in several files."""
+        section, slot = place.section, place.slot
+        if section.resident:
+            return section.tensor(slot).clone()
+        copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
+        for page in pages:
+            begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
+            at = page.file_offset + begin - page.offset
+            mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
+            copied[begin - slot.offset : end - slot.offset] = mapped
+        return copied.view(slot.spec.dtype).view(slot.spec.shape)
+
+
+def expire(shown: Iterable[MappedState], why: str) -> None:
+    """The state is about to change: what `shown` shows must not be looked at any more."""
+    for state in list(shown):
+        state.expired = state.expired or why
+
+
+def steady(value: Any, place: Place | None) -> Any:
+    """Return `value`, which is to be put at `place`; a copy if it is the state of another place, which may be overwritten first."""
+    is_other = type(value) is StateTensor and value.shown_by.place_of(value) != place
+    return value.clone() if is_other else value
+
+
+def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    name = getattr(func, "__name__", "")
+    in_place = (
+        (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
+    )
+    written = [*(args[:1] if in_place else ()), kwargs.get("out")]
+    if any(type(tensor) is StateTensor for tensor in _tensors_in(written)):
+        raise StateError(
+            f"{name} would write to a tensor of optimizer.state_dict(), which only shows the state: change a copy.deepcopy of the "
+            "state_dict, and give it to load_state_dict"
+        )
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    pending = [tree]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return found
+
+
+def _expire_in_child() -> None:
+    expire(_shown, "a fork, in the child, which has not swapper's memory")
+
+
+os.register_at_fork(after_in_child=_expire_in_child)

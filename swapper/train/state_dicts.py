@@ -1,0 +1,121 @@
+"""`optimizer.state_dict` and `load_state_dict` of one model: from the places of the state to torch's form and back."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.core.pager import Pager
+from swapper.core.section import Section
+from swapper.train.discovery import StateForm
+from swapper.train.entries import PAGED, StateEntries, entry_of
+from swapper.train.inventory import MASTER
+from swapper.train.mapped_state import MappedState, expire, steady
+from swapper.train.slices import ParameterPlaces, Place
+from swapper.train.visit import visit
+
+
+class StateDicts:
+    """Makes state_dicts, and takes them.
+
+    Args:
+        trained: parameters whose state has a place.
+        numbers: by id of a parameter, its number in torch's form.
+        entries: what the optimizer keeps for each.
+        forms: by name of a parameter, what it may keep.
+        places: by name of a parameter and key, where.
+        sections: of the state.
+        pager: what leases go to.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[tuple[nn.Parameter, ParameterPlaces]],
+        numbers: Mapping[int, int],
+        entries: StateEntries,
+        forms: Mapping[str, StateForm],
+        places: Mapping[tuple[str, str], Place],
+        sections: Sequence[Section],
+        pager: Pager,
+    ) -> None:
+        self._trained = [(numbers[id(parameter)], places_of) for parameter, places_of in trained]
+        self._entries = entries
+        self._forms = forms
+        self._places = places
+        self._sections = sections
+        self._pager = pager
+        self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+
+    def show(self) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form; its tensors show it until `expire` is called, and take no memory.
+
+        Raises:
+            IoError: what is changed in memory could not be written.
+        """
+        self._pager.flush()
+        shown = MappedState(self._pager)
+        self._shown.add(shown)
+        return self.in_torch_order(lambda name, key: shown.tensor(self._places[name, key]))
+
+    def expire(self, why: str) -> None:
+        """The state is about to change: what was shown is not to be looked at any more."""
+        expire(self._shown, why)
+
+    def in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them.
+
+        Args:
+            find: returns the tensor for a name of a parameter and a key.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        for number, places in self._trained:
+            entries = self._entries[places.name]
+            if entries:
+                state[number] = {
+                    key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
+                    for key, value in entries.items()
+                }
+        return dict(sorted(state.items()))
+
+    def take(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Put what a state_dict has at its places.
+
+        Raises:
+            ValueError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        for number, places in self._trained:
+            self._check(places, state.get(number, {}))
+        for number, places in self._trained:
+            self._entries.take(places.name, state.get(number, {}))
+        values = {
+            (places.name, key): steady(value, self._places.get((places.name, key)))
+            for number, places in self._trained
+            for key, value in state.get(number, {}).items()
+        }
+        for section in self._sections:
+            for slot, begin, end, view in visit(section, self._pager, write=True):
+                owner, key = slot.spec.owner, slot.spec.kind
+                if key == MASTER:
+                    continue  # masters belong to the parameters
+                if self._entries[owner].get(key) is PAGED:
+                    view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
+                else:
+                    view.zero_()
+        self.expire("load_state_dict")
+
+    def _check(self, places: ParameterPlaces, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
+        form = self._forms[places.name]
+        slots = {key: place.slot for key, place in {**places.others, **places.state}.items() if key != MASTER}
+        tensors = {key for key, value in state.items() if entry_of(form, key, value) is PAGED}
+        if state and (tensors - slots.keys() or form.always - state.keys()):
+            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
+        for key in tensors:
+            if torch.as_tensor(state[key]).shape != slots[key].spec.shape:
+                shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
+                raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
