@@ -93,17 +93,29 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes:
 
 
 def _fit(blueprint: Blueprint, budget_bytes: int) -> tuple[Blueprint, Placement]:
-    """Place the model; where it does not fit, place it with its largest linear maps cut."""
+    """Place the model. Linear maps are cut where it does not fit otherwise, largest first; and where less is read then.
+
+    That is so of weights that are made from fewer bytes: the whole of a large one takes memory in which more could stay.
+    """
     refusal: BudgetError | None = None
+    best: tuple[int, Blueprint, Placement] | None = None
     for candidate in (blueprint, *with_cuts(blueprint)):
+        if best is not None and any(linear.weight.make is None for linear in candidate.cuts):
+            break
         fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(budget_bytes)
         names = [unit.name or type(unit.module).__name__ for unit in candidate.units]
         try:
             placed = place(budget_bytes, fixed_bytes, candidate.runs_of_used, candidate.working_sets, names)
-            return candidate, placed
         except BudgetError as error:
             refusal = error
-    raise refusal or InvariantError("a model has no blueprint")
+            continue
+        cut_bytes = sum(linear.stored_bytes for linear in candidate.cuts)
+        cost = placed.read_bytes(candidate.runs_of_used) + cut_bytes + cut_bytes // 16  # they are not read ahead
+        if best is None or cost < best[0]:
+            best = cost, candidate, placed
+    if best is None:
+        raise refusal or InvariantError("a model has no blueprint")
+    return best[1:]
 
 
 def loaded(model: nn.Module) -> LoadedModel:

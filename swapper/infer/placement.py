@@ -45,6 +45,10 @@ class Placement:
     def pool_bytes(self) -> int:
         return self.page_bytes * self.frame_count
 
+    def read_bytes(self, groups: Sequence[Sequence[int]]) -> int:
+        """What a pass over `groups` (as for `place`) reads, whole pages."""
+        return sum(min(pages, self.streamed) for pages in _pages(groups, self.page_bytes)) * self.page_bytes
+
 
 def place(
     host_bytes: int,
