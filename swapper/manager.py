@@ -21,6 +21,7 @@ from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import PLACEMENTS, UPDATES, parse_choice, parse_host_memory
+from swapper.core.section import Section
 from swapper.counters import Counters
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
@@ -513,14 +514,14 @@ class SwapManager:
         self._note_rng()
         run.committer.step_done(self._counters.step)
 
-    def _undo_update(self, error: BaseException) -> bool:
-        """A deferred update failed half-way: have everything as it was before its step, which is on the books already."""
-        return self._undo(self._counters.step, error)
+    def _undo_update(self, sections: Sequence[Section], error: BaseException) -> bool:
+        """A deferred update failed half-way: have a group as it was before its step, which is on the books already."""
+        return self._undo(self._counters.step, error, sections)
 
-    def _undo(self, step: int, error: BaseException) -> bool:
-        """`step` failed half-way: have all sections as they were before it. Where that cannot be, only closing is left."""
+    def _undo(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
+        """`step` failed half-way: have `sections`, or all, as before it. Where that cannot be, only closing is left."""
         self._failure, self._failed_step = error, step
-        if self._running("a step").roll_back(step - 1):
+        if self._running("a step").roll_back(step - 1, sections):
             self._failure = None
         return self._failure is None
 
@@ -540,6 +541,7 @@ class SwapManager:
         self._check_usable()
         if self._run is not None:
             self._run.committer.finish()
+            self._run.committer.changed_from_outside()
 
     def _describe_commit(self, step: int, optimizer: str, plans: list[str], places: dict[str, str]) -> CommitRecord:
         model = self._running("a commit").model

@@ -23,6 +23,7 @@ from swapper.io.tuning import Tuning
 from swapper.stats import by_family
 from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
 from swapper.train.placement import choose_placement, is_resident
+from swapper.train.spare import find_rooms
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,12 @@ class Plan:
     def traffic(self) -> Traffic:
         """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
         sections = self.make_sections()
-        sections += self.make_grad_sections(sum(len(section.pages) for section in sections))
+        grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
+        rooms = {page: room.section.plan.group for page, room in find_rooms(sections, grad_sections).items()}
+        sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
         cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.deferred)
-        return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy))
+        return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy, rooms))
 
     @property
     def commit_bytes(self) -> int:

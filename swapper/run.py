@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
 from swapper.core.scratch import ScratchFile, Stores
+from swapper.core.section import Section
 from swapper.core.store import Store
 from swapper.directory import RunDirectory
 from swapper.errors import SwapperError
@@ -53,15 +54,15 @@ class Callbacks:
         enter: called whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where something is about to be changed from outside.
         step: what the optimizer's `step` does.
-        undo: called with the error when a deferred update fails; has all sections as they were before that step, and returns
-            whether it could.
+        undo: called with a group's sections and an error when the group's deferred update fails; has them as they were before
+            that step, and returns whether it could.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
     """
 
     enter: Callable[[], None]
     enter_to_write: Callable[[], None]
     step: Callable[[], None]
-    undo: Callable[[BaseException], bool]
+    undo: Callable[[Sequence[Section], BaseException], bool]
     describe: Callable[[int], CommitRecord]
 
 
@@ -219,13 +220,18 @@ class Run:
         if values is not None:
             self.model.initialise(values)
 
-    def roll_back(self, step: int) -> bool:
-        """Undo what was done since `step`. Returns False where that cannot be: only closing is left then."""
-        if self._scratch is not None or not self.committer.can_roll_back(step):
+    def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
+        """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""
+        if not self.committer.can_roll_back(step):
+            return False
+        if sections is None and self._scratch is not None:
             return False  # gradients on NVMe are gone as soon as they are used
         with held_back, suppress(SwapperError):
-            self.pager.discard()
-            self.committer.roll_back()
+            if sections is None:
+                self.pager.discard()
+            else:
+                self.pager.discard_pages(page.index for section in sections for page in section.pages)
+            self.committer.roll_back(sections)
             self.pager.back_cold_pages()
             return True
         return False

@@ -156,18 +156,23 @@ class Committer:
             snapshot.ticket.finish(error)
             raise
 
+    def changed_from_outside(self) -> None:
+        """The last commit does not have what there is now, and will not be gone back to."""
+        self._committed = None
+
     def can_roll_back(self, step: int) -> bool:
         """Whether `step` is committed, so that what is done of the one after it can be undone."""
         return self._committed == step
 
-    def roll_back(self) -> None:
-        """Have everything as the last commit has it. Call when the pager has forgotten every frame.
+    def roll_back(self, sections: Sequence[Section] | None = None) -> None:
+        """Have `sections`, or everything, as the last commit has it. Call when the pager has forgotten their frames.
 
         Raises:
             IoError, CheckpointError: what is in memory cannot be read back.
         """
-        self._store.roll_back()
-        for section in self._resident:
+        given = self._sections if sections is None else sections
+        self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
+        for section in [section for section in given if section.resident]:
             ticket = self._store.read(section.piece, section.memory.data_ptr(), checksum=True)
             ticket.wait()
             if ticket.crc32 != section.piece.crc32:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from swapper.core.dump import describe
 from swapper.core.pool import Pool
@@ -29,6 +29,21 @@ from swapper.errors import InvariantError, IoError
 from swapper.trace import Trace
 
 log = logging.getLogger("swapper")
+
+
+class Spare(Protocol):
+    """Memory that is idle for a while, where pages that leave their frames can wait for their next use.
+
+    It may be wanted back at any time; what it has is in the store too, or on its way there.
+    """
+
+    def keep(self, page: Page, address: int) -> bool:
+        """Copy the content of `page` from its frame at `address`, if there is room for it now. Returns whether there was."""
+        ...
+
+    def load(self, page: Page, address: int) -> None:
+        """Copy the content of `page`, which was kept, to its frame at `address`."""
+        ...
 
 
 class Frames:
@@ -59,6 +74,7 @@ class Frames:
         # Pages that may leave, farthest next use first: (-next use, index). Entries may be stale; see _is_evictable.
         self._leavers: list[tuple[int, int]] = []
         self._failure: IoError | None = None  # of a write, not yet told to anyone
+        self.spare: Spare | None = None
 
     @property
     def is_growing(self) -> bool:
@@ -74,14 +90,19 @@ class Frames:
 
     # --- in and out -----------------------------------------------------------------------------------------------
 
-    def claim(self, page: Page, fresh: bool, leaver: Page | None) -> None:
-        """Give `page` a frame and submit its read; a frame for fresh data is not read.
+    def claim(self, page: Page, fresh: bool, leaver: Page | None, keep: bool = False) -> None:
+        """Give `page` a frame and submit its read; a frame for fresh data is not read, nor one whose content was kept.
 
         Args:
             page: COLD.
             fresh: its content is about to be made.
             leaver: whose frame it gets, as `pop_leaver` returned it; None if a frame is free.
+            keep: what the leaver has will be read again: keep it, if there is room.
         """
+        if leaver is not None:
+            address = self._pool.address(leaver.frame)  # type: ignore[arg-type]
+            leaver.kept = keep and self.spare is not None and self.spare.keep(leaver, address)
+        page.kept = page.kept and not fresh
         frame: int | None = None
         if leaver is None:
             frame = self._pool.take()
@@ -93,7 +114,7 @@ class Frames:
         after = None if leaver is None else leaver.ticket
         address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
         try:
-            page.ticket = after if fresh else self._store.read(page, address, after=after)
+            page.ticket = after if fresh or page.kept else self._store.read(page, address, after=after)
         except BaseException:
             if leaver is None:
                 self._pool.give(frame)  # type: ignore[arg-type]
@@ -105,13 +126,33 @@ class Frames:
         else:  # [Note: promised frames]
             leaver.heir, page.predecessor = page, leaver
             self.ahead.discard(leaver.index)
-        if not fresh:
+        if not fresh and not page.kept:
             self._counters.read_bytes[page.section.plan.family] += page.nbytes
         page.fresh = fresh
         page.error = None
         page.move(Residency.READING)
         if page.ticket is not None:
             self.in_flight[page.index] = page
+        elif page.kept:
+            self._load(page)
+
+    def _load(self, page: Page) -> None:
+        """A page whose content was kept has its frame."""
+        if self.spare is None:
+            raise InvariantError(f"{page} was kept nowhere")
+        self.spare.load(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        page.kept = False
+        self._end_transfer(page)
+        page.move(Residency.CLEAN)
+        self._map(page)
+        self.guard(page)
+        self.offer(page)
+
+    def drop_kept(self, page: Page) -> None:
+        """The spare memory that may have the content of `page` is wanted back."""
+        if page.kept and page.residency is Residency.READING:
+            self.give_up_claim(page)
+        page.kept = False
 
     def give_up_claim(self, page: Page) -> None:
         """Take the frame, or the promise of one, from a READING page whose read failed or is not wanted."""
@@ -285,6 +326,8 @@ class Frames:
         if heir.fresh:
             heir.ticket = None
             del self.in_flight[heir.index]
+        elif heir.kept:
+            self._load(heir)
 
     def _settle_read(self, page: Page) -> None:
         if self._counters.trace is not None:

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from swapper.core.frames import Frames
+from swapper.core.frames import Frames, Spare
 from swapper.core.pool import Pool
 from swapper.core.residency import Residency
-from swapper.core.schedule import Access, Schedule
+from swapper.core.schedule import NEVER, Access, Schedule
 from swapper.core.section import Page
 from swapper.counters import Counters
 from swapper.errors import BudgetError, InvariantError, IoError
@@ -209,6 +209,16 @@ class Pager:
         """Return the file that has what was written of `page` last, at `page.file_offset`."""
         return self._frames.file_of(page)
 
+    def use_spare(self, spare: Spare) -> None:
+        """From now on pages that must leave before they are read again may be kept in `spare`."""
+        self._frames.spare = spare
+
+    def drop_kept(self, pages: Iterable[int]) -> None:
+        """The spare memory that may have the content of these pages is about to be used."""
+        with self._lock:
+            for index in pages:
+                self._frames.drop_kept(self._pages[index])
+
     def back_cold_pages(self) -> None:
         """Where a run goes on: what was never in memory can be read past the guard too. See csrc/memory/fault.h."""
         with self._lock:
@@ -257,24 +267,32 @@ class Pager:
 
         The windows forget the files too, which may be closed now; `back_cold_pages` has them read there again.
         """
-        for page in list(self._frames.in_flight.values()):
-            if page.ticket is not None:
-                _wait_quietly(page.ticket)
+        self.discard_pages(range(len(self._pages)))
         with self._lock:
-            self._frames.settle()
-            self._put_off.clear()
             self._held.clear()
-            self._frames.unsaved.clear()
             with contextlib.suppress(IoError):
                 self._frames.raise_failure()  # of what is thrown away now
+            self._frames.forget_files()
+
+    def discard_pages(self, pages: Iterable[int]) -> None:
+        """Wait for the transfers of these pages and forget what frames and spare memory have of them, and all leases of them."""
+        given = [self._pages[index] for index in pages]
+        for page in given:
+            ticket = page.ticket
+            if ticket is not None:
+                _wait_quietly(ticket)
+        with self._lock:
+            self._frames.settle()
             self._ahead = self._schedule.position
-            for page in self._pages:
+            for page in given:
+                self._put_off.pop(page.index, None)
+                self._frames.unsaved.pop(page.index, None)
                 page.leases = 0
+                page.kept = False
                 if page.residency in (Residency.CLEAN, Residency.DIRTY):
                     self._frames.evict(page)
                 elif page.residency is Residency.READING:
                     self._frames.give_up_claim(page)
-            self._frames.forget_files()
 
     def describe(self) -> str:
         """Return a dump of leases, frames and tickets, for a person."""
@@ -366,9 +384,12 @@ class Pager:
             if leaver is None:
                 return False
             self._ahead = min(self._ahead, leaver.next_use)  # if that was asked for already, it must be again
-        self._frames.claim(page, fresh, leaver)
+        self._frames.claim(page, fresh, leaver, keep=leaver is not None and self._is_read_again(leaver))
         page.next_use = position if position >= 0 else page.next_use
         return True
+
+    def _is_read_again(self, page: Page) -> bool:
+        return page.next_use < NEVER and page.index not in self._schedule.at(page.next_use).fresh
 
     def _is_there(self, access: Access) -> bool:
         """Return whether nothing needs to be waited for, as is usual."""

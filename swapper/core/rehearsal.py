@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,44 @@ class NoWindow:
         return -1
 
 
+class RehearsedSpare:
+    """Spare memory in a rehearsal: the rooms of gradients, which are there from a group's backward to its next forward.
+
+    Args:
+        groups: by index of a page of parameters, the group whose gradients' room it may wait in.
+    """
+
+    def __init__(self, groups: Mapping[int, int]) -> None:
+        self._groups = groups
+        self._pages: dict[int, list[int]] = {}
+        for page, group in groups.items():
+            self._pages.setdefault(group, []).append(page)
+        self._uses: Counter[Hashable] = Counter()  # of each group's parameters since its update
+        self._taken: set[int] = set()
+
+    def keep(self, page: Page, address: int) -> bool:
+        return page.index in self._groups and self._groups[page.index] not in self._taken
+
+    def load(self, page: Page, address: int) -> None:
+        pass
+
+    def note(self, access: Access) -> list[int]:
+        """An access is there. Returns the pages that cannot be kept any longer: a gradient has come."""
+        if not isinstance(access.key, tuple):
+            return []
+        use, group = access.key[:2]
+        if use == "slice":
+            self._uses[group] = 0
+        elif use == "param":
+            self._uses[group] += 1
+            if self._uses[group] == 1:  # forward's: gradients were zeroed meanwhile
+                self._taken.discard(group)
+            else:
+                self._taken.add(group)
+                return self._pages.get(group, [])
+        return []
+
+
 class Rehearsal:
     """A pager with nothing behind it.
 
@@ -77,10 +115,17 @@ class Rehearsal:
         frame_count: frames of the pool.
         cycle: the accesses of a step.
         window_pages, lazy: as the pager takes them.
+        rooms: by index of a page of parameters, the group whose gradients are in memory and leave it room to wait.
     """
 
     def __init__(
-        self, sections: Sequence[Section], frame_count: int, cycle: Sequence[Access], window_pages: int, lazy: bool
+        self,
+        sections: Sequence[Section],
+        frame_count: int,
+        cycle: Sequence[Access],
+        window_pages: int,
+        lazy: bool,
+        rooms: Mapping[int, int],
     ) -> None:
         self.store = CountingStore()
         self._cycle = cycle
@@ -92,6 +137,8 @@ class Rehearsal:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         self._pager = Pager(pages, pool, self.store, Schedule(cycle), Counters(), window_pages=window_pages, lazy=lazy)
+        self._spare = RehearsedSpare(rooms)
+        self._pager.use_spare(self._spare)
 
     def step(self) -> None:
         """Make one step: each access is leased and given back, the optimizer's hand over hand."""
@@ -103,6 +150,7 @@ class Rehearsal:
                     self._pager.release(held, held.writes)
                 self._pager.wait(access)
                 held = access if access.writes else None
+                self._pager.drop_kept(self._spare.note(access))
                 if held is None:
                     self._pager.release(access)
             if held is not None:
@@ -112,12 +160,17 @@ class Rehearsal:
 
 
 def count_traffic(
-    sections: Sequence[Section], frame_count: int, cycle: Sequence[Access], window_pages: int, lazy: bool
+    sections: Sequence[Section],
+    frame_count: int,
+    cycle: Sequence[Access],
+    window_pages: int,
+    lazy: bool,
+    rooms: Mapping[int, int],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes that one step of many (reads, writes), by family of section. The arguments are those of Rehearsal."""
     if not frame_count:
         return {}, {}
-    rehearsal = Rehearsal(sections, frame_count, cycle, window_pages, lazy)
+    rehearsal = Rehearsal(sections, frame_count, cycle, window_pages, lazy, rooms)
     for _ in range(FIRST_STEPS):
         rehearsal.step()
     rehearsal.store.read_bytes.clear()

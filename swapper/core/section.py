@@ -39,6 +39,7 @@ class Page:
         "guarded",
         "heir",
         "index",
+        "kept",
         "leases",
         "location",
         "nbytes",
@@ -63,6 +64,9 @@ class Page:
         self.ticket: Any = None  # of the read or write in flight
         self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
         self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
+        self.kept = (
+            False  # COLD, or about to leave or to come: spare memory has its content, see Spare in core/frames.py
+        )
         self.guarded = False  # mapped read-only: see Frames.guard
         self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for

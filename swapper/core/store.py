@@ -142,12 +142,12 @@ class Store:
         self._written.clear()
         self.release_frozen()
 
-    def roll_back(self) -> None:
-        """What the last commit names is the newest content again. Call when no write is in flight."""
-        for piece in self._pieces:
+    def roll_back(self, pieces: Iterable[Page]) -> None:
+        """What the last commit names of `pieces` is the newest content again. Call when no write of them is in flight."""
+        for piece in pieces:
             piece.location, piece.crc32 = piece.committed, piece.committed_crc32
-        self._written.clear()
-        self._targets.clear()
+            self._written.pop(piece, None)
+            self._targets.pop(piece, None)
 
     # --- publishing a file ----------------------------------------------------------------------------------------
 

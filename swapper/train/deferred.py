@@ -69,15 +69,17 @@ class DeferredStep:
     Args:
         sweep: what updates.
         groups: all groups, by index.
-        undo: called with the error when an update fails; has everything as it was before the step, and returns whether it could.
+        undo: called with a group and the error that its update ended with; forgets all leases, has the group as it was before the
+            step, and returns whether it could. With None where it is none of a group's: only leases are to be forgotten.
     """
 
-    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[BaseException], bool]) -> None:
+    def __init__(
+        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[int | None, BaseException], bool]
+    ) -> None:
         self._sweep = sweep
         self._groups = groups
         self._undo = undo
-        self._updates: dict[int, GroupUpdate] = {}  # of the open step, by group
-        self._left: dict[int, GroupUpdate] = {}  # those that are still to be done
+        self._left: dict[int, GroupUpdate] = {}  # by group
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
         self._handles: list[Any] = []
         self.in_order = False
@@ -104,11 +106,14 @@ class DeferredStep:
 
         `in_order` is True from then on for as long as only forwards and backwards have updates done.
         """
-        self._updates = {update.trainable.group: update for update in self._sweep.begin()}
-        gradients = [g for update in self._updates.values() for g in update.gradients if g is not None]
-        self._versions = {id(gradient): gradient._version for gradient in gradients}
+        self._left = {update.trainable.group: update for update in self._sweep.begin()}
         self.in_order = True
-        self._open()
+        for index, update in self._left.items():
+            self._groups[index].catch_up = partial(self.catch_up, index)
+            self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
+            self._put_off(index)
+        if not self._left:
+            self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
         """Do what is left of the open step.
@@ -119,14 +124,11 @@ class DeferredStep:
         if not self._left:
             return
         self.in_order = self.in_order and in_order
-        with self._undoing_failure():
-            last: Access | None = None
-            for update in self._left.values():
-                self._check_and_release(update)
-                last = self._sweep.update(update, last)
+        last: Access | None = None
+        for group in list(self._left):
+            last = self._update(group, last)
+        with self._undoing_failure(None):
             self._sweep.hand_over(last, None)
-            for group in list(self._left):
-                self._note_done(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
         """Update a group if it was not yet.
@@ -134,30 +136,38 @@ class DeferredStep:
         Args:
             then: what is leased next; it is leased before the last pages of the update are given back.
         """
-        update = self._left.get(group)
-        if update is None:
-            return
-        with self._undoing_failure():
-            self._check_and_release(update)
-            self._sweep.hand_over(self._sweep.update(update), then)
-            self._note_done(group)
+        if group in self._left:
+            last = self._update(group, None)
+            with self._undoing_failure(None):
+                self._sweep.hand_over(last, then)
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _open(self) -> None:
-        self._left = dict(self._updates)
-        for index, update in self._left.items():
-            group = self._groups[index]
-            group.catch_up = partial(self.catch_up, index)
-            if not group.paged:
-                for parameter in group.parameters:
-                    set_cold(parameter)
-            for gradient in update.gradients:
-                if type(gradient) is torch.Tensor:
-                    gradient.__class__ = FixedGradient
-                    gradient.finish = self.finish  # type: ignore[attr-defined]
-        if not self._left:
-            self._sweep.end()
+    def _update(self, group: int, last: Access | None) -> Access:
+        """Update a group. Returns its last access, still leased; `last` is that of the group before it."""
+        with self._undoing_failure(group):
+            self._check_and_release(self._left[group])
+            last = self._sweep.update(self._left[group], last)
+            parameters = self._groups[group]
+            parameters.catch_up = None
+            if not parameters.paged:
+                for parameter in parameters.parameters:
+                    set_warm(parameter)
+            del self._left[group]  # and with it the gradients, whose room may be used now
+            if not self._left:
+                self._sweep.end()
+                self._versions.clear()
+        return last
+
+    def _put_off(self, group: int) -> None:
+        """Nobody shall see the group as it is. [Note: who may not see an open step]"""
+        if not self._groups[group].paged:
+            for parameter in self._groups[group].parameters:
+                set_cold(parameter)
+        for gradient in self._left[group].gradients:
+            if type(gradient) is torch.Tensor:
+                gradient.__class__ = FixedGradient
+                gradient.finish = self.finish  # type: ignore[attr-defined]
 
     def _check_and_release(self, update: GroupUpdate) -> None:
         """The group's gradients are about to be used: make them ordinary tensors, and see to it that nobody has changed them."""
@@ -173,38 +183,27 @@ class DeferredStep:
                     "update='step'"
                 )
 
-    def _note_done(self, group: int) -> None:
-        del self._left[group]
-        parameters = self._groups[group]
-        parameters.catch_up = None
-        if not parameters.paged:
-            for parameter in parameters.parameters:
-                set_warm(parameter)
-        if not self._left:
-            self._sweep.end()
-            self._forget()
-
     def _forget(self) -> None:
         for index, update in self._left.items():
             self._groups[index].catch_up = None
             for gradient in update.gradients:
                 if type(gradient) is FixedGradient:
                     _release(gradient)
-        self._updates, self._left, self._versions = {}, {}, {}
+        self._left, self._versions = {}, {}
 
     @contextmanager
-    def _undoing_failure(self) -> Iterator[None]:
-        """What runs here knows nothing of the pass around it; where it fails, the whole step is still to be done."""
+    def _undoing_failure(self, group: int | None) -> Iterator[None]:
+        """What runs here knows nothing of the pass around it; where it fails, the group's update is still to be done."""
         off = torch.autocast("cpu", enabled=False)
         with held_back, torch.inference_mode(False), torch.no_grad(), off:
             try:
                 yield
             except BaseException as error:
-                if self._undo(error):
-                    self._sweep.begin_again()
-                    self._open()
-                else:
+                if not self._undo(group, error):
                     self._forget()
+                elif group is not None:
+                    self._sweep.forget_pieces()
+                    self._put_off(group)
                 raise
 
 

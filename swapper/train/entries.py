@@ -9,7 +9,7 @@ SGD's momentum begins as the first gradient and NAdam's product as one, which ze
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -74,9 +74,11 @@ class StateEntries:
             self._packed = {"kinds": lists, "of": of}
         return self._packed
 
-    def unpack(self, packed: Mapping[str, Any]) -> None:
-        """Take over what `pack` returned."""
+    def unpack(self, packed: Mapping[str, Any], only: Collection[str] | None = None) -> None:
+        """Take over what `pack` returned, of all parameters or of some only."""
         for name, number in packed["of"].items():
+            if only is not None and name not in only:
+                continue
             flat = packed["kinds"][number]
             self.replace(name, {key: PAGED if paged else copy.deepcopy(value) for key, paged, value in flat})
 

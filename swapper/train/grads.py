@@ -3,13 +3,15 @@
 In host memory: when autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor
 that autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
 ordinary tensor for everything that looks at it: clipping, scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values:
-before the place is used again, that tensor gets memory of its own.
+before the place is used again, that tensor gets memory of its own. While nothing has a tensor there, the place is the pager's spare
+memory (spare.py).
 """
 
 from __future__ import annotations
 
+import ctypes
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from swapper.core.section import Section
 from swapper.errors import UnsupportedError
 from swapper.train.paged_grads import ColdGradient, PagedGradients
 from swapper.train.slices import Place
+from swapper.train.spare import GradientRoom, Room
 
 
 class Gradients:
@@ -29,16 +32,23 @@ class Gradients:
         parameters: all, with their qualified names.
         sections: with memory; those that are not resident are on NVMe.
         pager: what leases go to.
+        rooms: by index of a page of parameters, where in `sections` it may wait.
     """
 
     def __init__(
-        self, parameters: Iterable[tuple[str, nn.Parameter]], sections: Iterable[Section], pager: Pager
+        self,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        sections: Iterable[Section],
+        pager: Pager,
+        rooms: Mapping[int, Room],
     ) -> None:
         places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
         trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
         self._paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
         self._host = HostGradients(
-            [(name, p, place.section.tensor(place.slot)) for name, p, place in trained if place.section.resident]
+            [(name, p, place.section.tensor(place.slot)) for name, p, place in trained if place.section.resident],
+            rooms,
+            pager,
         )
 
     def remove(self) -> None:
@@ -103,16 +113,26 @@ class HostGradients:
 
     Args:
         places: for each trainable parameter its qualified name and the tensor that shall hold its gradient.
+        rooms: by index of a page of parameters, where it may wait while nobody has those gradients.
+        pager: whose pages they are.
     """
 
-    def __init__(self, places: list[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
+    def __init__(
+        self, places: list[tuple[str, nn.Parameter, torch.Tensor]], rooms: Mapping[int, Room], pager: Pager
+    ) -> None:
         self._handles: list[Any] = []
-        for name, parameter, place in places:
-            home = _Home(name, place)
+        guests: dict[str, list[int]] = {}
+        for index, room in rooms.items():
+            for owner in room.owners:
+                guests.setdefault(owner, []).append(index)
+        homes = {name: _Home(name, place, pager, tuple(guests.get(name, ()))) for name, _, place in places}
+        for name, parameter, _ in places:
             if parameter.grad is not None:
-                home.take(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(home.take)  # type: ignore[no-untyped-call]
+                homes[name].take(parameter)
+            handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
+        if rooms:
+            pager.use_spare(GradientRoom(rooms, {name: home.is_idle for name, home in homes.items()}))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -121,12 +141,23 @@ class HostGradients:
 
 
 class _Home:
-    """One parameter's place, and the tensor there that was its gradient last."""
+    """One parameter's place, and the tensor there that was its gradient last.
 
-    def __init__(self, name: str, place: torch.Tensor) -> None:
+    `guests` are the pages that may wait there while it is idle.
+    """
+
+    def __init__(self, name: str, place: torch.Tensor, pager: Pager, guests: tuple[int, ...]) -> None:
         self._name = name
         self._place = place
+        self._pager = pager
+        self._guests = guests
         self._last: weakref.ref[torch.Tensor] | None = None
+        self._memory: weakref.ref[Any] | None = None  # as long as any tensor, view or alias has it
+        self._taking = False
+
+    def is_idle(self) -> bool:
+        """Has nobody the gradient that is there, if any?"""
+        return not self._taking and (self._memory is None or self._memory() is None)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Move the parameter's gradient to the place, if it is not there."""
@@ -141,6 +172,19 @@ class _Home:
             )
         if last is not None:
             last.data = last.clone()  # somebody keeps it
+        self._taking = True
+        if self._guests:
+            self._pager.drop_kept(self._guests)
         self._place.copy_(gradient)
-        parameter.grad = here = self._place.data  # counts its versions by itself: the places are views of one memory
+        parameter.grad = here = self._make()
         self._last = weakref.ref(here)
+        self._taking = False
+
+    def _make(self) -> torch.Tensor:
+        """Return a tensor at the place, with a storage and a version counter that only its own views share."""
+        if not self._place.numel():
+            return self._place.data
+        memory = (ctypes.c_uint8 * self._place.nbytes).from_address(self._place.data_ptr())
+        memory.owner = self._place  # type: ignore[attr-defined]  # keeps what is there alive
+        self._memory = weakref.ref(memory)
+        return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape)

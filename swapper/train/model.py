@@ -30,6 +30,7 @@ from swapper.train.loading import LoadHooks
 from swapper.train.optim import PagedOptimizer, packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.slices import ParameterPlaces
+from swapper.train.spare import find_rooms
 from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
@@ -50,8 +51,8 @@ class OffloadedModel:
         clock: is told what phase a step is in; has the counters to keep.
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
-        undo: called with the error when a deferred update fails; has all sections as they were before the step, and returns
-            whether it could. None: updates are not deferred.
+        undo: called with a group's sections and an error when the group's deferred update fails; has them as they were before
+            the step, and returns whether it could. None: updates are not deferred.
     """
 
     advice = (
@@ -72,7 +73,7 @@ class OffloadedModel:
         clock: StepClock,
         enter: Callable[[], None],
         enter_to_write: Callable[[], None],
-        undo: Callable[[BaseException], bool] | None = None,
+        undo: Callable[[list[Section], BaseException], bool] | None = None,
     ) -> None:
         self.model = model
         self._inventory = inventory
@@ -83,6 +84,7 @@ class OffloadedModel:
         self._enter_to_write = enter_to_write
         self._optimizer = optimizer
         self._state_sections = [section for section in sections if section.plan.family == "state"]
+        self._sections = sections
         self._grad_sections = grad_sections
         self._places = find_places(inventory, [*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
@@ -169,7 +171,8 @@ class OffloadedModel:
     def start(self) -> None:
         """Gradients get their places, and the hooks are put in."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        self._gradients = Gradients(parameters, self._grad_sections, self._pager)
+        rooms = find_rooms(self._sections, self._grad_sections)
+        self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms)
         units = self._inventory.units
         self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter)
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
@@ -278,11 +281,16 @@ class OffloadedModel:
             self.restore_settings(settings)
             self.entries.unpack(entries)
 
-    def _undo_update(self, error: BaseException) -> bool:
+    def _undo_update(self, group: int | None, error: BaseException) -> bool:
+        """See DeferredStep."""
         self.abandon_pass()
-        if self._undo is None or self._before is None or not self._undo(error):
+        self._pager.drop_leases([access for parameters in self.groups for access in parameters.holds])
+        if group is None:
+            return True
+        sections = [section for section in self._sections if section.plan.group == group]
+        if self._undo is None or self._before is None or not self._undo(sections, error):
             return False
-        self.entries.unpack(self._before[1])
+        self.entries.unpack(self._before[1], {name for name, _ in self.groups[group].group.parameters})
         return True
 
     @property

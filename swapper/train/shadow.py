@@ -55,7 +55,7 @@ class Shadow:
     def begin_step(self) -> None:
         """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
         self._begun = [_copy_of(group) for group in self._optimizer.param_groups], self._own_attributes()
-        self.begin_again()
+        self._settings, self._attributes = {}, {}
 
     def update(self, works: Sequence[Work]) -> None:
         """Update the tensors of `works` and their state. A tensor may have another memory afterwards (`p.data = ...`).
@@ -95,10 +95,6 @@ class Shadow:
             self._optimizer.param_groups[index].update(values)
         self._optimizer.__dict__.update(self._attributes)
         self._attributes = {}
-
-    def begin_again(self) -> None:
-        """What the step has changed so far is undone: forget it. What the step began with stays."""
-        self._settings, self._attributes = {}, {}
 
     @property
     def kind(self) -> str:

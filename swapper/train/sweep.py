@@ -122,8 +122,7 @@ class Sweep:
     def begin(self) -> list[GroupUpdate]:
         """Begin a step: it has the optimizer's settings and the gradients of this moment. Returns what there is to update."""
         self._shadow.begin_step()
-        self._old.clear()  # of a step that failed
-        self._new.clear()
+        self.forget_pieces()  # of a step that failed
         updates = []
         for trainable in self._trainables:
             update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
@@ -162,9 +161,8 @@ class Sweep:
         """All groups of the step are updated. Writes may still be in flight."""
         self._shadow.end_step()
 
-    def begin_again(self) -> None:
-        """What was updated so far is undone."""
-        self._shadow.begin_again()
+    def forget_pieces(self) -> None:
+        """A parameter may have been updated in part: that is undone."""
         self._old.clear()
         self._new.clear()
 
