@@ -204,6 +204,7 @@ class Frames:
         """Nobody wants the content of a transient page any more, which nobody leases."""
         self.unsaved.pop(page.index, None)
         page.location = None
+        page.kept = False
         if page.residency in (Residency.CLEAN, Residency.DIRTY):
             self.evict(page)
 

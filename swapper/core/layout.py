@@ -110,9 +110,9 @@ def choose_page_bytes(section_bytes: Sequence[int], pool_bytes: int) -> int:
     """Return the page size for a pool of `pool_bytes`: large for the drive, small enough for many in flight, little waste.
 
     A short last page occupies a whole frame, so sizes that divide the sections well are worth more than round ones.
-    Candidates lie between a 16th of a target and the target, which is a 20th of the pool, at least 256 KiB and at most 32 MiB.
+    Candidates lie between a 16th of a target and the target, which is a 40th of the pool, at least 256 KiB and at most 32 MiB.
     """
-    target = min(max(pool_bytes // 20, 256 << 10), 32 << 20, max([*section_bytes, SECTOR_BYTES]))
+    target = min(max(pool_bytes // 40, 256 << 10), 32 << 20, max([*section_bytes, SECTOR_BYTES]))
     step = 64 << 10 if target < (8 << 20) else 2 << 20
     target = max(round_up(target, SECTOR_BYTES) if target < step else target // step * step, SECTOR_BYTES)
     best = target

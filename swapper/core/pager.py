@@ -384,8 +384,8 @@ class Pager:
             if leaver is None:
                 return False
             self._ahead = min(self._ahead, leaver.next_use)  # if that was asked for already, it must be again
-        self._frames.claim(page, fresh, leaver, keep=leaver is not None and self._is_read_again(leaver))
         page.next_use = position if position >= 0 else page.next_use
+        self._frames.claim(page, fresh, leaver, keep=leaver is not None and self._is_read_again(leaver))
         return True
 
     def _is_read_again(self, page: Page) -> bool:
@@ -456,6 +456,8 @@ class Pager:
         if page.leases:
             return
         page.next_use = self._schedule.next_use(page.index)
+        if page.residency is Residency.CLEAN and not self._is_read_again(page):
+            page.next_use = NEVER  # what it has will be made anew: nothing is worth less
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content

@@ -36,7 +36,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     pages = sum(param_pages) + sum(state_pages)
     frames = min(max(map(len, together)) + random.choice([0, 0, 1, 2, 5, pages]), pages)
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
-    run = Run(seed, [*param_pages, *state_pages], frames, guess, pager_class, fault_rate, threads)
+    run = Run(seed, [*param_pages, *state_pages], frames, guess, pager_class, fault_rate, threads, spare=True)
     for group in range(groups):
         for number in (*states[group], *params[group]):
             _use(run, Access(None, (number,), frozenset({number}), frozenset({number})))
@@ -64,7 +64,7 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     frames = random.randint(1, pages)
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
-    run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads)
+    run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, spare=True)
     for number in range(pages):
         if random.random() < 0.9:
             _use(run, Access(None, (number,), frozenset({number}), frozenset({number})))

@@ -47,6 +47,34 @@ class SimulatedStore(Store):
         self.file(number).is_frozen = True
 
 
+class Spare:
+    """Spare memory as the pager sees it: room by chance, and taken back by chance."""
+
+    def __init__(self, arena: Arena, random: Random) -> None:
+        self._arena = arena
+        self._random = random
+        self._kept: dict[int, bytes] = {}
+        self._generosity = random.choice([0.0, 0.5, 1.0])
+        self.loads = 0
+
+    def keep(self, page: Page, address: int) -> bool:
+        if page.section.transient or self._random.random() >= self._generosity:
+            return False
+        self._kept[page.index] = bytes(self._arena.at(address, page.nbytes))
+        return True
+
+    def load(self, page: Page, address: int) -> None:
+        self._arena.at(address, page.nbytes)[:] = self._kept.pop(page.index)
+        self.loads += 1
+
+    def take_back(self) -> list[int]:
+        """Returns which pages are to be dropped; what was kept of them is gone."""
+        dropped = [index for index in self._kept if self._random.random() < 0.3]
+        for index in dropped:
+            del self._kept[index]
+        return dropped
+
+
 @dataclass(eq=False)
 class Lease:
     """A lease as its holder sees it.
@@ -74,6 +102,7 @@ class Run:
         hurry: chance that the engine makes a move whenever somebody looks; None lets the seed say.
         window_pages, lazy: the pager's; None lets the seed say.
         transient: numbers of the sections whose content need not be kept.
+        spare: there is spare memory, by chance.
     """
 
     def __init__(
@@ -89,6 +118,7 @@ class Run:
         window_pages: int | None = None,
         lazy: bool | None = None,
         transient: frozenset[int] = frozenset(),
+        spare: bool = False,
     ) -> None:
         self.random = Random(seed)
         self.frame_count = frame_count
@@ -117,6 +147,9 @@ class Run:
         self.pager = pager_class(
             self.pages, pool, self.store, self.schedule, Counters(), window_pages=window_pages, lazy=lazy
         )
+        self.spare = Spare(self.arena, Random(f"spare {seed}"))
+        if spare:
+            self.pager.use_spare(self.spare)
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.committed: list[tuple[File, bytes] | None] = [None] * len(self.pages)  # by the last commit
@@ -157,6 +190,8 @@ class Run:
         return True
 
     def lease(self, access: Access, other: bool = False) -> Lease | None:
+        if self.random.random() < 0.1:
+            self.pager.drop_kept(self.spare.take_back())
         lease = Lease(access, other)
         self.leases.append(lease)
         if not self.attempt(self.pager.lease, access):

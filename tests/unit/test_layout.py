@@ -136,7 +136,7 @@ pools = st.one_of(st.integers(SECTOR_BYTES, 64 * MIB), st.integers(SECTOR_BYTES,
 
 def largest_page(section_bytes: list[int], pool_bytes: int) -> tuple[int, int]:
     """Return how large a page may be at most, and the steps in which its size is chosen."""
-    allowed = min(max(pool_bytes // 20, 256 * KIB), 32 * MIB, max(section_bytes))
+    allowed = min(max(pool_bytes // 40, 256 * KIB), 32 * MIB, max(section_bytes))
     return allowed, 64 * KIB if allowed < 8 * MIB else 2 * MIB
 
 
@@ -149,7 +149,7 @@ def test_a_page_is_whole_sectors_within_its_limits(section_bytes, pool_bytes):
     page_bytes = choose_page_bytes(section_bytes, pool_bytes)
     assert page_bytes % SECTOR_BYTES == 0
     assert SECTOR_BYTES <= page_bytes <= 32 * MIB
-    assert page_bytes <= max(pool_bytes // 20, 256 * KIB), "so that many are in flight"
+    assert page_bytes <= max(pool_bytes // 40, 256 * KIB), "so that many are in flight"
     assert page_bytes <= max(section_bytes), "no larger than anything that there is to page"
 
 

@@ -1,0 +1,97 @@
+"""Parameters wait for backward in the room of their gradients: less is read, and no gradient that somebody has is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from e2e.models import Net, loss_of, tokens, train_step
+from e2e.twins import Twins
+
+MakeTwins = Callable[..., Twins]
+
+
+def zero_late(model: Any, optimizer: Any) -> torch.Tensor:
+    """The gradients of the step before are there while the forward runs: their room is taken."""
+    loss = loss_of(model, tokens())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
+    """Return how many bytes of parameters a step reads, of those that there are."""
+    pair.train(run, steps=3)
+    before = pair.manager.counters.read_bytes["param"]
+    pair.train(run, steps=3)
+    read = pair.manager.counters.read_bytes["param"] - before
+    params = sum(p.nbytes for s in pair.manager._run.sections if s.plan.family == "param" for p in s.pages)
+    return read / 3 / params
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: str) -> None:
+    def make() -> Twins:
+        return twins(Net(depth=10).bfloat16(), partial(AdamW, lr=1e-3), master=True, update=update)
+
+    early, late = make(), make()
+    expected = 1.0 if update == "step" else 0.0  # the forward reads them, or has just made them
+    assert param_bytes_a_step(early, train_step) <= expected + 0.1
+    assert param_bytes_a_step(late, zero_late) >= expected + 0.3
+    early.finish()
+    late.finish()
+
+
+@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("part", ["gradient", "view", "detached"])
+def test_a_gradient_that_somebody_keeps_keeps_its_values(twins: MakeTwins, update: str, part: str) -> None:
+    pair = twins(Net(depth=6), update=update)
+    kept: dict[int, list[torch.Tensor]] = {0: [], 1: []}
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        mine = kept[int(model is pair.swapped)]
+        with torch.no_grad():
+            evaluated = loss_of(model, tokens())  # what was kept from the step before is still there
+        loss = loss_of(model, tokens())
+        seen = [gradient.clone() for gradient in mine]
+        mine.clear()
+        loss.backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            mine.append({"gradient": gradient, "view": gradient.view(-1)[1:], "detached": gradient.detach()}[part])
+        optimizer.step()
+        optimizer.zero_grad()
+        return [evaluated, loss.detach(), *seen]
+
+    pair.train(run, steps=4)
+    kept[0].clear()
+    kept[1].clear()
+    pair.finish()
+
+
+def test_parameters_changed_while_others_wait_are_what_they_should_be(twins: MakeTwins) -> None:
+    pair = twins(Net(depth=6), room_bytes=4 << 20)
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        with torch.no_grad():
+            loss_of(model, tokens())  # leaves parameters waiting
+        if model is pair.swapped:
+            with pair.manager.gather(model.blocks, write=True):
+                halve(model)
+        else:
+            halve(model)
+        return train_step(model, optimizer)
+
+    def halve(model: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.blocks.parameters():
+                parameter.mul_(0.5)
+
+    pair.train(run, steps=4)
+    pair.finish(paged=False)
