@@ -289,7 +289,7 @@ def test_state_that_is_looked_at_is_of_the_last_step(deferred: MakeTwins) -> Non
     for ours, theirs in zip(pair.swapped.parameters(), pair.plain.parameters(), strict=True):
         assert_same(dict(pair.optimizer.state[ours]), dict(pair.plain_optimizer.state[theirs]))
     open_step(pair)
-    state = pair.optimizer.state_dict()
+    state = copy.deepcopy(pair.optimizer.state_dict())
     assert_same(state, pair.plain_optimizer.state_dict())
     open_step(pair)
     pair.both(lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(state)))
