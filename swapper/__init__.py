@@ -23,7 +23,9 @@ from swapper.errors import (
 if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.infer.empty import without_weights
-    from swapper.infer.loaded import load, loaded
+    from swapper.infer.loaded import loaded
+    from swapper.infer.loading import load
+    from swapper.infer.sharing import shared_memory
     from swapper.io import AioHandle, GdsHandle, Operation
     from swapper.manager import SwapManager
     from swapper.plan import Plan
@@ -48,6 +50,7 @@ __all__ = [
     "checkpoint",
     "load",
     "loaded",
+    "shared_memory",
     "without_weights",
 ]
 
@@ -57,8 +60,9 @@ _LATER = {
     "Operation": "swapper.io",
     "Plan": "swapper.plan",
     "SwapManager": "swapper.manager",
-    "load": "swapper.infer.loaded",
+    "load": "swapper.infer.loading",
     "loaded": "swapper.infer.loaded",
+    "shared_memory": "swapper.infer.sharing",
     "without_weights": "swapper.infer.empty",
 }
 

@@ -1,4 +1,4 @@
-"""`load`: a model that runs with its weights on NVMe, and `LoadedModel`, everything that belongs to one.
+"""`LoadedModel`: everything that belongs to a model that runs with its weights on NVMe.
 
 [Note: order of opening and closing] Files and memory are opened first, then the engine, then the pager, then the hooks; unloading
 goes backwards. Nothing of the model is changed before everything that can be refused was.
@@ -18,19 +18,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.checkpoint.sources import Source, StoredTensor, open_source
-from swapper.config import format_bytes, parse_host_memory
+from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.config import format_bytes
+from swapper.core.schedule import Access
 from swapper.counters import Counters
-from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
+from swapper.errors import ConfigError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
-from swapper.infer.blueprint import Blueprint, draw, with_cuts, with_lookups, with_single_experts
+from swapper.infer.blueprint import Blueprint
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
 from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
 from swapper.infer.hooks import Hooks
-from swapper.infer.matching import BufferPlace, Match, Recipe, Rename, match
-from swapper.infer.placement import Placement, place
+from swapper.infer.matching import BufferPlace, Recipe
+from swapper.infer.passes import Passes
+from swapper.infer.placement import Placement
 from swapper.infer.rows import look_up_by_rows, stop_looking_up
+from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.interrupts import held_back
@@ -39,83 +42,6 @@ log = logging.getLogger("swapper")
 
 KEY = "_swapper_loaded"
 """Where in a model's `__dict__` its LoadedModel is: a model that is forgotten takes it along."""
-
-
-def load(
-    model: nn.Module,
-    source: str | os.PathLike[str] | Source,
-    *,
-    host_memory: int | str = "auto",
-    strict: bool = True,
-    dtype: torch.dtype | None = None,
-    rename: Rename = None,
-    backend: str = "auto",
-) -> nn.Module:
-    """Have `model` run with its weights read from `source` as they are needed, and return it.
-
-    The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
-    what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
-
-    Args:
-        model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its
-            parameters are replaced by new objects; tied ones stay tied.
-        source: a safetensors file, a Hugging Face directory, a torch checkpoint, a swapper snapshot, or a directory of
-            torch.distributed.checkpoint. It must stay as it is for as long as the model is used.
-        host_memory: bytes, or "4GiB": everything that is held of the weights at one time. "auto": half of what is free.
-        strict: refuse missing and unexpected names. Otherwise what is missing keeps the model's own values.
-        dtype: convert floating-point weights on the way in. None: they are used in the checkpoint's own dtype.
-        rename: a map from the checkpoint's names to the model's, or a function that gives the model's name or None (leave out).
-        backend: of the I/O engine.
-
-    Raises:
-        CheckpointError: the source is not what it claims to be, or does not fit the model.
-        BudgetError: `host_memory` is too small; says the smallest that works.
-        UnsupportedError: the model cannot be loaded this way.
-        StateError: the model is loaded or offloaded already.
-        IoError: a file cannot be read.
-    """
-    opened = source if isinstance(source, Source) else open_source(source)
-    budget_bytes = parse_host_memory(host_memory)
-    matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
-    return load_matched(model, opened, matched, budget_bytes, backend)
-
-
-def load_matched(model: nn.Module, source: Source, matched: Match, budget_bytes: int, backend: str) -> nn.Module:
-    """As `load`, for whoever has found out by itself which parameter gets which tensors."""
-    blueprint = draw(model, matched)
-    if blueprint.fixed_bytes + blueprint.staging_bytes + blueprint.streamed_bytes > budget_bytes:
-        blueprint = with_single_experts(with_lookups(blueprint))
-    blueprint, placement = _fit(blueprint, budget_bytes)
-    with torch.inference_mode(False), torch.no_grad(), held_back:
-        cache_bytes = blueprint.cache_bytes(budget_bytes)
-        model.__dict__[KEY] = LoadedModel(model, source, blueprint, matched.buffers, placement, cache_bytes, backend)
-    return model
-
-
-def _fit(blueprint: Blueprint, budget_bytes: int) -> tuple[Blueprint, Placement]:
-    """Place the model. Linear maps are cut where it does not fit otherwise, largest first; and where less is read then.
-
-    That is so of weights that are made from fewer bytes: the whole of a large one takes memory in which more could stay.
-    """
-    refusal: BudgetError | None = None
-    best: tuple[int, Blueprint, Placement] | None = None
-    for candidate in (blueprint, *with_cuts(blueprint)):
-        if best is not None and any(linear.weight.make is None for linear in candidate.cuts):
-            break
-        fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(budget_bytes)
-        names = [unit.name or type(unit.module).__name__ for unit in candidate.units]
-        try:
-            placed = place(budget_bytes, fixed_bytes, candidate.runs_of_used, candidate.working_sets, names)
-        except BudgetError as error:
-            refusal = error
-            continue
-        cut_bytes = sum(linear.stored_bytes for linear in candidate.cuts)
-        cost = placed.read_bytes(candidate.runs_of_used) + cut_bytes + cut_bytes // 16  # they are not read ahead
-        if best is None or cost < best[0]:
-            best = cost, candidate, placed
-    if best is None:
-        raise refusal or InvariantError("a model has no blueprint")
-    return best[1:]
 
 
 def loaded(model: nn.Module) -> LoadedModel:
@@ -160,7 +86,8 @@ class LoadedModel:
         self._small: list[nn.Parameter] = []
         self._experts: Experts | None = None
         self._hooks: Hooks | None = None
-        self._last_order: list[int] = []
+        self._passes = Passes([name for name, _ in model.named_children()] if isinstance(model, Together) else [""])
+        self._together = model if isinstance(model, Together) else None  # which nobody else has
         self._cut_bytes = sum(linear.stored_bytes for linear in blueprint.cuts)
         self._counters = Counters(
             pool_bytes=placement.pool_bytes,
@@ -247,10 +174,11 @@ class LoadedModel:
                 paged = [weight.parameter for group in self._groups for weight in group.weights]
                 empty(Places(model), [*paged, *self._small])
                 for module in model.modules():
+                    module.__dict__.pop(KEY, None)
                     module.__dict__.pop("_apply", None)
                     stop_looking_up(module)
                     stop_cutting(module)
-                model.__dict__.pop(KEY, None)
+            self._together = None
             self._mappings.clear()
             if self._experts is not None:
                 self._experts.forget()
@@ -363,10 +291,11 @@ class LoadedModel:
         if all(group.settled for group in self._groups) and self._hooks is not None:
             self._hooks.remove()  # everything is in memory for good: it is a plain model from now on
             return
-        cycle = [self._groups[index].access for index in order if self._groups[index].access.pages]
-        is_regular = not name or order == self._last_order
-        self._last_order = order
-        if is_regular and cycle != self._cycle:
+        expected = self._passes.note(name, order)
+        if expected is None:
+            return
+        cycle = [self._groups[index].access for index in expected if self._groups[index].access.pages]
+        if not _goes_round(cycle, self._cycle):
             self._cycle = cycle
             self._streaming.pager.expect(cycle)
 
@@ -381,6 +310,13 @@ class LoadedModel:
             )
         if self._closed:
             raise StateError("the model is unloaded: load it anew")
+
+
+def _goes_round(cycle: list[Access], other: list[Access]) -> bool:
+    """Whether both are one cycle, begun at another of its models."""
+    if len(cycle) != len(other) or not cycle:
+        return cycle == other
+    return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])
 
 
 def _refuse_to_move(name: str) -> Callable[..., nn.Module]:

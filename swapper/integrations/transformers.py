@@ -22,7 +22,7 @@ from swapper.checkpoint.sources import open_source
 from swapper.config import parse_host_memory
 from swapper.errors import UnsupportedError
 from swapper.infer.adoption import Places
-from swapper.infer.loaded import load_matched
+from swapper.infer.loading import load_matched
 from swapper.infer.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.tracing import Traced, recipe_of
 
@@ -52,6 +52,7 @@ def from_pretrained(
     Raises:
         As swapper.load; and what transformers raises.
     """
+    parse_host_memory(host_memory)  # before anything that takes time
     source = open_source(path)
     if config is None:
         config = _read_config(cls, path)
@@ -63,8 +64,7 @@ def from_pretrained(
     _read_generation_config(model, path)
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
-    budget_bytes = parse_host_memory(host_memory)
-    return load_matched(model, source, _take_out(model), budget_bytes, backend)
+    return load_matched(model, source, _take_out(model), host_memory, backend)
 
 
 def _read_config(cls: Any, path: str | os.PathLike[str]) -> Any:

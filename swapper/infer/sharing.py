@@ -1,0 +1,102 @@
+"""Several models in one budget: they are placed together, as one model whose parts run by themselves.
+
+What is loaded inside of `shared_memory` is noted, and opened at its end, when it is known what has to share. The fixed set that
+stays in memory is chosen over all of the models; the frames in which the rest streams serve whichever runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from swapper.checkpoint.sources import FileStamp, Source
+from swapper.config import parse_host_memory
+from swapper.errors import ConfigError, StateError
+from swapper.infer.matching import Match
+
+
+class Together(nn.Module):
+    """Holds the models that share memory. Never run itself."""
+
+
+class Room:
+    """What was loaded inside of one `shared_memory`."""
+
+    def __init__(self) -> None:
+        self._loads: list[tuple[nn.Module, Source, Match, str]] = []
+
+    def add(self, model: nn.Module, source: Source, matched: Match, backend: str) -> None:
+        """
+        Raises:
+            StateError: a parameter belongs to a model that is here already.
+        """
+        known = {id(weight.parameter) for _, _, match, _ in self._loads for weight in match.weights}
+        for weight in matched.weights:
+            if id(weight.parameter) in known:
+                raise StateError(f"parameter {weight.name} belongs to another model that shares this memory")
+        self._loads.append((model, source, matched, backend))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._loads
+
+    def whole(self) -> tuple[nn.Module, Source, Match, str]:
+        """Return all of it as one model, its source, what matches, and the I/O backend."""
+        together = Together()
+        weights, buffers = [], []
+        stamps: dict[Path, FileStamp] = {}
+        for model, source, matched, _ in self._loads:
+            name = type(model).__name__
+            while name in together._modules:
+                name += "'"
+            together.add_module(name, model)
+            weights += [replace(weight, name=f"{name}.{weight.name}") for weight in matched.weights]
+            buffers += matched.buffers
+            stamps.update(source.stamps)
+        first = self._loads[0][1]
+        backends = {backend for *_, backend in self._loads}
+        if len(backends) > 1:
+            raise ConfigError(f"models that share memory have one backend, not {', '.join(sorted(backends))}")
+        return together, replace(first, tensors={}, stamps=stamps, metadata={}), Match(weights, buffers), backends.pop()
+
+
+_room: ContextVar[Room | None] = ContextVar("room", default=None)
+
+
+def current_room() -> Room | None:
+    return _room.get()
+
+
+@contextmanager
+def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
+    """Have the models that are loaded inside share `host_memory`; they can be used after its end.
+
+        with swapper.shared_memory("8GiB"):
+            draft = from_pretrained(AutoModelForCausalLM, "draft")
+            target = swapper.load(target, "weights")
+
+    Args:
+        host_memory: bytes, or "8GiB", for all of them. None of them says its own.
+
+    Raises:
+        As swapper.load, at the end; then none of them is loaded.
+        StateError: one is inside of another.
+    """
+    from swapper.infer.loading import open_room
+
+    budget_bytes = parse_host_memory(host_memory)
+    if _room.get() is not None:
+        raise StateError("shared_memory is used inside of another: models share one budget")
+    room = Room()
+    token = _room.set(room)
+    try:
+        yield
+    finally:
+        _room.reset(token)
+    if not room.is_empty:
+        open_room(room, budget_bytes)
