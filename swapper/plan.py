@@ -32,6 +32,8 @@ class Traffic:
 
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
+    pooled_bytes: int = 0
+    """What a commit after the step writes of the pool on top."""
 
     @property
     def total_read_bytes(self) -> int:
@@ -124,12 +126,11 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int:
-        """What a commit writes at most beyond what steps write anyway: what stays in memory."""
+        """What a commit writes beyond what steps write anyway: what is resident, and what stays changed in the pool."""
         if self.commit_every is None:
             return 0
         resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places))
-        pooled = self.budget.pool_bytes if self.lazy else 0
-        return resident + pooled
+        return resident + self.traffic.pooled_bytes
 
     @property
     def drive_seconds(self) -> float | None:
@@ -178,9 +179,7 @@ class Plan:
             return f"none{why}; a killed run goes on from its last snapshot"
         every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         extra = (
-            f"at most {format_bytes(self.commit_bytes)} written for it"
-            if self.commit_bytes >= 1 << 20
-            else "at no extra write"
+            f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
         )
         return f"{every}, {extra}"
 

@@ -60,6 +60,7 @@ class Frames:
         in_flight: pages with a ticket, by index, oldest first.
         ahead: indices of pages that were brought in ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
+        staying: indices of pages that shall stay ([Note: an even share], core/share.py).
     """
 
     def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool, counters: Counters) -> None:
@@ -71,7 +72,8 @@ class Frames:
         self.in_flight: dict[int, Page] = {}
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
-        # Pages that may leave, farthest next use first: (-next use, index). Entries may be stale; see _is_evictable.
+        self.staying: frozenset[int] = frozenset()
+        # Pages that may leave, farthest next use first: (-rank, index). Entries may be stale; see _rank and _is_evictable.
         self._leavers: list[tuple[int, int]] = []
         self._failure: IoError | None = None  # of a write, not yet told to anyone
         self.spare: Spare | None = None
@@ -245,9 +247,9 @@ class Frames:
     def offer(self, page: Page) -> None:
         """Note that `page` may leave, if it may."""
         if self._is_evictable(page):
-            heapq.heappush(self._leavers, (-page.next_use, page.index))
+            heapq.heappush(self._leavers, (-self._rank(page), page.index))
         if len(self._leavers) > 8 * self._pool.frame_count + 64:  # mostly stale entries of near uses
-            live = [(-p.next_use, p.index) for p in self._pages if self._is_evictable(p)]
+            live = [(-self._rank(p), p.index) for p in self._pages if self._is_evictable(p)]
             heapq.heapify(live)
             self._leavers = live
 
@@ -259,15 +261,20 @@ class Frames:
                 page.next_use = next_use(page.index)
                 self.offer(page)
 
+    def _rank(self, page: Page) -> int:
+        """The larger, the sooner it leaves: the next use, but what shall stay makes room only for what is needed at once."""
+        return 0 if page.index in self.staying else page.next_use
+
     def pop_leaver(self, position: int) -> Page | None:
         """Take the page with the farthest next use off the list, if that use is later than `position`."""
         while self._leavers:
             negated_use, index = self._leavers[0]
             page = self._pages[index]
-            if -negated_use != page.next_use or not self._is_evictable(page):
+            rank = self._rank(page)
+            if -negated_use != rank or not self._is_evictable(page):
                 heapq.heappop(self._leavers)
                 continue
-            if page.next_use <= position:
+            if rank <= position:
                 return None
             heapq.heappop(self._leavers)
             return page

@@ -20,6 +20,7 @@ from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.schedule import NEVER, Access, Schedule
 from swapper.core.section import Page
+from swapper.core.share import even_share
 from swapper.counters import Counters
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.interrupts import SteadyLock
@@ -61,12 +62,14 @@ class Pager:
         self._frames = Frames(pages, pool, store, lazy, counters)
         self._schedule = schedule
         self.counters = counters
+        self._frame_count = pool.frame_count
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
         self._lazy = lazy
         self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
         self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, not to be written yet
         self._held: dict[int, tuple[Access, float]] = {}  # by identity: what is leased, and since when; for people
+        self._choose_staying()
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
 
@@ -234,6 +237,7 @@ class Pager:
             if not self._lazy:
                 self._write_what_was_put_off()
             if self._schedule.end_step(learn):
+                self._choose_staying()
                 self._lost_the_place()
                 self._read_ahead()
 
@@ -247,6 +251,7 @@ class Pager:
         with self._lock:
             self._frames.settle()
             self._schedule.follow(cycle)
+            self._choose_staying()
             self._lost_the_place()
             self._read_ahead()
 
@@ -512,6 +517,12 @@ class Pager:
                 self._end_lease(self._pages[index])
 
     # --- when things are not as expected --------------------------------------------------------------------------
+
+    def _choose_staying(self) -> None:
+        pages = self._pages
+        self._frames.staying = even_share(
+            self._schedule.cycle, lambda index: pages[index].nbytes, self._frame_count, self._window_pages
+        )
 
     def _lost_the_place(self) -> None:
         """The run departed from the schedule, or the schedule is new: next uses must be found anew."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,6 +140,18 @@ class Rehearsal:
         self._spare = RehearsedSpare(rooms)
         self._pager.use_spare(self._spare)
 
+    def count(self, action: Callable[[], None]) -> tuple[dict[str, int], dict[str, int]]:
+        """Do `action`; returns the bytes that it (reads, writes), by family."""
+        self.store.read_bytes.clear()
+        self.store.written_bytes.clear()
+        action()
+        return dict(self.store.read_bytes), dict(self.store.written_bytes)
+
+    def flush(self) -> None:
+        """Write what is changed, as a commit has it done."""
+        with held_back:
+            self._pager.flush()
+
     def step(self) -> None:
         """Make one step: each access is leased and given back, the optimizer's hand over hand."""
         held: Access | None = None
@@ -166,14 +178,18 @@ def count_traffic(
     window_pages: int,
     lazy: bool,
     rooms: Mapping[int, int],
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes that one step of many (reads, writes), by family of section. The arguments are those of Rehearsal."""
+) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the bytes that one step of many (reads, writes), by family of section, and those that a commit after it adds.
+
+    The arguments are those of Rehearsal.
+    """
     if not frame_count:
-        return {}, {}
+        return {}, {}, 0
     rehearsal = Rehearsal(sections, frame_count, cycle, window_pages, lazy, rooms)
     for _ in range(FIRST_STEPS):
         rehearsal.step()
-    rehearsal.store.read_bytes.clear()
-    rehearsal.store.written_bytes.clear()
-    rehearsal.step()
-    return dict(rehearsal.store.read_bytes), dict(rehearsal.store.written_bytes)
+    read, written = rehearsal.count(rehearsal.step)
+    _, for_commit = rehearsal.count(rehearsal.flush)
+    _, after_commit = rehearsal.count(rehearsal.step)  # what the commit has written need not be written when it leaves
+    more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
+    return read, written, max(more, 0)

@@ -107,8 +107,9 @@ class MappedState:
         """Raise StateError if the state has changed."""
         if self.expired:
             raise StateError(
-                f"a tensor of optimizer.state_dict() is used after {self.expired}: it showed the state of before, and has no memory "
-                "of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use manager.snapshot(path)"
+                f"a tensor of optimizer.state_dict() is used after {self.expired}: it showed the state of before, and has no "
+                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
+                "manager.snapshot(path)"
             )
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:

@@ -22,7 +22,7 @@ class PagedOptimizer(Optimizer):
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.
         run_step: does the update.
-        save_state: returns the state in torch's form, {index of parameter: {key: tensor}}, in memory of its own.
+        save_state: returns the state in torch's form, {index of parameter: {key: tensor}}.
         load_state: takes the same.
         state: shows the state of each parameter.
     """
@@ -69,10 +69,12 @@ class PagedOptimizer(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict, its tensors copied to memory of their own: as large as the state.
+        """Return torch's state_dict, its tensors mapped from the swap files: without memory, to be read until the next step.
 
-        They cannot be views of the swap files, which the next steps write to. Without the memory: `manager.snapshot(path)`, and
-        then `torch.load(path, mmap=True)["optimizer"]`, whose tensors are mapped from a file that nobody writes to.
+        torch.save writes them as plain tensors; copy.deepcopy makes plain ones that last. See train/mapped_state.py.
+
+        Raises:
+            IoError: what is changed in memory could not be written.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

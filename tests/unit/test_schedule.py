@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import swapper.core.schedule as schedule_module
 from swapper.core.schedule import NEVER, Access, Schedule
+from swapper.core.share import even_share
 
 PAGES = range(6)
 
@@ -181,3 +184,32 @@ def test_a_page_used_in_this_cycle_already_is_next_used_in_the_next_one(page, ex
     schedule.advance(cycle[0])
     schedule.advance(cycle[1])
     assert schedule.next_use(page) == expected
+
+
+def one_use_each(pages: int) -> list[Access]:
+    return [Access(("slice", 0, page), (page,)) for page in range(pages)]
+
+
+@pytest.mark.parametrize("pages, frames, window", [(100, 20, 6), (97, 22, 6), (40, 39, 2), (30, 40, 4)])
+def test_an_even_share_of_pages_that_are_used_once_stays(pages: int, frames: int, window: int) -> None:
+    kept = sorted(even_share(one_use_each(pages), lambda page: 8, frames, window))
+    assert len(kept) == min(frames - window - 2, pages)
+    gaps = [after - before for before, after in itertools.pairwise(kept)]
+    assert max(gaps) - min(gaps) <= 1
+
+
+def test_frames_are_kept_for_pages_that_fill_them() -> None:
+    kept = even_share(one_use_each(40), lambda page: 3 if page % 4 == 3 else 8, 30, 2)
+    assert len(kept) == 26 and all(page % 4 != 3 for page in kept)
+
+
+def test_what_is_used_again_in_a_step_is_no_free_choice() -> None:
+    forward = [Access(("param", page), (page,)) for page in range(20)]
+    assert even_share([*forward, *reversed(forward)], lambda page: 8, 10, 2) == frozenset()
+    neighbours = [Access(("slice", 0, n), (n, n + 1)) for n in range(40)]  # two slices meet on each page
+    assert even_share(neighbours, lambda page: 8, 20, 2)
+
+
+def test_without_room_or_a_schedule_nothing_stays() -> None:
+    assert even_share(one_use_each(10), lambda page: 8, 6, 4) == frozenset()
+    assert even_share([], lambda page: 8, 6, 1) == frozenset()
