@@ -85,11 +85,15 @@ def place(
 def _best(pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> Placement | None:
     if not any(groups):
         return Placement(SECTOR_BYTES, 0, 0) if pool_bytes >= 0 else None
-    for sizes in (_huge_sizes(pool_bytes), _fitting_sizes(pool_bytes, groups), [LEAST_PAGE_BYTES]):
-        found = _cheapest(sizes, pool_bytes, groups, units)
-        if found is not None:
-            return found
-    return None
+    huge = _cheapest(_huge_sizes(pool_bytes), pool_bytes, groups, units)
+    if huge is not None and (not huge.streamed or sum(map(sum, groups)) > pool_bytes):
+        return huge
+    fitting = _cheapest(_fitting_sizes(pool_bytes, groups), pool_bytes, groups, units)
+    if (
+        huge is not None
+    ):  # all of it fits but for what whole huge pages waste: nothing is mapped again where nothing streams
+        return fitting if fitting is not None and not fitting.streamed else huge
+    return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, groups, units)
 
 
 def _cheapest(
