@@ -13,6 +13,11 @@ from swapper.core.budget import resident_bytes
 from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.core.section import Section
 
+RETURN_EVERY_BYTES = 16 << 20
+"""2 to 4 ms each time."""
+HEAP_TENSOR_BYTES = 32 << 20
+"""glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
+
 
 class HostMemory:
     """Owns the arenas of one run. Tensors that alias one keep its memory alive after `close`."""
@@ -60,6 +65,23 @@ class HostMemory:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
+
+
+_freed_bytes = 0  # of the heap, which is the process's, since free memory was given back
+
+
+def note_freed(nbytes: int) -> None:
+    """A tensor of so many bytes is about to be freed: every so many, give what is free back to the system.
+
+    glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps what is freed below something
+    that lives on: gradients and temporaries that come and go would leave holes of half their sum.
+    """
+    global _freed_bytes
+    if nbytes < HEAP_TENSOR_BYTES:
+        _freed_bytes += nbytes
+    if _freed_bytes >= RETURN_EVERY_BYTES:
+        _freed_bytes = 0
+        return_free_memory()
 
 
 def return_free_memory() -> None:

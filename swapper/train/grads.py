@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.core.memory import note_freed
 from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import UnsupportedError
@@ -170,6 +171,7 @@ class _Home:
                 f"parameter {self._name} got a sparse gradient, which swapper cannot page: "
                 "build the embedding with sparse=False"
             )
+        note_freed(gradient.nbytes)
         if last is not None:
             last.data = last.clone()  # somebody keeps it
         self._taking = True

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.core.memory import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.errors import ColdParameterError, InvariantError, StateError, UnsupportedError
@@ -194,6 +195,7 @@ class PagedGradients:
                 f"parameter {home.name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
             )
         self.forget_what_was_let_go()
+        note_freed(gradient.nbytes)
         before = home.stash
         if before is None:
             home.failure = None

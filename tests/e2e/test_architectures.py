@@ -13,84 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 from e2e import third_party
-from e2e.models import VOCABULARY, tokens
+from e2e.architectures import MODELS, Size
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
 
-TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-DECODER = {
-    **TEXT, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-
-
-def text(model: Any) -> torch.Tensor:
-    batch = tokens()
-    return model(input_ids=batch, labels=batch).loss
-
-
-def images(model: Any) -> torch.Tensor:
-    return model(pixel_values=torch.randn(2, 3, 32, 32), labels=torch.tensor([0, 3])).loss
-
-
-def speech(model: Any) -> torch.Tensor:
-    return model(input_features=torch.randn(2, 20, 64), labels=tokens(2, 8)).loss
-
-
-def whisper() -> nn.Module:
-    config = hf.WhisperConfig(
-        **TEXT, num_mel_bins=20, d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4,
-        decoder_attention_heads=4, encoder_ffn_dim=256, decoder_ffn_dim=256, max_source_positions=32,
-        max_target_positions=32, decoder_start_token_id=0,
-    )  # fmt: skip
-    return hf.WhisperForConditionalGeneration(config)
-
-
-def bert() -> nn.Module:
-    config = hf.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4
-    )
-    return hf.BertForMaskedLM(config)
-
-
-def vit() -> nn.Module:
-    config = hf.ViTConfig(
-        hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4, image_size=32, patch_size=8,
-        num_labels=5,
-    )  # fmt: skip
-    return hf.ViTForImageClassification(config)
-
-
-def t5() -> nn.Module:
-    config = hf.T5Config(**TEXT, d_model=64, d_ff=256, d_kv=16, num_layers=3, num_heads=4, decoder_start_token_id=0)
-    return hf.T5ForConditionalGeneration(config)
-
-
-def gpt2() -> nn.Module:
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**TEXT, n_embd=64, n_layer=5, n_head=4, n_positions=64))
-
-
-def decoder(name: str, **more: Any) -> nn.Module:
-    config = getattr(hf, f"{name}Config")(**DECODER, **more)
-    return getattr(hf, f"{name}ForCausalLM")(config)
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
-    "Llama": (partial(decoder, "Llama"), text),
-    "Mistral": (partial(decoder, "Mistral", sliding_window=8), text),
-    "Qwen2": (partial(decoder, "Qwen2", tie_word_embeddings=True), text),
-    "GPT-2": (gpt2, text),
-    "Mixtral": (partial(decoder, "Mixtral", num_local_experts=4, output_router_logits=True), text),
-    "BERT": (bert, text),
-    "T5": (t5, text),
-    "ViT": (vit, images),
-    "Whisper": (whisper, speech),
-}
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-3),
     "AdamW, fused": partial(torch.optim.AdamW, lr=1e-3, fused=True),
@@ -128,7 +58,7 @@ def test_training_is_bit_equal(
     twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, accumulate: int, checkpointing: bool | None
 ) -> None:
     make, loss_of = MODELS[model]
-    net = make().train()
+    net = make(Size()).train()
     if kind != "fp32":
         net = net.bfloat16()
     if checkpointing is not None:
