@@ -13,8 +13,9 @@ from swapper.core.budget import resident_bytes
 from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.core.section import Section
 
-RETURN_EVERY_BYTES = 16 << 20
-"""2 to 4 ms each time."""
+FREE_SHARE = 16
+"""Of the budget: that much may be freed before free memory is given back, which takes 2 to 4 ms."""
+LEAST_FREE_BYTES, MOST_FREE_BYTES = 4 << 20, 64 << 20
 HEAP_TENSOR_BYTES = 32 << 20
 """glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
 
@@ -67,7 +68,17 @@ class HostMemory:
         self._arenas.clear()
 
 
-_freed_bytes = 0  # of the heap, which is the process's, since free memory was given back
+class _Heap:
+    """The process's heap: how much of it was freed since free memory was given back, and how much may be."""
+
+    freed_bytes = 0
+    limit_bytes = MOST_FREE_BYTES
+
+
+def bound_free_memory(budget_bytes: int) -> None:
+    """From now on have no more freed memory lie about than fits a budget like this one."""
+    wanted = max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES)
+    _Heap.limit_bytes = min(wanted, _Heap.limit_bytes)
 
 
 def note_freed(nbytes: int) -> None:
@@ -76,11 +87,10 @@ def note_freed(nbytes: int) -> None:
     glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps what is freed below something
     that lives on: gradients and temporaries that come and go would leave holes of half their sum.
     """
-    global _freed_bytes
     if nbytes < HEAP_TENSOR_BYTES:
-        _freed_bytes += nbytes
-    if _freed_bytes >= RETURN_EVERY_BYTES:
-        _freed_bytes = 0
+        _Heap.freed_bytes += nbytes
+    if _Heap.freed_bytes >= _Heap.limit_bytes:
+        _Heap.freed_bytes = 0
         return_free_memory()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.core.memory import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.counters import Counters
@@ -209,6 +210,7 @@ class Sweep:
         self._shadow.update([update.work for update in run])
         for update in run:
             self._bring_home(update)
+            note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
         trainable, fixed = group.trainable, group.gradients[number]
