@@ -17,6 +17,7 @@ Versions of parameters are counted up at `step()`: an old graph finds out as in 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,8 +87,14 @@ class DeferredStep:
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Have the step finished before any of `parameters` gets a gradient."""
+        step = weakref.ref(self)  # hooks are not looked through for cycles
+
+        def finish(gradient: torch.Tensor) -> None:
+            if (alive := step()) is not None:
+                alive.finish(in_order=True)
+
         for parameter in parameters:
-            before = OwnHook(lambda gradient: self.finish(in_order=True))
+            before = OwnHook(finish)
             self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:

@@ -150,7 +150,7 @@ class _Home:
     def __init__(self, name: str, place: torch.Tensor, pager: Pager, guests: tuple[int, ...]) -> None:
         self._name = name
         self._place = place
-        self._pager = pager
+        self._pager = weakref.ref(pager)  # hooks are not looked through for cycles
         self._guests = guests
         self._last: weakref.ref[torch.Tensor] | None = None
         self._memory: weakref.ref[Any] | None = None  # as long as any tensor, view or alias has it
@@ -175,8 +175,9 @@ class _Home:
         if last is not None:
             last.data = last.clone()  # somebody keeps it
         self._taking = True
-        if self._guests:
-            self._pager.drop_kept(self._guests)
+        pager = self._pager()
+        if self._guests and pager is not None:
+            pager.drop_kept(self._guests)
         self._place.copy_(gradient)
         parameter.grad = here = self._make()
         self._last = weakref.ref(here)

@@ -97,9 +97,9 @@ class PagedGradients:
         for home in self._homes.values():
             if home.parameter.grad is not None:
                 self._take(home)
-            self._handles.append(home.parameter.register_hook(self._before(home)))  # type: ignore[no-untyped-call]
-            hook = self._after(home)
-            self._handles.append(home.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            before, after = self._hook(home, PagedGradients._stash), self._hook(home, PagedGradients._take)
+            self._handles.append(home.parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            self._handles.append(home.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -164,22 +164,24 @@ class PagedGradients:
                 home.parameter.grad = home.stash
             home.stash = None
 
-    def _before(self, home: _Home) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if type(home.parameter.grad) is ColdGradient:
-                if not self._stashed:
-                    torch.autograd.Variable._execution_engine.queue_callback(self.restore)
-                self._stashed.append(home)
-                home.stash, home.parameter.grad = home.parameter.grad, None
+    def _hook(self, home: _Home, act: Callable[[PagedGradients, _Home], None]) -> Callable[[torch.Tensor], None]:
+        """Make a hook of the parameter. Hooks are not looked through for cycles: it keeps neither us nor the parameter alive."""
+        owner, key = weakref.ref(self), id(home.parameter)
+
+        def hook(_: torch.Tensor) -> None:
+            gradients = owner()
+            if gradients is not None:
+                act(gradients, gradients._homes[key])
 
         return hook
 
-    def _after(self, home: _Home) -> Callable[[torch.Tensor], None]:
-        def hook(parameter: torch.Tensor) -> None:
-            with held_back:
-                self._take(home)
-
-        return hook
+    def _stash(self, home: _Home) -> None:
+        """A gradient is about to be accumulated: what was before is out of autograd's way."""
+        if type(home.parameter.grad) is ColdGradient:
+            if not self._stashed:
+                torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+            self._stashed.append(home)
+            home.stash, home.parameter.grad = home.parameter.grad, None
 
     def _take(self, home: _Home) -> None:
         """Move the gradient that the parameter has to its pages, on top of what was accumulated before.
@@ -190,6 +192,10 @@ class PagedGradients:
         gradient = home.parameter.grad
         if gradient is None or type(gradient) is ColdGradient:
             return
+        with held_back:
+            self._take_held(home, gradient)
+
+    def _take_held(self, home: _Home, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"parameter {home.name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"

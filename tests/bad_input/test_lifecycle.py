@@ -159,7 +159,9 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw
 model = Net()
 manager = swapper.SwapManager(sys.argv[1], host_memory="16MiB")
-model, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+optimizer = adamw(model.parameters())
+choices = dict(choice.split("=") for choice in sys.argv[3:])
+model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", **choices)
 train_step(model, optimizer)
 if sys.argv[2] == "in the middle":
     loss = loss_of(model, tokens())
@@ -178,9 +180,18 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.parametrize("state", ["in the middle", "raises", "collected"])
-def test_a_process_that_never_closes_ends_by_itself(tmp_path: Path, state: str) -> None:
-    done = run_python("-c", UNCLOSED, tmp_path, state)
+@pytest.mark.parametrize(
+    ("state", "choices"),
+    [
+        ("in the middle", []),
+        ("raises", []),
+        ("collected", []),
+        ("collected", ["gradients=nvme"]),
+        ("collected", ["update=deferred"]),
+    ],
+)
+def test_a_process_that_never_closes_ends_by_itself(tmp_path: Path, state: str, choices: list[str]) -> None:
+    done = run_python("-c", UNCLOSED, tmp_path, state, *choices)
     if state == "raises":
         assert done.returncode == 1
         assert done.stderr.strip().endswith("ZeroDivisionError")
