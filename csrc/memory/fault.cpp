@@ -23,14 +23,15 @@ constexpr std::uint64_t kChunkBytes = 256 << 10;
 struct Range {
   std::uint64_t nbytes;
   Backing backing;
-  std::vector<bool> present;        // by chunk
-  bool watched = false;             // mapped read-only: a write is to be noted
-  std::byte* written_at = nullptr;  // the first one
+  std::vector<std::uint64_t> arrivals;  // by chunk: which of all arrivals brought it in; 0 while it is absent
+  bool watched = false;                 // mapped read-only: a write is to be noted
+  std::byte* written_at = nullptr;      // the first one
 };
 
 std::map<std::byte*, Range> g_ranges;  // by begin; never destroyed: threads may fault until the process ends
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
-pid_t g_owner = 0;  // a forked child has not this memory
+std::uint64_t g_arrivals = 0;  // so many chunks were brought in
+pid_t g_owner = 0;             // a forked child has not this memory
 struct sigaction g_previous;
 
 class SpinLock {
@@ -70,6 +71,11 @@ bool bring_chunk(std::byte* place, std::uint64_t nbytes, int fd, std::uint64_t o
   return true;
 }
 
+// Two threads may fault on one chunk: the second finds it present though its own access was a read, which
+// cannot be told from a write everywhere. Its instruction is run again then, but once for each arrival: what
+// faults on the same arrival a second time is a write.
+thread_local std::uint64_t t_last_arrival = 0;
+
 enum class Answer { kServed, kRefused, kNotOurs };
 
 Answer serve(std::byte* address) {
@@ -89,11 +95,14 @@ Answer serve(std::byte* address) {
   }
   const std::uint64_t chunk = at / kChunkBytes;
   const std::uint64_t from = chunk * kChunkBytes;
-  if (range.present[chunk]) return Answer::kRefused;  // it is there, so this is a write
+  std::uint64_t& arrival = range.arrivals[chunk];
+  if (arrival != 0) {
+    return std::exchange(t_last_arrival, arrival) == arrival ? Answer::kRefused : Answer::kServed;
+  }
   const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
   if (!bring_chunk(begin + from, nbytes, range.backing.fd, range.backing.offset + from))
     return Answer::kRefused;
-  range.present[chunk] = true;
+  arrival = ++g_arrivals;
   return Answer::kServed;
 }
 
@@ -112,10 +121,6 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   }
 }
 
-// Two threads may fault on one chunk: the second finds it present though its own access was a read. It cannot
-// be told from a write everywhere, so a refusal of the first try only is given the benefit of a second one.
-thread_local std::byte* t_last_refused = nullptr;
-
 void on_fault(int signal, siginfo_t* info, void* context) {
   const int saved = errno;
   auto* address = static_cast<std::byte*>(info->si_addr);
@@ -123,10 +128,6 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     case Answer::kServed:
       break;
     case Answer::kRefused:
-      if (t_last_refused != address) {
-        t_last_refused = address;  // run the instruction again
-        break;
-      }
       say("swapper: a parameter that is away was changed by code that goes past its guard, or could not be "
           "read. "
           "Change parameters inside `with manager.gather(..., write=True):`\n");
@@ -179,8 +180,8 @@ void replace_ranges(std::byte* begin, Range range) {
 }  // namespace
 
 void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing) {
-  std::vector<bool> present((nbytes + kChunkBytes - 1) / kChunkBytes);
-  replace_ranges(begin, Range{nbytes, std::move(backing), std::move(present)});
+  std::vector<std::uint64_t> arrivals((nbytes + kChunkBytes - 1) / kChunkBytes);
+  replace_ranges(begin, Range{nbytes, std::move(backing), std::move(arrivals)});
 }
 
 void watch_range(std::byte* begin, std::uint64_t nbytes) {
