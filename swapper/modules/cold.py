@@ -200,7 +200,8 @@ class ColdParameter(nn.Parameter):
                 return row
         aliasing = func is torch.Tensor.detach and is_aliasing()
         if func not in METADATA and not aliasing:
-            for parameter in _cold_among((args, kwargs)):
+            cold = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is ColdParameter]
+            for parameter in cold:
                 keeper = _keepers.get(id(parameter))
                 if keeper is None or not keeper.bring(parameter):
                     raise _refusal(parameter, keeper, func)
@@ -241,12 +242,13 @@ def _without_data(inputs: Any) -> Any:
         return [torch.autograd.graph.get_gradient_edge(i) if type(i) is ColdParameter else i for i in inputs]
 
 
-def _cold_among(tree: Any) -> list[ColdParameter]:
-    found: list[ColdParameter] = []
+def tensors_among(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or the result of a function: in lists, tuples and dictionaries, at any depth."""
+    found: list[torch.Tensor] = []
     pending = [tree]
     while pending:
         item = pending.pop()
-        if type(item) is ColdParameter:
+        if isinstance(item, torch.Tensor):
             found.append(item)
         elif isinstance(item, list | tuple):
             pending.extend(item)

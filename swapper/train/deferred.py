@@ -29,7 +29,7 @@ from torch import nn
 from swapper.core.schedule import Access
 from swapper.errors import StateError, UnsupportedError
 from swapper.interrupts import held_back
-from swapper.modules.cold import METADATA, set_cold, set_warm
+from swapper.modules.cold import METADATA, set_cold, set_warm, tensors_among
 from swapper.modules.own_hook import OwnHook
 from swapper.train.discovery import StateForm
 from swapper.train.storage import GroupParameters
@@ -46,8 +46,9 @@ class FixedGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func not in METADATA:
-            for tensor in _fixed_among((args, kwargs)):
-                tensor.finish()
+            for tensor in tensors_among((args, kwargs)):
+                if type(tensor) is FixedGradient:
+                    tensor.finish()
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -227,17 +228,3 @@ def check_deferrable(forms: Iterable[StateForm], kind: str) -> None:
 def _release(gradient: torch.Tensor) -> None:
     gradient.__class__ = torch.Tensor
     del gradient.finish  # type: ignore[attr-defined]
-
-
-def _fixed_among(tree: Any) -> list[FixedGradient]:
-    found: list[FixedGradient] = []
-    pending = [tree]
-    while pending:
-        item = pending.pop()
-        if type(item) is FixedGradient:
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-    return found

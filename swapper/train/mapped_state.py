@@ -20,7 +20,7 @@ import torch
 from swapper.core.pager import Pager
 from swapper.core.section import Page
 from swapper.errors import StateError
-from swapper.modules.cold import METADATA
+from swapper.modules.cold import METADATA, tensors_among
 from swapper.train.slices import Place
 
 COPIED_BYTES = 1 << 16
@@ -42,7 +42,7 @@ class StateTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        shown = [tensor for tensor in _tensors_in((args, kwargs)) if type(tensor) is StateTensor]
+        shown = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateTensor]
         if func not in METADATA:
             for tensor in shown:
                 tensor.shown_by.check()
@@ -119,7 +119,7 @@ class MappedState:
     def watch_views(self, tensor: torch.Tensor, result: Any) -> None:
         """A view of `tensor` expires with it."""
         storage = tensor.untyped_storage().data_ptr()
-        for view in _tensors_in(result):
+        for view in tensors_among(result):
             plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
             if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
                 view.__class__ = StateTensor
@@ -165,25 +165,11 @@ def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
     )
     written = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    if any(type(tensor) is StateTensor for tensor in _tensors_in(written)):
+    if any(type(tensor) is StateTensor for tensor in tensors_among(written)):
         raise StateError(
             f"{name} would write to a tensor of optimizer.state_dict(), which only shows the state: change a copy.deepcopy of the "
             "state_dict, and give it to load_state_dict"
         )
-
-
-def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    pending = [tree]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-    return found
 
 
 def _expire_in_child() -> None:
