@@ -44,6 +44,7 @@ class Watchdog:
             target=_watch, args=(self._queue, counters, describe, stall_s), name="swapper-watchdog", daemon=True
         )
         self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False  # a run that is dropped, not closed, ends it too
         _watching.add(self)
         _take_signal()
 
@@ -99,8 +100,12 @@ def describe_waits(counters: Counters) -> str:
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    for watchdog in list(_watching):
+    watchdogs = list(_watching)
+    for watchdog in watchdogs:
         watchdog.ask("SIGUSR1")
+    if not watchdogs:  # the last run was dropped and not closed: as if we had never been here
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 def _take_signal() -> None:

@@ -176,6 +176,11 @@ elif sys.argv[2] == "collected":
     gc.collect()
     from e2e.leaks import held_by_swapper
     assert held_by_swapper() == [], held_by_swapper()
+    import threading
+    for thread in threading.enumerate():
+        if thread.name.startswith("swapper"):
+            thread.join(60)
+            assert not thread.is_alive(), thread
 print("end", flush=True)
 """
 
