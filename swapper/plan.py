@@ -16,7 +16,7 @@ from swapper.checkpoint.container import ContainerLayout
 from swapper.config import format_bytes
 from swapper.core.budget import Budget, read_ahead_pages
 from swapper.core.layout import SectionPlan
-from swapper.core.rehearsal import count_traffic
+from swapper.core.rehearsal import Rehearsal
 from swapper.core.section import Section
 from swapper.core.store import TURNS
 from swapper.io.tuning import Tuning
@@ -122,7 +122,8 @@ class Plan:
         sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
         cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.deferred)
-        return Traffic(*count_traffic(sections, self.budget.frame_count, cycle, self.window_pages, self.lazy, rooms))
+        frames = self.budget.frame_count
+        return Traffic(*Rehearsal(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
 
     @property
     def commit_bytes(self) -> int:

@@ -112,7 +112,7 @@ class Rehearsal:
 
     Args:
         sections: without memory, their pages numbered through; they get none.
-        frame_count: frames of the pool.
+        frame_count: frames of the pool; 0 where nothing is paged.
         cycle: the accesses of a step.
         window_pages, lazy: as the pager takes them.
         rooms: by index of a page of parameters, the group whose gradients are in memory and leave it room to wait.
@@ -128,6 +128,7 @@ class Rehearsal:
         rooms: Mapping[int, int],
     ) -> None:
         self.store = CountingStore()
+        self._frame_count = frame_count
         self._cycle = cycle
         pages = [page for section in sections for page in section.pages]
         self._transient = [page.index for page in pages if page.section.transient]
@@ -170,26 +171,14 @@ class Rehearsal:
             self._pager.end_step()
             self._pager.forget(self._transient)
 
-
-def count_traffic(
-    sections: Sequence[Section],
-    frame_count: int,
-    cycle: Sequence[Access],
-    window_pages: int,
-    lazy: bool,
-    rooms: Mapping[int, int],
-) -> tuple[dict[str, int], dict[str, int], int]:
-    """Return the bytes that one step of many (reads, writes), by family of section, and those that a commit after it adds.
-
-    The arguments are those of Rehearsal.
-    """
-    if not frame_count:
-        return {}, {}, 0
-    rehearsal = Rehearsal(sections, frame_count, cycle, window_pages, lazy, rooms)
-    for _ in range(FIRST_STEPS):
-        rehearsal.step()
-    read, written = rehearsal.count(rehearsal.step)
-    _, for_commit = rehearsal.count(rehearsal.flush)
-    _, after_commit = rehearsal.count(rehearsal.step)  # what the commit has written need not be written when it leaves
-    more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
-    return read, written, max(more, 0)
+    def traffic(self) -> tuple[dict[str, int], dict[str, int], int]:
+        """Return the bytes that one step of many (reads, writes), by family, and those that a commit after it adds."""
+        if not self._frame_count:
+            return {}, {}, 0
+        for _ in range(FIRST_STEPS):
+            self.step()
+        read, written = self.count(self.step)
+        _, for_commit = self.count(self.flush)
+        _, after_commit = self.count(self.step)  # what the commit has written need not be written when it leaves
+        more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
+        return read, written, max(more, 0)
