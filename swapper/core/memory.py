@@ -76,9 +76,8 @@ class _Heap:
 
 
 def bound_free_memory(budget_bytes: int) -> None:
-    """From now on have no more freed memory lie about than fits a budget like this one."""
-    wanted = max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES)
-    _Heap.limit_bytes = min(wanted, _Heap.limit_bytes)
+    """From now on have no more freed memory lie about than fits this budget. The newest run's counts: a process has one heap."""
+    _Heap.limit_bytes = min(max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES), MOST_FREE_BYTES)
 
 
 def note_freed(nbytes: int) -> None:
