@@ -69,7 +69,7 @@ def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, obje
     assert abs(read - plan.traffic.total_read_bytes) <= 0.02 * read + on_the_way
     planned = plan.traffic.total_written_bytes + (plan.commit_bytes / plan.commit_every if plan.commit_every else 0)
     assert written - planned <= 0.02 * written + on_the_way
-    # Without a commit each step, what has not left by a step's end is changed again before it is written; on a slow drive that is more.
+    # Without a commit each step, what has not left by a step's end is changed again before it is written: more, on a slow drive.
     not_left = 0 if plan.commit_every == 1 else manager.counters.pool_bytes
     assert planned - written <= 0.02 * written + on_the_way + not_left
     assert sum(path.stat().st_blocks * 512 for path in pair.run_files()) == pytest.approx(
