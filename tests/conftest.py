@@ -23,6 +23,18 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = (
+            "this build of torch is without CUDA" if torch.version.cuda is None else "torch finds no device or driver"
+        )
+        pytest.skip(f"needs a CUDA device: {built}")
+
+
 @pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a script in a process of its own: for what a test must not do to pytest's."""

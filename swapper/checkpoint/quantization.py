@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 import torch
 
 from swapper.checkpoint.safetensors import DTYPES
+from swapper.device.compiler import has_triton, uses_kernel
+from swapper.device.quantized import dequantise_, quantise
 from swapper.errors import CheckpointError
 
 KEY = "swapper.quantized."
@@ -27,6 +29,7 @@ BLOCKS = {8: 128, 4: 64}
 LEAST_BLOCK = 32
 CHUNK_ELEMENTS = 1 << 21
 """Dequantised at one time: what is in between stays small, and mostly in the cache."""
+NOT_FINITE = "it has values that are not finite"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -71,10 +74,22 @@ class Layout:
         return self.code_bytes + self.columns // self.block * 2
 
     def quantise(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return `rows`, of shape (n, columns), as bytes of shape (n, row_bytes)."""
+        """Return `rows`, of shape (n, columns), as bytes of shape (n, row_bytes); by a kernel as `dequantise`."""
+        if self._has_kernel(rows):
+            stored, overflown = quantise(rows.contiguous(), self.bits, self.block)
+            if overflown.item() != 0:
+                raise CheckpointError(NOT_FINITE)
+            return stored
+        return self._quantise(rows)
+
+    def _has_kernel(self, values: torch.Tensor) -> bool:
+        is_whole = self.block & (self.block - 1) == 0 and values.dtype in FLOATS
+        return is_whole and uses_kernel(values.device) and has_triton()
+
+    def _quantise(self, rows: torch.Tensor) -> torch.Tensor:
         values = rows.float().view(rows.shape[0], -1, self.block)
         if not torch.isfinite(values).all():
-            raise CheckpointError("it has values that are not finite")
+            raise CheckpointError(NOT_FINITE)
         if self.bits == 8:
             scales = _not_below(values.abs().amax(-1, keepdim=True) / 127)
             codes = _codes(values, scales, -127, 127)
@@ -92,11 +107,14 @@ class Layout:
     def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
 
-        This is where a kernel for another device belongs: `stored` and the result are on one.
+        `stored` and the result are on one device; where that is a GPU with Triton, a kernel does it, with the same bits.
         """
         shape = (*stored.shape[:-1], self.columns)
         values = torch.empty(shape, dtype=dtype, device=stored.device) if out is None else out
         rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
+        if self._has_kernel(flat):
+            dequantise_(rows.contiguous(), flat, self.bits, self.block)
+            return values
         step = max(CHUNK_ELEMENTS // self.columns, 1)
         for begin in range(0, rows.shape[0], step):
             self._dequantise(rows[begin : begin + step], flat[begin : begin + step])

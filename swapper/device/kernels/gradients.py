@@ -1,0 +1,34 @@
+"""Sums of squares and counts of what is not finite: up to PARTS programs, each of which goes through the tensor in strides."""
+
+import torch
+import triton
+import triton.language as tl
+
+from swapper.device.gradients import PARTS
+from swapper.device.kernels.words import widen, words_of
+
+ELEMENTS = 2048
+
+
+def partials(gradient: torch.Tensor) -> torch.Tensor:
+    count = gradient.numel()
+    parts = min(triton.cdiv(count, ELEMENTS), PARTS)
+    found = torch.empty(parts, 2, dtype=torch.float32, device=gradient.device)
+    with torch.cuda.device_of(gradient):
+        _partials[(parts,)](words_of(gradient), found, count, parts, ELEMENTS=ELEMENTS, num_warps=8)
+    return found
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _partials(gradient, found, count, parts, ELEMENTS: tl.constexpr):
+    part = tl.program_id(0)
+    squares = tl.zeros([ELEMENTS], dtype=tl.float32)
+    overflown = tl.zeros([ELEMENTS], dtype=tl.float32)
+    for begin in range(part * ELEMENTS, count, parts * ELEMENTS):
+        at = begin + tl.arange(0, ELEMENTS)
+        values = widen(tl.load(gradient + at, mask=at < count, other=0))
+        squares += values * values
+        exponent = values.to(tl.int32, bitcast=True) & 0x7F800000
+        overflown += tl.where(exponent == 0x7F800000, 1.0, 0.0)
+    tl.store(found + part * 2, tl.sum(squares))
+    tl.store(found + part * 2 + 1, tl.sum(overflown))

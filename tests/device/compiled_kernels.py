@@ -1,0 +1,124 @@
+"""Compiles every kernel for GPUs that need not be there, down to machine code, and says what the assembly has in it.
+
+As a program: prints {kernel: {"error", "fused", "approximate", "widest"}} as JSON. Triton brings the assembler with it; no driver
+and no device are asked for. What a launch would tell Triton (types, which numbers are multiples of 16) is written out here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from swapper.device.kernels import adamw, gradients, pages, quantized
+
+Types = dict[str, Any]
+"""Of a kernel's arguments, in order: Triton's names of types, and for constants ("constant", value)."""
+
+
+def constants(**values: Any) -> Types:
+    return {name: ("constant", value) for name, value in values.items()}
+
+
+def adamw_types(gradient: str, parameter: str, is_stochastic: bool) -> Types:
+    names = ["decay", "beta1", "rest1", "beta2", "rest2", "root_scale", "eps", "step_size"]
+    return {
+        **dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), "*fp32"),
+        "gradient": gradient,
+        "parameter": parameter,
+        **dict.fromkeys(("factor", "skip"), "*fp32"),
+        "count": "i32",
+        **dict.fromkeys(names, "fp32"),
+        "seed": "i64",
+        "step": "i32",
+        "first_counter": "i64",
+        **constants(
+            has_factor=True,
+            has_skip=True,
+            has_parameter=parameter != "*fp32",
+            is_stochastic=is_stochastic,
+            ELEMENTS=adamw.ELEMENTS,
+        ),
+    }
+
+
+def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
+    more = {"overflown": "*i32"} if "overflown" in kernel.arg_names else {}
+    floats = {"out" if "out" in kernel.arg_names else "values": values}
+    sizes = dict.fromkeys(("columns", "row_bytes", "blocks"), "i32")
+    together = quantized.ELEMENTS // block
+    return {
+        "codes": "*i8",
+        "scales": "*i16",
+        **floats,
+        **more,
+        **sizes,
+        **constants(bits=bits, BLOCK=block, TOGETHER=together),
+    }
+
+
+def kernels() -> dict[str, tuple[Any, Types]]:
+    words = {"bf16": "*i16", "fp16": "*fp16", "fp32": "*fp32"}
+    found: dict[str, tuple[Any, Types]] = {
+        "adamw bf16": (adamw._update, adamw_types("*i16", "*i16", False)),
+        "adamw bf16 stochastic": (adamw._update, adamw_types("*i16", "*i16", True)),
+        "adamw fp16": (adamw._update, adamw_types("*fp16", "*fp16", False)),
+        "adamw fp32": (adamw._update, adamw_types("*fp32", "*fp32", False)),
+    }
+    for name, pointer in words.items():
+        sizes: Types = {"found": "*fp32", "count": "i64", "parts": "i32", **constants(ELEMENTS=gradients.ELEMENTS)}
+        found[f"norm {name}"] = (gradients._partials, {"gradient": pointer, **sizes})
+        for bits, block in ((8, 128), (4, 64)):
+            for kernel in (quantized._quantise, quantized._dequantise):
+                types = quantized_types(kernel, pointer, bits, block)
+                found[f"{kernel.__name__} {bits} bits {name}"] = (kernel, types)
+    for into_page in (True, False):
+        types = {"pieces": "*i64", "page": "*u8", **constants(into_page=into_page, WORDS=1024, WORD=8)}
+        found["gather" if into_page else "scatter"] = (pages._move, types)
+    return found
+
+
+def compiled(kernel: Any, types: Types, capability: int) -> Any:
+    signature = {name: "constexpr" if isinstance(kind, tuple) else kind for name, kind in types.items()}
+    fixed = {name: kind[1] for name, kind in types.items() if isinstance(kind, tuple)}
+    assert list(signature) == kernel.arg_names, (list(signature), kernel.arg_names)
+    divisible = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind.startswith("*") or name in ("count", "columns", "row_bytes")
+    }
+    source = ASTSource(kernel, signature, fixed, divisible)
+    return triton.compile(source, GPUTarget("cuda", capability, 32), {"enable_fp_fusion": False})
+
+
+def findings(kernel: Any, types: Types, capability: int) -> dict[str, Any]:
+    try:
+        assembly = compiled(kernel, types, capability).asm["ptx"]
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {
+        "error": "",
+        "fused": len(re.findall(r"\bfma\.\S*f32", assembly)),
+        "approximate": len(re.findall(r"\b(?:div\.full|div\.approx|sqrt\.approx|\S+\.ftz)\S*", assembly)),
+        "widest": max([int(n) for n in re.findall(r"\bld\.global\S*\.v([248])\.b", assembly)], default=1),
+    }
+
+
+def main() -> None:
+    chosen = [int(argument) for argument in sys.argv[1:]] or [90]
+    outcome = {
+        f"{name} sm_{capability}": findings(kernel, types, capability)
+        for capability in chosen
+        for name, (kernel, types) in kernels().items()
+    }
+    print(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

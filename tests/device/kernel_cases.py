@@ -1,0 +1,231 @@
+"""What each kernel promises, as checks that take a device: the interpreter on a CPU and a GPU run the same ones.
+
+As a program, `python kernel_cases.py DEVICE`: runs all and prints {check: "" or what went wrong} as JSON. With TRITON_INTERPRET=1
+the device is "cpu".
+
+Tolerances. AdamW, rounding, quantising, dequantising and pages: none, every bit. Each is compiled without contraction and with
+correctly rounded division and root, so nothing is left to a device. The gradient norm: 1e-5 of it, because sums of fp32 are made in
+another order; overflow: exact.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+
+from swapper.checkpoint.quantization import Layout
+from swapper.device import adamw, gradients, quantized
+from swapper.device.compiler import kernel
+from swapper.device.pages import Packing
+
+NORM_TOLERANCE = 1e-5
+COUNT = 2 * 1024 + 1001  # two whole programs of a kernel and a part of one
+
+
+def noise(count: int, seed: int, dtype: torch.dtype = torch.float32, spread: float = 1.0) -> torch.Tensor:
+    """Of all sizes: the exponents of a normal distribution's values, spread further."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator)
+    return (values * torch.exp2(torch.randn(count, generator=generator) * 4 * spread)).to(dtype)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal in every bit."""
+    assert found.dtype == wanted.dtype and found.shape == wanted.shape, (found.dtype, wanted.dtype, found.shape)
+    as_bytes = [tensor.detach().cpu().reshape(-1).view(torch.uint8) for tensor in (found, wanted)]
+    different = (as_bytes[0] != as_bytes[1]).nonzero()
+    assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0].tolist()} of {found.dtype}"
+
+
+def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, first: int = 0) -> adamw.Slice:
+    out = None if parameter is None else torch.zeros(COUNT, dtype=parameter, device=device)
+    return adamw.Slice(
+        master=noise(COUNT, 1).to(device),
+        exp_avg=noise(COUNT, 2, spread=0.5).to(device),
+        exp_avg_sq=noise(COUNT, 3, spread=0.5).abs().to(device),
+        gradient=noise(COUNT, 4, gradient, spread=0.3).to(device),
+        parameter=out,
+        first=first,
+    )
+
+
+def tensors_of(part: adamw.Slice) -> list[torch.Tensor]:
+    both = [part.master, part.exp_avg, part.exp_avg_sq]
+    return [*both, part.parameter] if part.parameter is not None else both
+
+
+def check_adamw(device: str, gradient: torch.dtype, parameter: torch.dtype | None, seed: int | None) -> None:
+    found, wanted = a_slice(device, gradient, parameter, 4096), a_slice("cpu", gradient, parameter, 4096)
+    factor = torch.tensor([0.37])
+    for number in (1, 2, 17):
+        step = adamw.AdamWStep(number, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, seed=seed)
+        kernel("adamw").update_(found, step, factor.to(device), torch.zeros(1, device=device))
+        adamw.reference_(wanted, step, factor, torch.zeros(1))
+    for one, other in zip(tensors_of(found), tensors_of(wanted), strict=True):
+        same(one, other)
+
+
+def adamw_bf16(device: str) -> None:
+    check_adamw(device, torch.bfloat16, torch.bfloat16, None)
+
+
+def adamw_fp16(device: str) -> None:
+    check_adamw(device, torch.float16, torch.float16, None)
+
+
+def adamw_fp32_gradients_and_no_parameter(device: str) -> None:
+    check_adamw(device, torch.float32, None, None)
+
+
+def adamw_stochastic(device: str) -> None:
+    check_adamw(device, torch.bfloat16, torch.bfloat16, 0x123456789ABCDEF)
+
+
+def adamw_does_nothing_after_an_overflow(device: str) -> None:
+    part = a_slice(device, torch.bfloat16, torch.bfloat16)
+    before = [tensor.clone() for tensor in tensors_of(part)]
+    kernel("adamw").update_(part, adamw.AdamWStep(1), None, torch.ones(1, device=device))
+    for tensor, old in zip(tensors_of(part), before, strict=True):
+        same(tensor, old)
+
+
+def adamw_in_slices_is_adamw_of_the_whole(device: str) -> None:
+    whole, cut = (a_slice(device, torch.bfloat16, torch.bfloat16) for _ in range(2))
+    step = adamw.AdamWStep(5, seed=7)
+    kernel("adamw").update_(whole, step, None, None)
+    for begin, end in ((0, 64), (64, 1664), (1664, COUNT)):
+        parts = {
+            name: getattr(cut, name)[begin:end] for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")
+        }
+        kernel("adamw").update_(adamw.Slice(**parts, first=begin), step, None, None)
+    for one, other in zip(tensors_of(whole), tensors_of(cut), strict=True):
+        same(one, other)
+
+
+def adamw_of_what_is_not_finite(device: str) -> None:
+    found, wanted = a_slice(device, torch.bfloat16, torch.bfloat16), a_slice("cpu", torch.bfloat16, torch.bfloat16)
+    for part in (found, wanted):
+        part.gradient[3], part.gradient[5] = math.inf, math.nan
+    for seed in (None, 3):
+        kernel("adamw").update_(found, adamw.AdamWStep(1, seed=seed), None, None)
+        adamw.reference_(wanted, adamw.AdamWStep(1, seed=seed), None, None)
+        for one, other in zip(tensors_of(found), tensors_of(wanted), strict=True):
+            assert torch.equal(one.cpu().isnan(), other.isnan())
+            same(one.cpu().nan_to_num(), other.nan_to_num())
+
+
+def norm_and_overflow(device: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        tensors = [noise(count, count, dtype, spread=0.3) for count in (1, 2048, 5001)]
+        parts = [kernel("gradients").partials(tensor.to(device)) for tensor in tensors]
+        norm, overflown = gradients.total(parts)
+        wanted = torch.cat([tensor.double() for tensor in tensors]).norm().item()
+        assert abs(norm.item() - wanted) <= NORM_TOLERANCE * wanted, (dtype, norm.item(), wanted)
+        assert overflown.item() == 0
+        same(norm, gradients.total([kernel("gradients").partials(tensor.to(device)) for tensor in tensors])[0])
+        for value in (math.inf, -math.inf, math.nan):
+            broken = tensors[2].clone()
+            broken[4999] = value
+            assert gradients.total([kernel("gradients").partials(broken.to(device))])[1].item() == 1
+
+
+def norm_of_large_finite_values_is_no_overflow(device: str) -> None:
+    norm, overflown = gradients.total([kernel("gradients").partials(torch.full((300,), 3e38, device=device))])
+    assert norm.isinf().item() and overflown.item() == 0
+
+
+ROWS = 5
+SHAPES = ((8, 256), (8, 96), (8, 4096 + 128), (4, 256), (4, 192), (4, 4096 + 256))
+
+
+def values_of(columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of all sizes; with blocks of zeros of both signs, of ties, and of the smallest values there are."""
+    rows = noise(ROWS * columns, columns, torch.float32).clamp(-6e4, 6e4).view(ROWS, columns).to(dtype)
+    rows[1, :64], rows[1, 64:96] = 0.0, -0.0
+    rows[2] = torch.arange(columns).remainder(31).sub(15).to(dtype) / 2
+    rows[3] = rows[3] * torch.finfo(dtype).tiny * 2
+    rows[4, ::2] *= -1
+    return rows
+
+
+def quantise_and_dequantise(device: str) -> None:
+    for bits, columns in SHAPES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            layout = Layout.of(bits, columns, dtype)
+            assert layout is not None
+            rows = values_of(columns, dtype)
+            wanted = layout._quantise(rows)
+            stored = layout.quantise(rows.to(device))
+            same(stored, wanted)
+            for out_dtype in (torch.bfloat16, torch.float16, torch.float32):
+                expected = torch.empty(ROWS, columns, dtype=out_dtype)
+                layout._dequantise(wanted, expected)
+                same(layout.dequantise(stored, out_dtype), expected)
+
+
+def quantise_says_what_is_not_finite(device: str) -> None:
+    for bits in (8, 4):
+        for column, value in ((0, math.nan), (255, math.inf), (100, -math.inf)):
+            rows = torch.ones(2, 256, device=device)
+            rows[1, column] = value
+            assert quantized.quantise(rows, bits, 32)[1].item() != 0
+
+
+def gather_and_scatter(device: str) -> None:
+    raw = torch.arange(40_000).remainder(251).to(torch.uint8).to(device)
+    tensors = [
+        raw[0:24_000].view(torch.float32).view(100, 60),
+        raw[24_001:24_011],
+        raw[25_000:25_006].view(torch.bfloat16),
+        raw[26_000:26_000],
+        raw[28_000:37_003],
+    ]
+    packing = Packing(tensors, [0, 24_064, 24_101, 24_107, 24_128])
+    wanted, found = (torch.full((36_000,), 255, dtype=torch.uint8, device=device) for _ in range(2))
+    packing.reference(wanted, into_page=True)
+    packing.gather(found)
+    same(found, wanted)
+    before = raw.clone()
+    raw.zero_()
+    packing.scatter(found)
+    for tensor, old in ((raw[:24_000], before[:24_000]), (raw[24_001:24_011], before[24_001:24_011])):
+        same(tensor, old)
+    same(raw[28_000:37_003], before[28_000:37_003])
+    assert raw[37_003:].eq(0).all() and raw[24_011:25_000].eq(0).all()
+
+
+CHECKS: list[Callable[[str], None]] = [
+    adamw_bf16,
+    adamw_fp16,
+    adamw_fp32_gradients_and_no_parameter,
+    adamw_stochastic,
+    adamw_does_nothing_after_an_overflow,
+    adamw_in_slices_is_adamw_of_the_whole,
+    adamw_of_what_is_not_finite,
+    norm_and_overflow,
+    norm_of_large_finite_values_is_no_overflow,
+    quantise_and_dequantise,
+    quantise_says_what_is_not_finite,
+    gather_and_scatter,
+]
+NAMES = [check.__name__ for check in CHECKS]
+
+
+def run(device: str) -> dict[str, str]:
+    outcomes = {}
+    for check in CHECKS:
+        try:
+            check(device)
+            outcomes[check.__name__] = ""
+        except Exception:
+            outcomes[check.__name__] = traceback.format_exc()
+    return outcomes
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(sys.argv[1])))

@@ -1,0 +1,148 @@
+"""The plain torch that kernels are held to: against torch's own optimizer and functions, and what it refuses."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swapper import ConfigError, UnsupportedError
+from swapper.device import adamw, gradients, quantized
+from swapper.device.compiler import kernel
+from swapper.device.pages import Packing
+from swapper.device.random_words import philox, random_words
+
+
+def slice_of(count: int, **others: torch.Tensor) -> adamw.Slice:
+    tensors = {name: torch.zeros(count) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
+    return adamw.Slice(**{**tensors, **others})  # type: ignore[arg-type]
+
+
+def test_adamw_is_torchs_but_for_the_last_bits() -> None:
+    torch.manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(1000))
+    part = slice_of(1000, master=parameter.detach().clone())
+    optimizer = torch.optim.AdamW([parameter], lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    for number in range(1, 6):
+        parameter.grad = torch.randn(1000)
+        part.gradient.copy_(parameter.grad)
+        optimizer.step()
+        adamw.update_(part, adamw.AdamWStep(number, lr=2e-3, betas=(0.9, 0.99), weight_decay=0.1))
+    torch.testing.assert_close(part.master, parameter.detach(), rtol=2e-6, atol=2e-7)
+    torch.testing.assert_close(part.exp_avg, optimizer.state[parameter]["exp_avg"], rtol=1e-6, atol=1e-7)
+
+
+def test_the_generator_is_philox() -> None:
+    """The first words of Random123's known answers, for 4x32 with 10 rounds: of zeros, and of ones throughout."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    assert [word.item() for word in philox(0, zero, zero, zero, zero)] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
+    ones = zero + 0xFFFFFFFF
+    found = [word.item() for word in philox((1 << 64) - 1, ones, ones, ones, ones)]
+    assert found == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_words_depend_on_their_number_alone() -> None:
+    whole = random_words(3, 4, 0, 100, torch.device("cpu"))
+    assert torch.equal(whole[40:61], random_words(3, 4, 40, 21, torch.device("cpu")))
+    assert not torch.equal(whole, random_words(3, 5, 0, 100, torch.device("cpu")))
+    assert not torch.equal(whole, random_words(4, 4, 0, 100, torch.device("cpu")))
+
+
+def test_stochastic_rounding_is_right_on_average_and_leaves_what_needs_none() -> None:
+    count = 40_000
+    value = 1 + 0.3 / 128  # between two neighbours in bf16, 3 tenths of the way
+    words = random_words(1, 1, 0, count, torch.device("cpu"))
+    rounded = adamw.stochastically_rounded(torch.full((count,), value), words).float()
+    assert set(rounded.tolist()) == {1.0, 1.0078125}
+    assert abs(rounded.mean().item() - value) < 5 * 0.0078125 * 0.46 / count**0.5
+    exact = torch.tensor([1.0, -2.5, 0.0, torch.inf, -torch.inf])
+    assert torch.equal(adamw.stochastically_rounded(exact, words[:5]).float(), exact)
+    assert adamw.stochastically_rounded(torch.tensor([torch.nan]), words[:1]).isnan().all()
+
+
+def test_clipping_and_unscaling_are_torchs() -> None:
+    torch.manual_seed(2)
+    tensors = [torch.randn(50) * 64, torch.randn(7) * 64]
+    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        parameter.grad = tensor / 64
+    wanted = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    norm, overflown = gradients.total([gradients.partials(tensor) for tensor in tensors])
+    torch.testing.assert_close(norm / 64, wanted)
+    factor = gradients.factor(norm, 0.5, scale=64)
+    for parameter, tensor in zip(parameters, tensors, strict=True):
+        torch.testing.assert_close(tensor * factor, parameter.grad)
+    assert overflown.item() == 0
+    assert gradients.total([gradients.partials(torch.tensor([1.0, torch.nan]))])[1].item() == 1
+    assert gradients.factor(norm, None, scale=4).item() == 0.25
+
+
+def test_packing_on_a_cpu() -> None:
+    first, second = torch.arange(5, dtype=torch.bfloat16), torch.arange(3)
+    page = torch.full((64,), 7, dtype=torch.uint8)
+    packing = Packing([first, second], [0, 16])
+    packing.gather(page)
+    assert page[:10].view(torch.bfloat16).tolist() == [0, 1, 2, 3, 4] and page[10:16].eq(7).all()
+    first.zero_(), second.zero_()
+    packing.scatter(page)
+    assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [0, 1, 2]
+    assert packing.bytes_moved == 2 * (10 + 24)
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda: adamw.update_(slice_of(4, gradient=torch.zeros(5)), adamw.AdamWStep(1)), "equally long"),
+        (lambda: adamw.update_(slice_of(4, master=torch.zeros(4).half()), adamw.AdamWStep(1)), "fp32"),
+        (lambda: adamw.update_(slice_of(4, parameter=torch.zeros(4)), adamw.AdamWStep(1)), "bf16 or fp16"),
+        (lambda: adamw.update_(slice_of(4, parameter=torch.zeros(4).half()), adamw.AdamWStep(1, seed=1)), "stochastic"),
+        (lambda: adamw.update_(slice_of(4), adamw.AdamWStep(1), factor=torch.ones(2)), "factor"),
+        (lambda: adamw.update_(slice_of(4, gradient=torch.zeros(4, device="meta")), adamw.AdamWStep(1)), "one device"),
+        (lambda: adamw.AdamWStep(0), "step"),
+        (lambda: adamw.AdamWStep(1, seed=-1), "seed"),
+        (lambda: gradients.partials(torch.zeros(4, dtype=torch.int32)), "bf16, fp16 or fp32"),
+        (lambda: Packing([torch.zeros(4), torch.zeros(4)], [0, 15]), "begins before"),
+        (lambda: Packing([torch.zeros(4, 4).t()], [0]), "contiguous"),
+        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(15, dtype=torch.uint8)), "no room"),
+        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(17, dtype=torch.uint8)[1:]), "multiple"),
+        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(4)), "run of bytes"),
+        (lambda: quantized.quantise(torch.zeros(2, 33), 8, 32), "whole blocks"),
+        (lambda: quantized.quantise(torch.zeros(2, 64), 5, 32), "bits"),
+        (
+            lambda: quantized.dequantise_(torch.zeros(2, 9, dtype=torch.uint8), torch.zeros(2, 32), 8, 32),
+            "quantised rows",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(act: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        act()
+
+
+def test_without_triton_the_error_says_how_to_get_it(
+    run_python: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    ran = run_python("""
+        import sys
+        sys.modules["triton"] = None
+        import swapper
+        from swapper.device.compiler import kernel
+        try:
+            kernel("adamw")
+        except swapper.UnsupportedError as error:
+            print(error)
+    """)
+    assert "swapper[triton]" in ran.stdout, ran.stderr
+
+
+def test_another_missing_module_is_not_called_triton() -> None:
+    with pytest.raises(ImportError) as raised:
+        kernel("no_such_kernel")
+    assert not isinstance(raised.value, UnsupportedError)
