@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swapper.infer.loaded import loaded
     from swapper.infer.loading import load
     from swapper.infer.sharing import shared_memory
-    from swapper.io import AioHandle, GdsHandle, Operation
+    from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.plan import Plan
 
@@ -38,6 +38,7 @@ __all__ = [
     "ConfigError",
     "Counters",
     "DirectoryError",
+    "GdsFile",
     "GdsHandle",
     "InvariantError",
     "IoError",
@@ -48,6 +49,8 @@ __all__ = [
     "SwapperError",
     "UnsupportedError",
     "checkpoint",
+    "gds_deregister_buffer",
+    "gds_register_buffer",
     "load",
     "loaded",
     "shared_memory",
@@ -56,10 +59,13 @@ __all__ = [
 
 _LATER = {
     "AioHandle": "swapper.io",
+    "GdsFile": "swapper.io",
     "GdsHandle": "swapper.io",
     "Operation": "swapper.io",
     "Plan": "swapper.plan",
     "SwapManager": "swapper.manager",
+    "gds_deregister_buffer": "swapper.io",
+    "gds_register_buffer": "swapper.io",
     "load": "swapper.infer.loading",
     "loaded": "swapper.infer.loaded",
     "shared_memory": "swapper.infer.sharing",

@@ -2,6 +2,10 @@
 
 `open_cufile` opens the library and the driver once, or says what is missing. A `CuFile` reads and writes device memory by
 blocking calls, which release the GIL; gds.py runs them in threads.
+
+[Note: compatibility mode] Where cuFile cannot go past host memory it copies through it by itself, without a word. That is refused
+twice: `CuFile` looks at what its driver says it supports, and `open_cufile` forbids the mode (CUFILE_ALLOW_COMPAT_MODE, unless the
+user has set it), so that a file on a filesystem that cannot do it is refused when it is registered.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import errno
 import functools
 import os
 import sysconfig
+import threading
 from pathlib import Path
 
 import torch
@@ -26,6 +31,25 @@ class _Status(ctypes.Structure):
     _fields_ = (("error", ctypes.c_int), ("cuda_error", ctypes.c_int))
 
 
+class _DriverProperties(ctypes.Structure):
+    """The beginning of CUfileDrvProps_t, with room for what later versions append."""
+
+    _fields_ = (
+        ("nvfs_major", ctypes.c_uint),
+        ("nvfs_minor", ctypes.c_uint),
+        ("poll_threshold", ctypes.c_size_t),
+        ("largest_direct", ctypes.c_size_t),
+        ("supported", ctypes.c_uint),
+        ("control", ctypes.c_uint),
+        ("features", ctypes.c_uint),
+        ("later", ctypes.c_uint * 64),
+    )
+
+
+_P2P_DRIVES = 1 << 11  # of `supported`: drives by PCI peer-to-peer, without nvidia-fs
+_P2P_FEATURE = 1 << 4  # of `features`: the same, as newer versions say it
+
+
 class _HandleUnion(ctypes.Union):
     _fields_ = (("fd", ctypes.c_int), ("pointer", ctypes.c_void_p))
 
@@ -37,15 +61,17 @@ class _Descriptor(ctypes.Structure):
 class CuFile:
     """The functions of one loaded libcufile, with their errors turned into Python's."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Opens the driver.
+    def __init__(self, library: ctypes.CDLL, device_type: str = "cuda") -> None:
+        """Opens the driver. `device_type` is where the memory lies that this library moves: a stand-in's is "cpu".
 
         Raises:
-            UnsupportedError: the library lacks a function, or its driver does not open.
+            UnsupportedError: the library lacks a function, its driver does not open, or only in its compatibility mode.
         """
+        self.device_type = device_type
         status, size, pointer, offset = _Status, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_int64
         declared = {
             "cuFileDriverOpen": (status, []),
+            "cuFileDriverGetProperties": (status, [ctypes.POINTER(_DriverProperties)]),
             "cuFileHandleRegister": (status, [ctypes.POINTER(pointer), ctypes.POINTER(_Descriptor)]),
             "cuFileHandleDeregister": (None, [pointer]),
             "cuFileBufRegister": (status, [pointer, size, ctypes.c_int]),
@@ -62,7 +88,21 @@ class CuFile:
         opened = library.cuFileDriverOpen()
         if opened.error != 0:
             raise UnsupportedError(
-                f"cuFile's driver does not open: {_words(opened)} (is nvidia-fs or its compat mode on?)"
+                f"cuFile's driver does not open: {_words(opened)} (is the kernel module nvidia-fs loaded?)"
+            )
+        self._check_direct()
+
+    def _check_direct(self) -> None:
+        """[Note: compatibility mode]"""
+        properties = _DriverProperties()
+        status = self._library.cuFileDriverGetProperties(ctypes.byref(properties))
+        if status.error != 0:
+            raise UnsupportedError(f"cuFile's driver does not say what it supports: {_words(status)}")
+        has_module = properties.nvfs_major > 0 and properties.supported != 0
+        if not (has_module or properties.supported & _P2P_DRIVES or properties.features & _P2P_FEATURE):
+            raise UnsupportedError(
+                "cuFile is in its compatibility mode, which goes through host memory: the kernel module nvidia-fs is not loaded "
+                "(modprobe nvidia-fs), and this driver has no PCI peer-to-peer to drives"
             )
 
     def register_memory(self, address: int, nbytes: int) -> None:
@@ -74,28 +114,54 @@ class CuFile:
         return bool(self._library.cuFileBufDeregister(address).error == 0)
 
     def open(self, path: str, writing: bool) -> CuFileFile:
+        """Opens a file and registers it.
+
+        Raises:
+            IoError: errno ENOTSUP where it can only be had by way of host memory; else as the system says.
+        """
         flags = os.O_CLOEXEC | os.O_DIRECT | (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY)
         try:
             descriptor = os.open(path, flags, 0o600)
         except OSError as error:
-            raise IoError("open", path, 0, 0, error.errno or errno.EIO, "for cuFile") from error
+            number = errno.ENOTSUP if error.errno == errno.EINVAL else error.errno or errno.EIO  # no direct I/O there
+            raise IoError("open", path, 0, 0, number, "for cuFile") from error
+        try:
+            return self.adopt(descriptor, path)
+        except BaseException:
+            os.close(descriptor)
+            raise
+
+    def adopt(self, descriptor: int, path: str) -> CuFileFile:
+        """Registers a file that is open, by a descriptor which goes over to what this returns. Raises as `open`."""
         handle = ctypes.c_void_p()
         wanted = _Descriptor(type=_FD_TYPE, handle=_HandleUnion(fd=descriptor))
         status = self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(wanted))
         if status.error != 0:
-            os.close(descriptor)
             raise IoError("open", path, 0, 0, errno.ENOTSUP, f"cuFileHandleRegister: {_words(status)}")
         return CuFileFile(self._library, handle, descriptor, path)
 
 
 class CuFileFile:
-    """One file, registered with cuFile. `close` it when nothing uses it any more."""
+    """One file, registered with cuFile, and how many use it: the last of them to `close` it ends the registration."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, descriptor: int, path: str) -> None:
         self._library = library
         self._handle = handle
         self._descriptor = descriptor
+        self._users = 1
+        self._lock = threading.Lock()
         self.path = path
+
+    def use(self) -> CuFileFile:
+        """One user more, who closes it too."""
+        with self._lock:
+            self._users += 1
+        return self
+
+    @property
+    def handle(self) -> int:
+        """cuFile's own."""
+        return self._handle.value or 0
 
     def transfer(self, op: str, base: int, base_offset: int, offset: int, nbytes: int) -> None:
         """Moves all `nbytes` between the file and the memory at `base` + `base_offset`, however often it comes up short.
@@ -119,6 +185,10 @@ class CuFileFile:
                 raise IoError(op, self.path, offset + moved, nbytes, number, f"cuFile says {count}")
 
     def close(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
         self._library.cuFileHandleDeregister(self._handle)
         os.close(self._descriptor)
 
@@ -137,6 +207,7 @@ def open_cufile() -> CuFile:
             else "torch finds no CUDA device or driver"
         )
         raise UnsupportedError(f"GPUDirect Storage needs a CUDA device: {built}")
+    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")  # [Note: compatibility mode]
     refusals = []
     for place in _places():
         try:

@@ -1,23 +1,24 @@
 """GdsHandle: CUDA tensors to files and back by GPUDirect Storage, past host memory, where the machine has it.
 
-Tensors in one run of device memory go by cuFile, in pieces that a few threads take as they become free; all others go as
-they do in AioHandle. **Not run on a GPU yet**: only against a stand-in for the library.
+Tensors in one run of device memory go by cuFile, in pieces that a few threads take as they become free; their edges that are no
+whole sectors of the file, and all other tensors, go as they do in AioHandle. **Not run on a GPU yet**: only against a stand-in for
+the library.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError, IoError, UnsupportedError
 from swapper.io.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.elements import byte_count
 from swapper.io.files import Opened
+from swapper.io.gdstransfer import GdsTransfer, begin_pieces
 from swapper.io.handle import AioHandle
 from swapper.io.locked import new_locked_tensor
 from swapper.io.operation import Part
@@ -25,7 +26,6 @@ from swapper.io.staging import StagedTransfer
 
 logger = logging.getLogger("swapper.io")
 
-PIECE_BYTES = 16 << 20
 MOST_THREADS = 32
 
 
@@ -33,7 +33,8 @@ class GdsHandle(AioHandle):
     """As `AioHandle`, and CUDA tensors go straight between the device and the drive.
 
     Where that cannot be, making one raises UnsupportedError with the reason; with `strict=False` it is then an AioHandle, which
-    takes CUDA tensors through host memory, `is_gds` is False and `gds_reason` says why.
+    takes CUDA tensors through host memory, `is_gds` is False and `gds_reason` says why. A file whose filesystem cannot do it
+    is refused likewise, or goes through host memory, with a line in the log.
     """
 
     def __init__(
@@ -45,15 +46,17 @@ class GdsHandle(AioHandle):
         intra_op_parallelism: int = 1,
         *,
         strict: bool = True,
+        cufile: CuFile | None = None,
         **options: Any,
     ) -> None:
-        """As AioHandle; `intra_op_parallelism` is the number of threads that call cuFile."""
-        self._cufile: CuFile | None = None
+        """As AioHandle; `intra_op_parallelism` is the number of threads that call `cufile`, by default this machine's."""
+        self._cufile: CuFile | None = cufile
         self._threads: ThreadPoolExecutor | None = None
         self._pinned: dict[int, torch.Tensor] = {}
+        self._kept: dict[str, CuFileFile | None] = {}
         self.gds_reason = "cuFile"
         try:
-            self._cufile = open_cufile()
+            self._cufile = cufile or open_cufile()
         except UnsupportedError as error:
             if strict:
                 raise
@@ -96,7 +99,7 @@ class GdsHandle(AioHandle):
         """
         if self._cufile is None:
             return False
-        if tensor.device.type != "cuda" or not tensor.is_contiguous():
+        if tensor.device.type != self._cufile.device_type or not tensor.is_contiguous():
             raise UnsupportedError("only a contiguous tensor on a CUDA device can be registered with cuFile")
         if tensor.numel() and tensor.data_ptr() not in self._pinned:
             self._cufile.register_memory(tensor.data_ptr(), byte_count(tensor))
@@ -109,6 +112,28 @@ class GdsHandle(AioHandle):
             return False
         return self._cufile.unregister_memory(tensor.data_ptr())
 
+    def register_file(self, path: str, descriptor: int) -> CuFileFile:
+        """Registers an open file with cuFile for all that is done under `path` as this handle sees it, until `forget_registered`.
+
+        The descriptor goes over to what this returns. Raises IoError, with errno ENOTSUP where cuFile cannot have the file.
+        """
+        if self._cufile is None:
+            raise IoError("open", path, 0, 0, errno.ENOTSUP, self.gds_reason)
+        file = self._cufile.adopt(descriptor, path)
+        with self._lock:
+            self._kept[path] = file
+        return file
+
+    def keep_staged(self, path: str) -> None:
+        """All that is done under `path` goes through host memory, until `forget_registered`."""
+        with self._lock:
+            self._kept[path] = None
+
+    def forget_registered(self, path: str) -> CuFileFile | None:
+        """Ends that. The file is the caller's to close; operations under way close it too."""
+        with self._lock:
+            return self._kept.pop(path, None)
+
     def close(self) -> None:
         super().close()
         if self._threads is not None:
@@ -116,78 +141,42 @@ class GdsHandle(AioHandle):
         while self._cufile is not None and self._pinned:
             self._cufile.unregister_memory(self._pinned.popitem()[0])
 
+    def _run_address(self, tensor: torch.Tensor) -> int | None:
+        return None if self._is_device_run(tensor) else super()._run_address(tensor)
+
+    def _is_device_run(self, tensor: torch.Tensor) -> bool:
+        is_there = self._cufile is not None and tensor.device.type == self._cufile.device_type
+        return is_there and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
     def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
-        is_run = (
-            tensor.device.type == "cuda" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        )
-        if self._cufile is None or self._threads is None or not is_run or len(opened.files) > 1:
-            return super()._part(kind, tensor, offset, opened)
-        torch.cuda.current_stream(tensor.device).synchronize()
-        file = self._cufile.open(opened.path, writing=kind == "write")
+        if self._threads is None or not self._is_device_run(tensor) or len(opened.files) > 1:
+            return self._stage(kind, tensor, offset, opened)
+        file = self._registered(kind, opened)
+        if file is None:
+            return self._stage(kind, tensor, offset, opened)
+        flat = tensor.detach().view(-1).view(torch.uint8)
 
-        def move(base_offset: int, nbytes: int) -> None:
-            with torch.cuda.device(tensor.device):  # threads begin with the first device
-                file.transfer(kind, tensor.data_ptr(), base_offset, offset + base_offset, nbytes)
+        def stage(begin: int, nbytes: int) -> StagedTransfer:
+            return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
 
-        return GdsTransfer(self._threads, file, kind, move, offset, byte_count(tensor))
+        return GdsTransfer(begin_pieces(self._threads, file, kind, flat, offset, stage), file.close)
 
+    def _registered(self, kind: str, opened: Opened) -> CuFileFile | None:
+        """The file as cuFile has it, to be closed after the transfer; None where it goes through host memory.
 
-class GdsTransfer:
-    """One run of device memory on its way by cuFile; a part of an operation. Owns its file."""
-
-    def __init__(
-        self,
-        threads: ThreadPoolExecutor,
-        file: CuFileFile,
-        kind: str,
-        move: Callable[[int, int], None],
-        offset: int,
-        nbytes: int,
-    ) -> None:
-        """`move(begin, nbytes)` transfers a piece, begin counted from the tensor's first byte."""
-        self._pieces: Sequence[StagedTransfer] = [
-            StagedTransfer(
-                threads.submit(move, at, min(PIECE_BYTES, nbytes - at)),
-                (kind, file.path, offset + at, nbytes),
-            )
-            for at in range(0, nbytes, PIECE_BYTES)
-        ]
-        self._left = len(self._pieces)
-        self._lock = threading.Lock()
-        self._file = file
-        for piece in self._pieces:
-            piece.on_done(self._end_one)
-
-    def _end_one(self) -> None:
+        Raises:
+            IoError: cuFile refuses it, and this handle is strict.
+        """
         with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
-            self._file.close()
-
-    @property
-    def done(self) -> bool:
-        return all(piece.done for piece in self._pieces)
-
-    @property
-    def cancelled(self) -> bool:
-        return any(piece.cancelled for piece in self._pieces)
-
-    @property
-    def error(self) -> Exception | None:
-        return next((piece.error for piece in self._pieces if piece.error is not None), None)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        for piece in self._pieces:
-            if not piece.settle(timeout_s):
-                return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def cancel(self) -> bool:
-        return all(piece.cancel() for piece in self._pieces)
-
-    def notify(self, fd: int) -> None:
-        for piece in self._pieces:
-            piece.notify(fd)
+            if opened.path in self._kept:
+                kept = self._kept[opened.path]
+                return None if kept is None else kept.use()
+        if self._cufile is None:
+            return None
+        try:
+            return self._cufile.open(opened.path, writing=kind == "write")
+        except IoError as error:
+            if self.strict or error.errno != errno.ENOTSUP:
+                raise
+            logger.warning("%s goes through host memory: %s", opened.path, error)
+            return None

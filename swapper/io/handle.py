@@ -25,7 +25,7 @@ from swapper.io.elements import byte_count, check_tensor, run_address
 from swapper.io.engines import Engines
 from swapper.io.files import Opened, OpenFiles, Target
 from swapper.io.operation import Operation, Part
-from swapper.io.staging import Move, Staging
+from swapper.io.staging import Move, StagedTransfer, Staging
 from swapper.io.striping import STRIPE_BYTES, Stripes
 from swapper.io.validation import compare
 
@@ -285,7 +285,7 @@ class AioHandle(DeepNvmeMethods):
         for tensor, offset in placed:
             if kind == "read" and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
-            place = run_address(tensor)
+            place = self._run_address(tensor)
             if place is not None and nbytes and (offset, place) == (begin + nbytes, address + nbytes):
                 nbytes += byte_count(tensor)
                 continue
@@ -299,8 +299,15 @@ class AioHandle(DeepNvmeMethods):
         if nbytes:
             yield from move(begin, address, nbytes)
 
+    def _run_address(self, tensor: torch.Tensor) -> int | None:
+        """Where the engine finds the tensor's bytes as they lie; None of those that `_part` takes."""
+        return run_address(tensor)
+
     def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
         """Begins a tensor that the engine cannot use as it lies."""
+        return self._stage(kind, tensor, offset, opened)
+
+    def _stage(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> StagedTransfer:
         with self._lock:
             if self._staging is None:
                 self._staging = Staging()

@@ -20,6 +20,7 @@ import torch
 from swapper import _C
 from swapper.errors import IoError
 from swapper.io.elements import copy_in, copy_out
+from swapper.io.registered import register, unregister
 
 SLOTS = 4
 SLOT_BYTES = 4 << 20
@@ -121,28 +122,32 @@ class Staging:
     def __init__(self) -> None:
         self._worker = ThreadPoolExecutor(1, "swapper-staging")
         self._slots: list[Slot] = []
+        self._registered: int | None = None  # the address by which CUDA knows the slots
 
     def write(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
         """Writes the elements in row-major order from file offset `offset` on."""
-        ready = _event_of(tensor)
+        ready = event_of(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         future = self._worker.submit(self._write, tensor.detach(), offset, move, ready)
         return StagedTransfer(future, ("write", path, offset, nbytes))
 
     def read(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
         """Reads the elements in row-major order from file offset `offset` on."""
-        ready = _event_of(tensor)
+        ready = event_of(tensor)
         nbytes = tensor.numel() * tensor.element_size()
         future = self._worker.submit(self._read, tensor.detach(), offset, move, ready)
         return StagedTransfer(future, ("read", path, offset, nbytes))
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
+        if self._registered is not None:
+            unregister(self._registered)
+            self._registered = None
         self._slots = []
 
     def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
         in_flight: deque[tuple[Slot, Chunk]] = deque()
-        free = deque(self._ring())
+        free = deque(self._ring(tensor.device))
         with _beside(tensor, ready):
             try:
                 for start, stop in _chunks(tensor):
@@ -173,7 +178,7 @@ class Staging:
 
         with _beside(tensor, ready):
             try:
-                for slot in self._ring():
+                for slot in self._ring(tensor.device):
                     begin(slot)
                 while in_flight:
                     slot, ticket, start, stop = in_flight.popleft()
@@ -183,12 +188,15 @@ class Staging:
             finally:
                 _drain(in_flight)
 
-    def _ring(self) -> list[Slot]:
+    def _ring(self, device: torch.device) -> list[Slot]:
         if not self._slots:
             arena = _C.Arena(SLOTS * SLOT_BYTES)
             memory = torch.frombuffer(arena.view(0, SLOTS * SLOT_BYTES), dtype=torch.uint8)
             starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
             self._slots = [Slot(arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
+        address = self._slots[0].address
+        if device.type == "cuda" and self._registered is None and register(address, SLOTS * SLOT_BYTES):
+            self._registered = address
         return self._slots
 
 
@@ -216,7 +224,7 @@ def _drain(in_flight: deque[tuple[Slot, Chunk]] | deque[tuple[Slot, Chunk, int, 
 # --- CUDA: a stream of the copying thread's own, behind what was queued when the operation was asked for -----------------
 
 
-def _event_of(tensor: torch.Tensor) -> Any:
+def event_of(tensor: torch.Tensor) -> Any:
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
 
 

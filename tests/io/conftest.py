@@ -1,7 +1,10 @@
-"""What the tests of the handles share: a handle and a path."""
+"""What the tests of the handles share: a handle, a path, and what stands in for NVIDIA's libcufile."""
 
 from __future__ import annotations
 
+import ctypes
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,3 +23,23 @@ def handle(request: pytest.FixtureRequest) -> Iterator[AioHandle]:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "file"
+
+
+@pytest.fixture(scope="session")
+def built_stand_in(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler here, with which to build what stands in for libcufile")
+    library = tmp_path_factory.mktemp("cufile") / "libcufile.so"
+    source = Path(__file__).parent / "cufile_stand_in.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-pthread", "-o", library, source], check=True, capture_output=True)
+    return ctypes.CDLL(str(library), use_errno=True)
+
+
+@pytest.fixture
+def library(built_stand_in: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
+    """What stands in for libcufile, as it is at first. Whatever a test registers it must take back."""
+    built_stand_in.set_mode(0)
+    yield built_stand_in
+    built_stand_in.set_mode(0)
+    assert (built_stand_in.registered_buffers(), built_stand_in.registered_files()) == (0, 0), "left registered"

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import shutil
-import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,53 +15,6 @@ from handle_bytes import noise, raw
 
 from swapper import IoError, UnsupportedError
 from swapper.io.cufile import CuFile
-from swapper.io.gds import GdsTransfer
-
-STAND_IN = r"""
-#include <errno.h>
-#include <stdlib.h>
-#include <sys/types.h>
-#include <unistd.h>
-typedef struct { int error, cuda; } Status;
-typedef struct { int type; union { int fd; void *pointer; } handle; const void *operations; } Descriptor;
-static int registered;
-Status cuFileDriverOpen(void) { return (Status){getenv("CUFILE_REFUSES") ? 5001 : 0, 0}; }
-Status cuFileHandleRegister(void **handle, Descriptor *wanted) {
-  if (wanted->type != 1) return (Status){5022, 0};
-  *handle = (void *)(long)(wanted->handle.fd + 1);
-  return (Status){0, 0};
-}
-void cuFileHandleDeregister(void *handle) {}
-Status cuFileBufRegister(const void *base, size_t size, int flags) {
-  return size == 13 ? (Status){5033, 1} : (registered++, (Status){0, 0});
-}
-Status cuFileBufDeregister(const void *base) { registered--; return (Status){0, 0}; }
-int registered_now(void) { return registered; }
-static size_t shorter(size_t size) { return size > 100000 ? 98304 : size; }
-ssize_t cuFileRead(void *handle, void *base, size_t size, off_t at, off_t in_memory) {
-  if (at == 4096 * 77) return -5027;
-  if (at == 4096 * 78) { errno = EIO; return -1; }
-  return pread((int)(long)handle - 1, (char *)base + in_memory, shorter(size), at);
-}
-ssize_t cuFileWrite(void *handle, const void *base, size_t size, off_t at, off_t in_memory) {
-  return pwrite((int)(long)handle - 1, (const char *)base + in_memory, shorter(size), at);
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler here")
-    place = tmp_path_factory.mktemp("cufile")
-    (place / "stand_in.c").write_text(STAND_IN)
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-o", place / "libcufile.so", place / "stand_in.c"],
-        check=True,
-        capture_output=True,
-    )
-    return ctypes.CDLL(str(place / "libcufile.so"), use_errno=True)
 
 
 def aligned(nbytes: int) -> torch.Tensor:
@@ -85,22 +35,6 @@ def test_all_bytes_go_however_short_the_calls(library: ctypes.CDLL, path: Path) 
     assert torch.equal(source, back)
 
 
-def test_a_transfer_in_many_pieces_is_one_part_of_an_operation(library: ctypes.CDLL, path: Path) -> None:
-    cufile = CuFile(library)
-    source, back = aligned(40 << 20), aligned(40 << 20)
-    source.copy_(noise(40 << 20))
-    with ThreadPoolExecutor(3) as threads:
-        for op, tensor in (("write", source), ("read", back)):
-            file = cufile.open(str(path), writing=op == "write")
-
-            def move(begin: int, nbytes: int, op=op, tensor=tensor, file=file) -> None:  # type: ignore[no-untyped-def]
-                file.transfer(op, tensor.data_ptr(), begin, begin, nbytes)
-
-            transfer = GdsTransfer(threads, file, op, move, 0, 40 << 20)
-            assert transfer.wait() and transfer.done and transfer.error is None
-    assert torch.equal(source, back)
-
-
 @pytest.mark.parametrize("sector, number", [(77, 0), (78, errno.EIO)])
 def test_an_error_is_raised_with_its_place(library: ctypes.CDLL, path: Path, sector: int, number: int) -> None:
     path.write_bytes(bytes(1 << 20))
@@ -113,25 +47,48 @@ def test_an_error_is_raised_with_its_place(library: ctypes.CDLL, path: Path, sec
     file.close()
 
 
+def test_a_file_is_registered_until_its_last_user_closes_it(library: ctypes.CDLL, path: Path) -> None:
+    path.write_bytes(bytes(8192))
+    file = CuFile(library).open(str(path), writing=False)
+    assert file.use() is file
+    file.close()
+    assert library.registered_files() == 1
+    file.transfer("read", aligned(4096).data_ptr(), 0, 4096, 4096)
+    file.close()
+    assert library.registered_files() == 0
+
+
 def test_registering_memory(library: ctypes.CDLL) -> None:
     cufile = CuFile(library)
     memory = aligned(8192)
     cufile.register_memory(memory.data_ptr(), 8192)
-    assert library.registered_now() == 1
+    assert library.registered_buffers() == 1
     assert cufile.unregister_memory(memory.data_ptr())
-    assert library.registered_now() == 0
+    assert library.registered_buffers() == 0
     with pytest.raises(IoError, match="5033"):
         cufile.register_memory(memory.data_ptr(), 13)
 
 
-def test_a_driver_that_does_not_open_is_the_reason(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    libc = ctypes.CDLL(None)
-    libc.setenv(b"CUFILE_REFUSES", b"1", 1)
-    try:
-        with pytest.raises(UnsupportedError, match="5001"):
-            CuFile(library)
-    finally:
-        libc.unsetenv(b"CUFILE_REFUSES")
+@pytest.mark.parametrize("mode, reason", [(1, "5001"), (2, "compatibility mode")])
+def test_a_driver_that_does_not_open_or_does_not_go_direct_is_the_reason(
+    library: ctypes.CDLL, mode: int, reason: str
+) -> None:
+    library.set_mode(mode)
+    with pytest.raises(UnsupportedError, match=reason):
+        CuFile(library)
+
+
+def test_peer_to_peer_without_the_kernel_module_is_direct(library: ctypes.CDLL) -> None:
+    library.set_mode(3)
+    CuFile(library)
+
+
+def test_a_file_that_cannot_be_registered_is_named(library: ctypes.CDLL, path: Path) -> None:
+    path.write_bytes(bytes(4096))
+    library.set_mode(4)
+    with pytest.raises(IoError, match="5030") as raised:
+        CuFile(library).open(str(path), writing=False)
+    assert (raised.value.errno, raised.value.path) == (errno.ENOTSUP, str(path))
 
 
 def test_a_library_that_is_not_cufile_is_the_reason() -> None:

@@ -1,0 +1,107 @@
+"""One run of device memory on its way by cuFile: in pieces of whole sectors, beside edges that go through host memory.
+
+cuFile takes any offset and size, but what is not whole sectors it reads, changes and writes back, and two pieces or two operations
+that meet in a sector would undo each other's bytes. So it gets whole sectors only; edges go the engine's way, which
+changes exactly its bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from swapper.io.cufile import CuFileFile
+from swapper.io.staging import StagedTransfer, event_of
+
+SECTOR_BYTES = 4096
+PIECE_BYTES = 16 << 20
+
+Stage = Callable[[int, int], StagedTransfer]
+"""(begin, bytes) -> begins to transfer that part of the tensor through host memory."""
+
+
+def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
+    """Return (begin, end) of the whole sectors of the file within [offset, offset + nbytes), counted from offset; pure.
+
+    Both are 0 where there is none.
+    """
+    begin = -offset % SECTOR_BYTES
+    end = nbytes - (offset + nbytes) % SECTOR_BYTES
+    return (begin, end) if begin < end else (0, 0)
+
+
+def begin_pieces(
+    threads: ThreadPoolExecutor, file: CuFileFile, kind: str, flat: torch.Tensor, offset: int, stage: Stage
+) -> list[StagedTransfer]:
+    """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued."""
+    ready = event_of(flat)
+
+    def move(begin: int, nbytes: int) -> None:
+        if ready is None:
+            file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
+            return
+        with torch.cuda.device(flat.device):  # threads begin with the first device
+            ready.synchronize()
+            file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
+
+    def pieces() -> Iterator[StagedTransfer]:
+        begin, end = whole_sectors(offset, flat.numel())
+        for at in range(begin, end, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, end - at)
+            yield StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
+        for edge, stop in ((0, begin), (end, flat.numel())):
+            if edge < stop:
+                yield stage(edge, stop - edge)
+
+    return list(pieces())
+
+
+class GdsTransfer:
+    """A part of an operation that consists of parts. Calls `release` when all are over."""
+
+    def __init__(self, pieces: Sequence[StagedTransfer], release: Callable[[], None]) -> None:
+        self._pieces = pieces
+        self._left = len(pieces)
+        self._lock = threading.Lock()
+        self._release = release
+        for piece in pieces:
+            piece.on_done(self._end_one)
+        if not pieces:
+            release()
+
+    def _end_one(self) -> None:
+        with self._lock:
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last:
+            self._release()
+
+    @property
+    def done(self) -> bool:
+        return all(piece.done for piece in self._pieces)
+
+    @property
+    def cancelled(self) -> bool:
+        return any(piece.cancelled for piece in self._pieces)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((piece.error for piece in self._pieces if piece.error is not None), None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        for piece in self._pieces:
+            if not piece.settle(timeout_s):
+                return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def cancel(self) -> bool:
+        return all(piece.cancel() for piece in self._pieces)
+
+    def notify(self, fd: int) -> None:
+        for piece in self._pieces:
+            piece.notify(fd)
