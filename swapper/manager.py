@@ -15,31 +15,37 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.checkpoint.commit import CommitRecord, boot_id, check_same, check_state, describe_plans, read_commit
+from swapper.checkpoint.commit import (
+    CommitRecord,
+    boot_id,
+    check_same,
+    check_state,
+    check_trained,
+    describe_plans,
+    read_commit,
+)
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.config import PLACEMENTS, UPDATES, parse_choice, parse_host_memory
+from swapper.config import parse_choice, parse_host_memory
 from swapper.core.section import Section
 from swapper.counters import Counters
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import CheckpointError, ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
-from swapper.modules.several import as_one
-from swapper.plan import Plan, plan_run
-from swapper.run import Callbacks, Run
+from swapper.plan import Plan
+from swapper.regroup import Changeover
+from swapper.request import Request
+from swapper.run import Callbacks, Origin, Run
 from swapper.stats import StepClock, StepStats
 from swapper.trace import MOST_SPANS, Trace, asked_for
-from swapper.train.deferred import check_deferrable
+from swapper.train.content import GivenContent
 from swapper.train.initial import Values, check_buffers
-from swapper.train.inventory import (
-    Inventory,
-    take_inventory,
-)
+from swapper.train.inventory import Inventory
 from swapper.train.model import OffloadedModel
-from swapper.train.optim import NoOptimizer
+from swapper.train.optim import PagedOptimizer, packed_groups
 
 log = logging.getLogger("swapper")
 
@@ -121,6 +127,9 @@ class SwapManager:
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self.extra: dict[str, Any] = dict(self._resumed.extra) if self._resumed is not None else {}
 
+    _request: Request
+    _optimizer: PagedOptimizer
+
     # --- the user's verbs -----------------------------------------------------------------------------------------
 
     def offload(
@@ -170,16 +179,11 @@ class SwapManager:
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
             )
-        self._check_places(params, optimizer_state, gradients)
-        deferred = parse_choice(update, "update", UPDATES) == "deferred"
-        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        inventory = take_inventory(
-            whole, used, master_weights, may_be_meta=init is not None or self._resumed is not None
-        )
-        if deferred:
-            check_deferrable(inventory.forms.values(), type(used).__name__)
+        asked = params, optimizer_state, gradients, master_weights, update, self._host_bytes, self._commit_every
+        self._request = request = Request.parse(model, optimizer, *asked)
+        inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
-            paged = self._open(whole, used, inventory, params, optimizer_state, gradients, deferred, init)
+            paged = self._open(inventory, request, init)
             return model, None if optimizer is None else paged
         except BaseException:
             if self._run is not None:
@@ -204,16 +208,9 @@ class SwapManager:
         Raises: as `offload` does.
         """
         self._check_usable()
-        self._check_places(params, optimizer_state, gradients)
-        deferred = parse_choice(update, "update", UPDATES) == "deferred"
-        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        inventory = take_inventory(whole, used, master_weights, may_be_meta=True)
-        if deferred:
-            check_deferrable(inventory.forms.values(), type(used).__name__)
-        tuning = find_tuning(self._directory.path)
-        return plan_run(
-            inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every, tuning, deferred
-        )
+        asked = params, optimizer_state, gradients, master_weights, update, self._host_bytes, self._commit_every
+        request = Request.parse(model, optimizer, *asked)
+        return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning(self._directory.path))
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
@@ -390,6 +387,16 @@ class SwapManager:
         return self._counters
 
     @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that the run has optimizer state for; before `offload`, of the run that is gone on from.
+
+        Where a script adds groups or unfreezes parameters in the middle of a run, this says whether the run has them already.
+        """
+        if self._run is not None:
+            return frozenset(self._run.plan.inventory.forms)
+        return frozenset(self._resumed.state_entries["of"] if self._resumed is not None else ())
+
+    @property
     def step(self) -> int:
         """How many optimizer steps were taken."""
         return self._counters.step
@@ -424,41 +431,23 @@ class SwapManager:
 
     # --- opening ----------------------------------------------------------------------------------------------------
 
-    def _open(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        inventory: Inventory,
-        params: str,
-        optimizer_state: str,
-        gradients: str,
-        deferred: bool,
-        init: Any,
-    ) -> Optimizer:
-        record = self._resumed
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        if record is not None:
-            check_same(record, inventory.plans, kind)
+    def _open(self, inventory: Inventory, request: Request, init: Any) -> PagedOptimizer:
+        record, model, optimizer = self._resumed, request.model, request.optimizer
+        if record is None:
+            plan = request.plan(inventory)
+        else:
+            check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+            check_same(record, inventory.plans, request.kind)
             check_buffers(model)
-            params, optimizer_state = follow_placement(record, params, optimizer_state)
-        plan = plan_run(
-            inventory, params, optimizer_state, gradients, self._host_bytes, self._commit_every,
-            deferred=deferred, page_bytes=page_bytes_of(record) if record is not None else None,
-            existing_files=record.files if record is not None else {},
-        )  # fmt: skip
-        described = describe_plans(inventory.plans)
-        run = self._run = Run(
-            model, optimizer, plan, self._directory, record, self._clock,
-            Callbacks(
-                self._enter, self._enter_to_write, self._run_step, self._undo_update,
-                lambda step: self._describe_commit(step, kind, described, plan.places),
-            ),
-            backend=self._backend, fsync=self._fsync, stall_s=self._stall_s,
-        )  # fmt: skip
+            places = follow_placement(record, request.params, request.optimizer_state)
+            plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
+        run = self._run = self._open_run(plan, Origin.of(record))
         values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:
             self._counters.step = record.step
-        returned = run.adopt(fill=record is None)
+        run.adopt(GivenContent(optimizer) if record is None else None)
+        self._optimizer = PagedOptimizer(optimizer, self._run_step, self._train_more)
+        self._optimizer.bind(run.model)
         if record is None or record.rng is None:
             self._note_rng()
         elif self._keeps_rng:
@@ -471,13 +460,35 @@ class SwapManager:
         self._clock.start(find_tuning(self._directory.path))
         if (path := asked_for(self._directory.rank)) is not None:
             self._recording.enter_context(self.trace(path))
-        return returned
+        return self._optimizer
 
-    def _check_places(self, params: str, optimizer_state: str, gradients: str) -> None:
-        for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
-            parse_choice(value, option, PLACEMENTS)
-            if value == "device":
-                raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
+    def _open_run(self, plan: Plan, origin: Origin) -> Run:
+        described = describe_plans(plan.inventory.plans)
+        return Run(
+            self._request.model, self._request.optimizer, plan, self._directory, origin, self._clock,
+            Callbacks(
+                self._enter, self._enter_to_write, self._undo_update,
+                lambda step: self._describe_commit(step, described, plan.places),
+            ),
+            backend=self._backend, fsync=self._fsync, stall_s=self._stall_s,
+        )  # fmt: skip
+
+    def _train_more(self, add: Callable[[], None]) -> None:
+        """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
+        self._enter()
+        change = Changeover(self._running("add_param_group"), self._request, self._directory, self._open_run)
+        self._run = None
+        self._optimizer.bind(None)
+        try:
+            change.train_more(add, self._counters.step)
+        except BaseException as error:
+            if change.run is None:
+                self._failure, self._failed_step = error, self._counters.step
+            raise
+        finally:
+            self._run = change.run
+            if self._run is not None:
+                self._optimizer.bind(self._run.model)
 
     def _running(self, verb: str) -> Run:
         """Return the run; for verbs that need an offloaded model."""
@@ -499,7 +510,9 @@ class SwapManager:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         run.model.abandon_pass()
         run.model.finish_update(in_order=True)
-        run.model.check_gradients()
+        if run.model.has_more_to_train:
+            self._train_more(lambda: None)
+            run = self._running("optimizer.step()")
         run.model.check_step()
         run.committer.before_step()  # the writes of the step before are long done
         learn = run.model.is_in_order
@@ -543,19 +556,18 @@ class SwapManager:
             self._run.committer.finish()
             self._run.committer.changed_from_outside()
 
-    def _describe_commit(self, step: int, optimizer: str, plans: list[str], places: dict[str, str]) -> CommitRecord:
-        model = self._running("a commit").model
+    def _describe_commit(self, step: int, plans: list[str], places: dict[str, str]) -> CommitRecord:
         return CommitRecord(
             step=step,
             rank=self._directory.rank,
             world_size=self._directory.world_size,
             boot_id=boot_id(),
-            optimizer=optimizer,
+            optimizer=self._request.kind,
             placement=places,
             plans=plans,
             files={},
             sections=[],
-            param_groups=model.packed_groups(),
+            param_groups=copy.deepcopy(packed_groups(self._request.optimizer.param_groups)),
             state_entries={},
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             extra=copy.deepcopy(self.extra),

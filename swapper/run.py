@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -30,17 +30,17 @@ from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
 from swapper.core.scratch import ScratchFile, Stores
-from swapper.core.section import Section
+from swapper.core.section import Page, Section
 from swapper.core.store import Store
 from swapper.directory import RunDirectory
 from swapper.errors import SwapperError
 from swapper.interrupts import held_back
 from swapper.plan import Plan
 from swapper.stats import StepClock
+from swapper.train.content import CarriedContent, Content
 from swapper.train.initial import Values
 from swapper.train.inventory import expected_cycle, find_places, find_trainables
 from swapper.train.model import OffloadedModel
-from swapper.train.optim import PagedOptimizer
 from swapper.watchdog import Watchdog, describe_waits
 
 log = logging.getLogger("swapper")
@@ -53,7 +53,6 @@ class Callbacks:
     Attributes:
         enter: called whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where something is about to be changed from outside.
-        step: what the optimizer's `step` does.
         undo: called with a group's sections and an error when the group's deferred update fails; has them as they were before
             that step, and returns whether it could.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
@@ -61,9 +60,29 @@ class Callbacks:
 
     enter: Callable[[], None]
     enter_to_write: Callable[[], None]
-    step: Callable[[], None]
     undo: Callable[[Sequence[Section], BaseException], bool]
     describe: Callable[[int], CommitRecord]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run goes on from.
+
+    Attributes:
+        record: the commit that it goes on from, or None.
+        files: names of its swap files by number, if it has any already.
+        committed: the step that is committed, or None.
+        first_file: number of its first file, where it has none.
+    """
+
+    record: CommitRecord | None = None
+    files: Mapping[int, str] = field(default_factory=dict)
+    committed: int | None = None
+    first_file: int = 0
+
+    @classmethod
+    def of(cls, record: CommitRecord | None) -> Origin:
+        return cls() if record is None else cls(record, record.files, record.step)
 
 
 class Run:
@@ -73,7 +92,7 @@ class Run:
         model, optimizer: the user's.
         plan: where everything shall live.
         directory: of the swap files.
-        record: the commit to go on from, or None.
+        origin: what to go on from.
         clock: divides the run into steps and phases; has the counters to keep.
         manager: whom to ask.
         backend: of the engine.
@@ -100,7 +119,7 @@ class Run:
         optimizer: Optimizer,
         plan: Plan,
         directory: RunDirectory,
-        record: CommitRecord | None,
+        origin: Origin,
         clock: StepClock,
         manager: Callbacks,
         *,
@@ -111,24 +130,25 @@ class Run:
         self._manager = manager
         self._clock = clock
         self._counters = clock.counters
+        self._bytes_before = self._counters.bytes_read, self._counters.bytes_written
         self._directory = directory
+        self.plan = plan
         self._memory = HostMemory()
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_storage(plan, record, backend)
-            self._open_model(model, optimizer, plan, record, fsync)
+            self._open_storage(plan, origin, backend)
+            self._open_model(model, optimizer, plan, origin, fsync)
             self._note_sizes(plan)
-            if record is not None:
-                self._restore(record)
+            if origin.record is not None:
+                self._restore(origin.record)
             self._watchdog = Watchdog(self._counters, self._make_describe(), stall_s)
         except BaseException:
             self.close()
             raise
 
-    def _open_storage(self, plan: Plan, record: CommitRecord | None, backend: str) -> None:
-        existing = record.files if record is not None else {}
-        self._directory.require_space((plan.turns - len(existing)) * plan.layout.tail_offset + plan.scratch_bytes)
+    def _open_storage(self, plan: Plan, origin: Origin, backend: str) -> None:
+        self._directory.require_space((plan.turns - len(origin.files)) * plan.layout.tail_offset + plan.scratch_bytes)
         paged_grads = [section for section in self._grad_sections if section.pages]
         bound_free_memory(plan.host_bytes)
         arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
@@ -138,9 +158,10 @@ class Run:
             self._directory.path,
             plan.layout.headers(),
             plan.layout.tail_offset,
-            existing,
+            origin.files,
             plan.turns,
-            [piece for section in self.sections for piece in (section.pages or [section.piece])],
+            _pieces(self.sections),
+            origin.first_file,
         )
         self.publisher = Publisher(
             self.sections,
@@ -154,9 +175,7 @@ class Run:
             self._scratch = ScratchFile(self.engine, self._directory.path, plan.scratch_bytes)
         self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
 
-    def _open_model(
-        self, model: nn.Module, optimizer: Optimizer, plan: Plan, record: CommitRecord | None, fsync: bool
-    ) -> None:
+    def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
         assert self._store is not None
         inventory, page_bytes = plan.inventory, plan.budget.page_bytes
         everything = [*self.sections, *self._grad_sections]
@@ -176,7 +195,7 @@ class Run:
         )  # fmt: skip
         self.committer = Committer(
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
-            self._manager.describe, model_part, self.publisher, record.step if record is not None else None,
+            self._manager.describe, model_part, self.publisher, origin.committed,
         )  # fmt: skip
         self._model = model_part
 
@@ -207,11 +226,60 @@ class Run:
         assert self._model is not None
         return self._model
 
-    def adopt(self, fill: bool) -> PagedOptimizer:
-        """Move the model to its places, with its values where `fill` says so; returns the optimizer that works there."""
-        returned = self.model.adopt(self._manager.step, fill)
+    def adopt(self, content: Content | None) -> None:
+        """Move the model to its places, which `content` fills; None where they have theirs already."""
+        self.model.adopt(content)
         self.pager.flush()
-        return returned
+
+    # --- when the layout changes ------------------------------------------------------------------------------------
+
+    def carried(self, optimizer: Optimizer) -> CarriedContent:
+        """Return what all sections have, from the files that it is in. Call when everything is written."""
+        assert self._store is not None
+        return CarriedContent(optimizer, self.sections, self._store.paths)
+
+    @property
+    def file_names(self) -> set[str]:
+        """Names of all swap files."""
+        return set(self.origin.files.values())
+
+    @property
+    def origin(self) -> Origin:
+        """What a run of the same plan has to be given to `take_up` what this one leaves."""
+        assert self._store is not None
+        names = {number: path.name for number, path in self._store.paths.items()}
+        return Origin(files=names, committed=self.committer.committed)
+
+    def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
+        """Go on from what a run of the same plan has left: the same files, in the state that they were in.
+
+        Args:
+            earlier: that run's sections.
+            entries: what its optimizer's state of each parameter had.
+        """
+        assert self._store is not None
+        self._store.take_over(_pieces(self.sections), _pieces(earlier))
+        self._read_resident()
+        self.pager.back_cold_pages()
+        self.model.adopt(None)
+        self.model.entries.unpack(entries)
+
+    def _read_resident(self) -> None:
+        assert self._store is not None
+        for section in self.sections:
+            if section.resident:
+                self._store.read(section.piece, section.memory.data_ptr()).wait()
+
+    def part(self, why: str) -> None:
+        """Close, and leave the model without data for another run to adopt. Everything must be written."""
+        self.model.part(why)
+        self._close(keep_cold=False)
+        for section in (*self.sections, *self._grad_sections):
+            section.detach()
+        self._model = None  # whoever has this run still shall not keep its memory
+        del self.pager, self.committer, self.publisher, self._pool
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
@@ -248,8 +316,9 @@ class Run:
     def count_bytes(self) -> None:
         """Bring the counters up to date."""
         if self.engine is not None:
-            self._counters.bytes_read = self.engine.bytes_read
-            self._counters.bytes_written = self.engine.bytes_written
+            read_bytes, written_bytes = self._bytes_before
+            self._counters.bytes_read = read_bytes + self.engine.bytes_read
+            self._counters.bytes_written = written_bytes + self.engine.bytes_written
 
     def _make_describe(self) -> Callable[[], str]:
         """Return what makes the watchdog's dump. The watchdog's thread must not keep the run alive."""
@@ -263,10 +332,13 @@ class Run:
 
     def close(self) -> None:
         """[Note: order of opening and closing]"""
+        self._close(keep_cold=True)
+
+    def _close(self, keep_cold: bool) -> None:
         if self._watchdog is not None:
             self._watchdog.stop()
         if self._model is not None:
-            self._model.close(keep_cold=True)
+            self._model.close(keep_cold)
             self.committer.abandon()
             self.publisher.finish()
             self.pager.discard()
@@ -278,3 +350,8 @@ class Run:
                 files.close()
         self._memory.close()
         self.engine = self._store = self._scratch = None
+
+
+def _pieces(sections: Sequence[Section]) -> list[Page]:
+    """Return all that is stored: pages, and resident sections as a whole."""
+    return [piece for section in sections for piece in (section.pages or [section.piece])]

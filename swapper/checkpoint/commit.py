@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,6 +186,23 @@ def _split(packed: dict[str, Any]) -> list[SectionRecord]:
     return sections
 
 
+def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
+    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained here.
+
+    Args:
+        parameters: names of all.
+        trained: names of those that the optimizer has, and that require gradients.
+    """
+    lacking = [name for name in record.state_entries["of"] if name not in trained]
+    if lacking and all(name in parameters for name in lacking):
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise CheckpointError(
+            f"at step {record.step} the directory's run trains parameters that are frozen here, or in no group of the optimizer: "
+            f"{shown}. Where they were added later (add_param_group, requires_grad_), do that before manager.offload when a run "
+            "that has them goes on: `manager.trained` has the names of what it trains"
+        )
+
+
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
     """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
     ours, theirs = describe_plans(plans), record.plans
@@ -210,6 +227,7 @@ __all__ = [
     "boot_id",
     "check_same",
     "check_state",
+    "check_trained",
     "describe_plans",
     "encode_commit",
     "publish_commit",

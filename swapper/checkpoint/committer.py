@@ -142,6 +142,22 @@ class Committer:
         if self._every is None:
             self._store.release_frozen()
 
+    def write_all(self, step: int) -> None:
+        """Have everything written as it is now, after `step`, and commit it where the run commits at all.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        self.finish()
+        self._due = step
+        self.finish()
+        self._publisher.finish()
+
+    @property
+    def committed(self) -> int | None:
+        """The step that is committed."""
+        return self._committed
+
     def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
         """`snapshot` was taken of `step`: commit that, if the run commits at all, and then publish it.
 

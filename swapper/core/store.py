@@ -33,6 +33,7 @@ class Store:
         headers: (file offset, bytes) of everything before the tail that is not payload.
         nbytes: size of a file, without a tail.
         existing: names of the files of a run that goes on, by number; empty for a new run.
+        first: number of the first file of a new run.
         turns: how many files are written in turns: TURNS, or 1 for a run that never commits.
         pieces: everything that is stored: pages, and resident sections as a whole.
 
@@ -50,6 +51,7 @@ class Store:
         existing: Mapping[int, str],
         turns: int,
         pieces: Sequence[Page],
+        first: int = 0,
     ) -> None:
         self._engine = engine
         self._directory = directory
@@ -67,7 +69,7 @@ class Store:
             for number, name in existing.items():
                 self._open(number, directory / name)
             while len(self._files) - len(self._frozen) < turns:
-                number = max(self._files, default=-1) + 1
+                number = max(self._files, default=first - 1) + 1
                 path = self._path(number)
                 path.unlink(missing_ok=True)  # of a run that was killed before a commit named it
                 self._files[number] = self.create_file(path)
@@ -84,6 +86,11 @@ class Store:
         """Names, by number, of the files that are written in turns and of those that have the newest content of something."""
         needed = {piece.location for piece in self._pieces} | set(self._turns)
         return {number: Path(file.path).name for number, file in self._files.items() if number in needed}
+
+    @property
+    def paths(self) -> dict[int, Path]:
+        """All files, by number."""
+        return {number: Path(file.path) for number, file in self._files.items()}
 
     @property
     def io_mode(self) -> str:
@@ -148,6 +155,12 @@ class Store:
             piece.location, piece.crc32 = piece.committed, piece.committed_crc32
             self._written.pop(piece, None)
             self._targets.pop(piece, None)
+
+    def take_over(self, pieces: Iterable[Page], earlier: Iterable[Page]) -> None:
+        """`pieces` are divided as `earlier` were, of a store that had these very files: what that one knew of them is so."""
+        for piece, known in zip(pieces, earlier, strict=True):
+            piece.location, piece.crc32 = known.location, known.crc32
+            piece.committed, piece.committed_crc32 = known.committed, known.committed_crc32
 
     # --- publishing a file ----------------------------------------------------------------------------------------
 
@@ -267,6 +280,12 @@ class Store:
             os.truncate(path, self.nbytes)
             self._write_headers(path)
         self._files[number] = _C.File(str(path), read_only=frozen)
+
+
+def first_free_number(directory: Path) -> int:
+    """Return a number such that no swap file of `directory` has it or a higher one."""
+    numbers = [int(path.stem.removeprefix("turn-")) for path in directory.glob("turn-*.swap")]
+    return max(numbers, default=-1) + 1
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

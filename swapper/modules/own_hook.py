@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from swapper.interrupts import held_back
 
@@ -20,6 +23,17 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return OwnHook, (_do_nothing,)
+
+
+@contextmanager
+def hookable(parameter: torch.Tensor) -> Iterator[None]:
+    """Within, hooks can be put into a parameter that is frozen, for when it is not."""
+    was = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        parameter.requires_grad_(was)
 
 
 def keep_out_of_graphs() -> None:

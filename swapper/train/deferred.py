@@ -30,7 +30,7 @@ from swapper.core.schedule import Access
 from swapper.errors import StateError, UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.cold import METADATA, set_cold, set_warm, tensors_among
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.own_hook import OwnHook, hookable
 from swapper.train.discovery import StateForm
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import GroupUpdate, Sweep
@@ -96,7 +96,8 @@ class DeferredStep:
 
         for parameter in parameters:
             before = OwnHook(finish)
-            self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            with hookable(parameter):
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks out, and forget a step that is still open."""

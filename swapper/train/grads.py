@@ -21,6 +21,7 @@ from swapper.core.memory import note_freed
 from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import UnsupportedError
+from swapper.modules.own_hook import hookable
 from swapper.train.paged_grads import ColdGradient, PagedGradients
 from swapper.train.slices import Place
 from swapper.train.spare import GradientRoom, Room
@@ -45,7 +46,7 @@ class Gradients:
     ) -> None:
         places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
         trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
-        self._paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
+        self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
         self._host = HostGradients(
             [(name, p, place.section.tensor(place.slot)) for name, p, place in trained if place.section.resident],
             rooms,
@@ -53,13 +54,13 @@ class Gradients:
         )
 
     def remove(self) -> None:
-        self._paged.remove()
+        self.paged.remove()
         self._host.remove()
 
     def entered(self) -> None:
         """A forward begins, or something else outside of a backward."""
-        self._paged.restore()
-        self._paged.forget_what_was_let_go()
+        self.paged.restore()
+        self.paged.forget_what_was_let_go()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, as clipped; not to be changed.
@@ -67,7 +68,7 @@ class Gradients:
         Its pages, if any, are leased.
         """
         if type(gradient) is ColdGradient:
-            return self._paged.part(parameter, begin, end)
+            return self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end]
 
     @torch.no_grad()
@@ -82,7 +83,7 @@ class Gradients:
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in given:
             if type(parameter.grad) is ColdGradient:
-                self._paged.multiply(parameter, factor)
+                self.paged.multiply(parameter, factor)
             else:
                 _grad(parameter).mul_(factor)
         return total
@@ -92,13 +93,13 @@ class Gradients:
         """Clip as torch.nn.utils.clip_grad_value_ does."""
         for parameter in parameters:
             if type(parameter.grad) is ColdGradient:
-                self._paged.clamp(parameter, float(clip_value))
+                self.paged.clamp(parameter, float(clip_value))
             elif parameter.grad is not None:
                 parameter.grad.clamp_(-float(clip_value), float(clip_value))
 
     def _norm(self, parameter: nn.Parameter, norm_type: float) -> torch.Tensor:
         if type(parameter.grad) is ColdGradient:
-            return self._paged.norm(parameter, norm_type)
+            return self.paged.norm(parameter, norm_type)
         norm: torch.Tensor = torch.linalg.vector_norm(_grad(parameter), norm_type)
         return norm
 
@@ -130,7 +131,8 @@ class HostGradients:
         for name, parameter, _ in places:
             if parameter.grad is not None:
                 homes[name].take(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
+            with hookable(parameter):
+                handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         if rooms:
             pager.use_spare(GradientRoom(rooms, {name: home.is_idle for name, home in homes.items()}))

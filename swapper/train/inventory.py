@@ -64,7 +64,11 @@ class Inventory:
 
 
 def take_inventory(
-    model: nn.Module, optimizer: Optimizer, master_weights: torch.dtype | None, may_be_meta: bool = False
+    model: nn.Module,
+    optimizer: Optimizer,
+    master_weights: torch.dtype | None,
+    may_be_meta: bool = False,
+    before: Inventory | None = None,
 ) -> Inventory:
     """List what is to be placed.
 
@@ -72,6 +76,8 @@ def take_inventory(
         model, optimizer: the user's.
         master_weights: torch.float32, or None.
         may_be_meta: parameters may be on the meta device: their values come later.
+        before: what there is, where the model is offloaded already and its optimizer gets more to train: all that was trained
+            is trained still, frozen or not, and so is all that has joined a group since.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32.
@@ -80,12 +86,16 @@ def take_inventory(
     """
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
-    _check_model(model, may_be_meta)
+    if before is None:
+        _check_model(model, may_be_meta)
     check_supported(optimizer)
     settings = _settings(model, optimizer)
-    discovery = Discovery(optimizer)
+    discovery = Discovery(optimizer) if before is None else before.discovery
     forms: dict[str, StateForm] = {}
     groups, units = partition(model)
+    if before is not None:
+        _check_same_parameters(groups, before.groups)
+    with_gradient = _with_gradient(groups, settings, before)
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
     grad_plans: list[SectionPlan] = []
@@ -93,25 +103,53 @@ def take_inventory(
         state: list[TensorSpec] = []
         for name, parameter in group.parameters:
             index = settings.get(id(parameter))
-            if index is None or not parameter.requires_grad:
+            if index is None or name not in with_gradient:
                 continue
             updated = updated_dtype(parameter, master_weights)
-            forms[name] = discovery.form(index, updated, parameter.dim())
+            known = None if before is None else before.forms.get(name)
+            forms[name] = known or discovery.form(index, updated, parameter.dim())
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
             state += _state_specs(name, parameter, updated, forms[name])
-        for parameters in _by_training(group.parameters):
+        for parameters in _by_training(group.parameters, with_gradient):
             param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in parameters])
         state_plans += plan_group(group.index, "state", state)
-        trained = [_spec(n, "grad", p) for n, p in group.parameters if p.requires_grad]
+        trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
         grad_plans += plan_group(group.index, "grad", trained)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights)
 
 
-def _by_training(parameters: Sequence[tuple[str, nn.Parameter]]) -> list[list[tuple[str, nn.Parameter]]]:
+def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
+    """Return the names of the parameters that have, had or are to have gradients. See `take_inventory`."""
+    had = {slot.spec.owner for plan in before.grad_plans for slot in plan.slots} if before is not None else set()
+    joined = settings.keys() - before.settings.keys() if before is not None else set()
+    return frozenset(
+        name
+        for group in groups
+        for name, parameter in group.parameters
+        if parameter.requires_grad
+        or name in had
+        or id(parameter) in joined
+        or (before is not None and parameter.grad is not None)
+    )
+
+
+def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> None:
+    ours, theirs = ({name: p for group in all_ for name, p in group.parameters} for all_ in (groups, before))
+    if ours.keys() != theirs.keys() or any(ours[name] is not theirs[name] for name in ours):
+        changed = sorted({name for name in {*ours, *theirs} if ours.get(name) is not theirs.get(name)})
+        raise StateError(
+            f"the model has other parameters than when it was offloaded ({', '.join(changed[:3])}): what is trained can be "
+            "changed after manager.offload, what the model consists of cannot"
+        )
+
+
+def _by_training(
+    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str]
+) -> list[list[tuple[str, nn.Parameter]]]:
     """Return those that are trained and those that are not, in order of first appearance: what never changes lies apart."""
-    kinds = dict.fromkeys(parameter.requires_grad for _, parameter in parameters)
-    return [[(name, p) for name, p in parameters if p.requires_grad == kind] for kind in kinds]
+    kinds = dict.fromkeys(name in with_gradient for name, _ in parameters)
+    return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
 
 
 def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], Place]:
@@ -127,8 +165,7 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
     for group in inventory.groups:
         found = Trainable(group.index, [], [], [])
         for name, parameter in group.parameters:
-            index = inventory.settings.get(id(parameter))
-            if index is None or not parameter.requires_grad:
+            if name not in inventory.forms:
                 continue
             form = inventory.forms[name]
             of_key = {key.name: places[name, key.name] for key in form.keys}
@@ -141,7 +178,7 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
             grad = places.get((name, "grad"))
             paged_grad = grad if grad is not None and grad.section.pages else None
             found.places.append(ParameterPlaces(name, places[name, "param"], state, others, form.may_cut, paged_grad))
-            found.settings.append(index)
+            found.settings.append(inventory.settings[id(parameter)])
         if found.parameters:
             trainables.append(found)
     return trainables

@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
-from swapper.errors import InvariantError, StateError
+from swapper.errors import StateError
 from swapper.interrupts import held_back, surely
 from swapper.modules.cold import aliases, is_cold
 from swapper.modules.several import Models
 from swapper.stats import StepClock
+from swapper.train.content import Content
 from swapper.train.deferred import DeferredStep
 from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries
@@ -27,7 +28,7 @@ from swapper.train.hooks import Hooks
 from swapper.train.initial import Values
 from swapper.train.inventory import Inventory, find_places, find_trainables, updated_dtype
 from swapper.train.loading import LoadHooks
-from swapper.train.optim import PagedOptimizer, packed_groups
+from swapper.train.optim import packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.slices import ParameterPlaces
 from swapper.train.spare import find_rooms
@@ -35,7 +36,7 @@ from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
-from swapper.train.visit import visit
+from swapper.train.visit import fill
 
 
 class OffloadedModel:
@@ -90,8 +91,9 @@ class OffloadedModel:
         self._trainables = find_trainables(inventory, self._places)
         self.entries = StateEntries(inventory.forms)
         self._sweep = Sweep(
-            self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters, self._gradient
-        )
+            self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters,
+            lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end),
+        )  # fmt: skip
         self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
         for trainable in self._trainables:
@@ -107,6 +109,7 @@ class OffloadedModel:
         self._gathered = 0
         self._closed = False
         self.groups: list[GroupParameters] = []
+        self.state_view = StateView(self._with_state, self._read_state)
         self._hooks: Hooks | None = None
         self._load_hooks: LoadHooks | None = None
         self._gradients: Gradients | None = None
@@ -117,12 +120,12 @@ class OffloadedModel:
             None  # settings and entries before the last step
         )
 
-    def adopt(self, run_step: Callable[[], None], fill: bool) -> PagedOptimizer:
-        """Move everything to its place, group by group, and return the optimizer that works there.
+    def adopt(self, content: Content | None) -> None:
+        """Move everything to its place, group by group.
 
         Args:
-            run_step: what the optimizer's `step` does.
-            fill: False where a run goes on: the places have their content already, and the model's values are dropped.
+            content: fills the places. None where a run goes on: they have their content already, and the model's values are
+                dropped.
         """
         order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
@@ -137,27 +140,27 @@ class OffloadedModel:
             self._state_sections,
             self._pager,
         )
-        state = StateView(self._with_state, self._read_state)
-        paged = PagedOptimizer(self._optimizer, run_step, self._save_state, self._load_state, state)
         self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
         state_sections: dict[int, list[Section]] = {}
         for section in self._state_sections:
             state_sections.setdefault(section.plan.group, []).append(section)
         for group in self._inventory.groups:
-            initial = {name: self._initial_state(parameter) for name, parameter in group.parameters}
-            for section in state_sections.get(group.index, ()) if fill else ():
-                self._fill(section, initial)
+            if content is not None:
+                content.begin(group.parameters)
+                for section in state_sections.get(group.index, ()):
+                    fill(section, self._pager, content)
             for name, parameter in group.parameters:
-                if fill and name in self.entries:
-                    self.entries.take(name, self._optimizer.state.get(parameter, {}))
+                if content is not None and name in self.entries:
+                    self.entries.take(name, content.state(name))
                 self._optimizer.state.pop(parameter, None)
             places = [
                 (self._places[name, "param"].section, self._places[name, "param"].slot) for name, _ in group.parameters
             ]
             parameters = GroupParameters(group, places, self._pager, self)
             self.groups.append(parameters)
-            parameters.adopt(fill)
-        return paged
+            parameters.adopt(content)
+        if content is not None:
+            content.begin(())
 
     def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
         """Give the optimizer's groups the settings of a run that goes on."""
@@ -195,11 +198,6 @@ class OffloadedModel:
         if self._gradients is not None and not is_backward:
             self._gradients.entered()
 
-    def _gradient(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        if self._gradients is None:
-            raise InvariantError("the optimizer's sweep began before there were places for gradients")
-        return self._gradients.part(parameter, gradient, begin, end)
-
     @property
     def gradients(self) -> Gradients:
         if self._gradients is None:
@@ -208,14 +206,10 @@ class OffloadedModel:
 
     # --- what a step does -----------------------------------------------------------------------------------------
 
-    def check_gradients(self) -> None:
-        """Raise StateError if a parameter has a gradient but no place for its state: plain torch would update it."""
-        for parameter in self._untrained:
-            if parameter.grad is not None:
-                raise StateError(
-                    f"parameter {self._names[id(parameter)]} was frozen when it was offloaded and has a gradient now: let "
-                    "everything that shall ever be trained require gradients before manager.offload, and freeze it after"
-                )
+    @property
+    def has_more_to_train(self) -> bool:
+        """Whether a parameter in the optimizer's groups has a gradient but no place for its state: it was frozen."""
+        return any(parameter.grad is not None for parameter in self._untrained)
 
     def check_step(self) -> None:
         """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
@@ -292,6 +286,11 @@ class OffloadedModel:
             return False
         self.entries.unpack(self._before[1], {name for name, _ in self.groups[group].group.parameters})
         return True
+
+    @property
+    def pass_is_open(self) -> bool:
+        """Whether a forward or a backward has groups leased."""
+        return self._hooks is not None and self._hooks.pass_is_open
 
     @property
     def is_gathered(self) -> bool:
@@ -433,6 +432,22 @@ class OffloadedModel:
         for group in self.groups:
             group.abandon(keep_cold)
 
+    def part(self, why: str) -> None:
+        """Another takes this one's place: leave the parameters without data, and refuse what an old graph still asks for.
+
+        Args:
+            why: whole sentence, for the error.
+        """
+
+        def refuse() -> None:
+            raise StateError(why)
+
+        self._state_dicts.expire("more is trained")
+        self.close(keep_cold=False)
+        self._enter = self._enter_to_write = refuse
+        for group in self.groups:
+            group.part()
+
     # --------------------------------------------------------------------------------------------------------------
 
     def _alias(self, name: str, kind: str) -> torch.Tensor:
@@ -443,18 +458,6 @@ class OffloadedModel:
     def _trained(self) -> Iterator[tuple[nn.Parameter, Any]]:
         for trainable in self._trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
-
-    def _initial_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """What the user's optimizer has for `parameter` already, and its master."""
-        initial = dict(self._optimizer.state.get(parameter, {}))
-        return initial if parameter.is_meta else {**initial, "master": parameter.data}
-
-    def _fill(self, section: Section, state: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Give a state section its first content: by parameter's name and key, zeros where there is none."""
-        for slot, begin, end, view in visit(section, self._pager, fresh=True):
-            value = state[slot.spec.owner].get(slot.spec.kind)
-            if value is not None:
-                view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
 
     def _refresh_masters(self, groups: Iterable[GroupParameters]) -> None:
         indices = {group.group.index for group in groups}
@@ -485,11 +488,11 @@ class OffloadedModel:
                     self._pager.release(access)
         return state
 
-    def _save_state(self) -> dict[int, dict[str, Any]]:
+    def save_state(self) -> dict[int, dict[str, Any]]:
         self._enter()
         self.finish_update()
         return self._state_dicts.show()
 
-    def _load_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def load_state(self, state: dict[int, dict[str, Any]]) -> None:
         self._enter_to_write()
         self._state_dicts.take(state)

@@ -7,13 +7,30 @@ both; its `step` is the sweep over the paged state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
-from swapper.errors import UnsupportedError
+from swapper.errors import StateError
 from swapper.interrupts import held_back
+
+
+class StateOwner(Protocol):
+    """Who has the optimizer's state."""
+
+    @property
+    def state_view(self) -> Mapping[torch.Tensor, Any]:
+        """Shows the state of each parameter."""
+        ...
+
+    def save_state(self) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form, {index of parameter: {key: tensor}}."""
+        ...
+
+    def load_state(self, state: dict[int, dict[str, Any]]) -> None:
+        """Take the same."""
+        ...
 
 
 class PagedOptimizer(Optimizer):
@@ -22,28 +39,32 @@ class PagedOptimizer(Optimizer):
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.
         run_step: does the update.
-        save_state: returns the state in torch's form, {index of parameter: {key: tensor}}.
-        load_state: takes the same.
-        state: shows the state of each parameter.
+        train_more: called with what adds a group to the original; does it, and has the group trained.
     """
 
+    _owner: StateOwner | None = None
+
     def __init__(
-        self,
-        original: Optimizer,
-        run_step: Callable[[], None],
-        save_state: Callable[[], dict[int, dict[str, Any]]],
-        load_state: Callable[[dict[int, dict[str, Any]]], None],
-        state: Mapping[torch.Tensor, Any],
+        self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
         self.param_groups = original.param_groups
         self._original = original
         self._run_step = run_step
-        self._save_state = save_state
-        self._load_state = load_state
-        self.state = state  # type: ignore[assignment]
+        self._train_more = train_more
         for name in [name for name in vars(self) if name.endswith("_hooks")]:  # those that the user has put in go on
             setattr(self, name, getattr(original, name))
+
+    def bind(self, owner: StateOwner | None) -> None:
+        """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
+        self._owner = owner
+        self.state = {} if owner is None else owner.state_view  # type: ignore[assignment]
+
+    @property
+    def _bound(self) -> StateOwner:
+        if self._owner is None:
+            raise StateError("the optimizer's state is nowhere: the manager failed, and can only be closed")
+        return self._owner
 
     def __repr__(self) -> str:
         return f"Paged{self._original!r}"
@@ -79,7 +100,7 @@ class PagedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with held_back:
-            state = self._save_state()
+            state = self._bound.save_state()
         state_dict: dict[str, Any] = {"state": state, "param_groups": packed_groups(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
@@ -102,20 +123,29 @@ class PagedOptimizer(Optimizer):
                 f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
             )
         with held_back:
-            self._load_state(state_dict["state"])
+            self._bound.load_state(state_dict["state"])
             for saved, group in zip(theirs, ours, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is paged: add groups to the original before manager.offload."""
-        if hasattr(self, "_original"):
-            raise UnsupportedError(
-                "add_param_group after offload is not supported yet: add the group, with requires_grad, before manager.offload, "
-                "and freeze its parameters until they shall be trained"
-            )
-        super().add_param_group(param_group)
+        """Have more of the offloaded model trained, as torch's does. Where that fails, nothing has changed.
+
+        The run gets a new layout, with room for the gradients and the state: it is copied once, from old swap files to new ones.
+
+        Raises:
+            BudgetError: the budget is too small for it; says the smallest that works.
+            DirectoryError: the drive has no room for new swap files beside the old.
+            UnsupportedError: the group has parameters that are not of the offloaded model.
+            StateError: in the middle of a forward, a backward or a gather.
+            ValueError, TypeError: torch refuses the group.
+        """
+        if not hasattr(self, "_original"):
+            super().add_param_group(param_group)
+            return
+        with held_back:
+            self._train_more(lambda: self._original.add_param_group(param_group))
 
 
 class NoOptimizer(Optimizer):

@@ -24,6 +24,7 @@ from swapper.core.schedule import Access
 from swapper.errors import ColdParameterError, InvariantError, StateError, UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.cold import METADATA
+from swapper.modules.own_hook import hookable
 from swapper.train.slices import Place
 
 ADVICE = (
@@ -54,6 +55,23 @@ class ColdGradient(torch.Tensor):
             return f"ColdGradient(on NVMe, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+@dataclass(frozen=True, slots=True)
+class GradientNotes:
+    """What is known of a gradient besides its data.
+
+    Attributes:
+        norm: 2-norm of the gradient, in its dtype, as torch.linalg.vector_norm gives it.
+        factor: what the sweep multiplies it by, as clipping would have done in place; None for nothing.
+        limit: what the sweep clamps it to, after the factor.
+        failure: why the pages have only a part of it, until it is zeroed.
+    """
+
+    norm: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
+    limit: float | None = None
+    failure: BaseException | None = None
+
+
 @dataclass(slots=True)
 class _Home:
     """One parameter's gradient.
@@ -62,10 +80,7 @@ class _Home:
         name, parameter, place: whose, and where.
         here: the ColdGradient that the parameter has, if it has one.
         stash: the same, while autograd makes a gradient to be added to it.
-        norm: 2-norm of the gradient, in its dtype, as torch.linalg.vector_norm gives it.
-        factor: what the sweep multiplies it by, as clipping would have done in place; None for nothing.
-        limit: what the sweep clamps it to, after the factor.
-        failure: why the pages have only a part of it, until it is zeroed.
+        norm, factor, limit, failure: see GradientNotes.
     """
 
     name: str
@@ -90,6 +105,7 @@ class PagedGradients:
     def __init__(self, places: list[tuple[str, nn.Parameter, Place]], pager: Pager) -> None:
         self._pager = pager
         self._homes = {id(parameter): _Home(name, parameter, place) for name, parameter, place in places}
+        self._by_name = {home.name: home for home in self._homes.values()}
         self._stashed: list[_Home] = []  # whose ColdGradient was taken away in this backward
         self._let_go: list[_Home] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
@@ -98,8 +114,9 @@ class PagedGradients:
             if home.parameter.grad is not None:
                 self._take(home)
             before, after = self._hook(home, PagedGradients._stash), self._hook(home, PagedGradients._take)
-            self._handles.append(home.parameter.register_hook(before))  # type: ignore[no-untyped-call]
-            self._handles.append(home.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            with hookable(home.parameter):
+                self._handles.append(home.parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(home.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -115,10 +132,7 @@ class PagedGradients:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped as was asked; not to be changed."""
         home = self._homes[id(parameter)]
         _check_whole(home)
-        flat = home.place.section.tensor(home.place.slot).view(-1)[begin:end]
-        if home.factor is not None:
-            flat = flat.mul(home.factor)
-        return flat if home.limit is None else flat.clamp(-home.limit, home.limit)
+        return _clipped(home, home.place.section.tensor(home.place.slot).view(-1)[begin:end])
 
     def norm(self, parameter: nn.Parameter, norm_type: float) -> torch.Tensor:
         """Return a gradient's norm, as torch.linalg.vector_norm gives it; it was taken as the gradient left.
@@ -153,6 +167,31 @@ class PagedGradients:
                 f"the gradient of {home.name} is on NVMe and was clipped in this step already: clip once a step, or keep "
                 "gradients in memory: manager.offload(..., gradients='host')"
             )
+
+    # --- when the layout changes ----------------------------------------------------------------------------------
+
+    def present(self) -> list[str]:
+        """Return the names of the parameters that have a gradient here."""
+        self.restore()
+        return [home.name for home in self._homes.values() if type(home.parameter.grad) is ColdGradient]
+
+    def notes(self, name: str) -> GradientNotes:
+        home = self._home_of(name)
+        return GradientNotes(home.norm, home.factor, home.limit, home.failure)
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield a gradient in order, flat, piece by piece: to be read, or to be made anew."""
+        for view, _, _ in self._pages(self._home_of(name)):
+            yield view
+
+    def present_again(self, name: str, notes: GradientNotes) -> None:
+        """What was put into the gradient's `parts` is the parameter's gradient."""
+        home = self._home_of(name)
+        home.norm, home.factor, home.limit, home.failure = notes.norm, notes.factor, notes.limit, notes.failure
+        home.parameter.grad = self._make_cold(home)
+
+    def _home_of(self, name: str) -> _Home:
+        return self._by_name[name]
 
     # --- as autograd accumulates ----------------------------------------------------------------------------------
 
@@ -220,7 +259,7 @@ class PagedGradients:
         for view, begin, end in self._pages(home):
             part = flat[begin:end]
             if adding:
-                part.add_(view)
+                part.add_(_clipped(home, view))
             view.copy_(part)
         home.norm = torch.linalg.vector_norm(gradient, 2.0)
         home.factor = home.limit = None
@@ -266,6 +305,13 @@ class PagedGradients:
                     empty.append(page.index)
         if empty:
             self._pager.forget(empty)
+
+
+def _clipped(home: _Home, part: torch.Tensor) -> torch.Tensor:
+    """Return what clipping was to make of a part of the gradient."""
+    if home.factor is not None:
+        part = part.mul(home.factor)
+    return part if home.limit is None else part.clamp(-home.limit, home.limit)
 
 
 def _check_whole(home: _Home) -> None:

@@ -14,7 +14,8 @@ from swapper.core.section import Page, Section
 from swapper.errors import StateError
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 from swapper.modules.groups import Group
-from swapper.train.visit import visit
+from swapper.train.content import Content
+from swapper.train.visit import fill
 
 
 class GroupParameters:
@@ -49,17 +50,14 @@ class GroupParameters:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.group.parameters]
 
-    def adopt(self, fill: bool) -> None:
+    def adopt(self, content: Content | None) -> None:
         """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
 
-        `fill`: copy the data; False where the slots have their content already. What is on the meta device becomes zeros.
+        `content`: fills the slots; None where they have their content already.
         """
-        sources = {name: parameter.data.reshape(-1) for name, parameter in self.group.parameters}
-        for section in self._sections if fill else ():
-            for slot, begin, end, view in visit(section, self._pager, fresh=True):
-                source = sources[slot.spec.owner]
-                if not source.is_meta:
-                    view.copy_(source[begin:end])
+        if content is not None:
+            for section in self._sections:
+                fill(section, self._pager, content)
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
             if parameter.is_meta:
                 home = nn.Parameter(section.tensor(slot), requires_grad=parameter.requires_grad)
@@ -169,6 +167,14 @@ class GroupParameters:
                     f"{list(parameter.shape)}. Change values inside `with manager.gather(..., write=True)`; "
                     "change shapes, dtypes or devices before manager.offload"
                 )
+
+    def part(self) -> None:
+        """The memory is about to go: leave the parameters warm and without data, until they are adopted again."""
+        self._leases = 0
+        self.holds.clear()
+        for parameter in self.parameters:
+            unguard(parameter)
+            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
     def _chill(self) -> None:
         if self._leases or self.holds:

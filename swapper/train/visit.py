@@ -13,6 +13,7 @@ from swapper.core.layout import Slot
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
+from swapper.train.content import Content
 
 
 def visit(
@@ -53,3 +54,9 @@ def visit(
                 yield slot, begin, end, section.tensor(slot).view(-1)[begin:end]
         finally:
             pager.release(access, access.writes)
+
+
+def fill(section: Section, pager: Pager, content: Content) -> None:
+    """Have `content` make all that the section holds."""
+    for slot, begin, end, view in visit(section, pager, fresh=True):
+        content.fill(slot.spec, begin, end, view)

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-import swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same
 
@@ -302,14 +301,6 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_nothing_changes(
     assert str(caught.value)
     pair.train(train_step, steps=1)
     pair.finish()
-
-
-def test_groups_cannot_be_added_after_offload(twins: MakeTwins) -> None:
-    pair = twins(Net())
-    with pytest.raises(swapper.UnsupportedError, match=r"before manager\.offload"):
-        pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    pair.train(train_step, steps=1)
-    pair.finish(paged=False)
 
 
 def test_a_parameter_that_is_unfrozen_after_offload_is_trained_or_refused(twins: MakeTwins) -> None:

@@ -44,6 +44,13 @@ class PlainMasters:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             parameter.copy_(master)
 
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        added = list(group["params"])
+        masters = [nn.Parameter(p.detach().float().clone()) for p in added]
+        self.inner.add_param_group({**group, "params": masters})
+        self.parameters += added
+        self.masters += masters
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         for parameter in self.parameters:
             if set_to_none or parameter.grad is None:

@@ -1,7 +1,8 @@
 """Who may import whom. The architecture is one-way; these rules keep it so.
 
 Python: errors, config, counters, stats, trace, watchdog, interrupts, directory and the data plane (_C), then io, core, device,
-modules, then train, infer and checkpoint side by side, then the plan, the run, the manager (and with it `import swapper`),
+modules, then train, infer and checkpoint side by side, then the plan, the request, the run, its changes (regroup), the manager (and
+with it `import swapper`),
 then integrations and cli. C++: base, cuda, memory, io, bindings, tests.
 """
 
@@ -22,7 +23,9 @@ PYTHON_LAYERS = [
     {"modules"},
     {"train", "infer", "checkpoint"},
     {"plan"},
+    {"request"},
     {"run"},
+    {"regroup"},
     {"manager", "swapper"},
     {"integrations", "cli"},
 ]

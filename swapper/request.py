@@ -1,0 +1,94 @@
+"""What the user asks of `offload` and `plan`, checked: which model and optimizer, and where everything shall live."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.config import PLACEMENTS, UPDATES, parse_choice
+from swapper.errors import ConfigError
+from swapper.io.tuning import Tuning
+from swapper.modules.several import as_one
+from swapper.plan import Plan, plan_run
+from swapper.train.deferred import check_deferrable
+from swapper.train.inventory import Inventory, take_inventory
+from swapper.train.optim import NoOptimizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's wishes. See `SwapManager` and `SwapManager.offload`.
+
+    Attributes:
+        model: one, or one that contains all.
+        optimizer: the user's own, or one that has nothing to do.
+        deferred: whether updates are.
+        commit_policy: `commit_every`.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    params: str
+    optimizer_state: str
+    gradients: str
+    master_weights: torch.dtype | None
+    deferred: bool
+    host_bytes: int
+    commit_policy: str | int | None
+
+    @classmethod
+    def parse(
+        cls,
+        model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
+        optimizer: Optimizer | None,
+        params: str,
+        optimizer_state: str,
+        gradients: str,
+        master_weights: torch.dtype | None,
+        update: str,
+        host_bytes: int,
+        commit_policy: str | int | None,
+    ) -> Request:
+        """Raises: ConfigError, UnsupportedError."""
+        for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
+            parse_choice(value, option, PLACEMENTS)
+            if value == "device":
+                raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
+        deferred = parse_choice(update, "update", UPDATES) == "deferred"
+        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
+        return cls(whole, used, params, optimizer_state, gradients, master_weights, deferred, host_bytes, commit_policy)
+
+    @property
+    def kind(self) -> str:
+        """The optimizer's class."""
+        return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
+
+    def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
+        """List what there is. See `take_inventory`."""
+        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before)
+        if self.deferred:
+            check_deferrable(found.forms.values(), type(self.optimizer).__name__)
+        return found
+
+    def plan(
+        self,
+        inventory: Inventory,
+        places: tuple[str, str] | None = None,
+        tuning: Tuning | None = None,
+        page_bytes: int | None = None,
+        existing_files: Collection[int] = (),
+    ) -> Plan:
+        """Decide what lives where. See `plan_run`.
+
+        Args:
+            places: of parameters and optimizer state, where they are not as the user wants them to be.
+        """
+        params, optimizer_state = places or (self.params, self.optimizer_state)
+        return plan_run(
+            inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
+            self.deferred, page_bytes, existing_files,
+        )  # fmt: skip

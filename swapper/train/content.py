@@ -1,0 +1,133 @@
+"""Where the content of sections comes from when they are filled: the user's model and optimizer, or an earlier layout of the run.
+
+The model and the optimizer give it when they are offloaded. When more is trained later (regroup.py), everything that there was is
+read from where the layout before has it in its files, however it is divided there; only what is new comes from the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper import _C
+from swapper.checkpoint.engines import wait_for_all
+from swapper.core.layout import TensorSpec
+from swapper.core.section import Section
+from swapper.errors import InvariantError
+from swapper.train.inventory import MASTER
+from swapper.train.slices import Place
+
+STAGING_BYTES = 4 << 20
+
+
+class Content(Protocol):
+    """What fills sections."""
+
+    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """These parameters, with their qualified names, and what the optimizer has for them are asked for next."""
+        ...
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        """Return what the user's optimizer has for a parameter."""
+        ...
+
+    def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        """Give `view`, which is zeros, elements [begin, end) of a tensor. It stays zeros where there is nothing yet."""
+        ...
+
+
+class GivenContent:
+    """What the user's model and optimizer have.
+
+    Args:
+        optimizer: the user's own.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values: dict[str, torch.Tensor] = {}
+        self._states: dict[str, Mapping[str, Any]] = {}
+
+    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._states = {name: dict(self._optimizer.state.get(parameter, {})) for name, parameter in parameters}
+        self._values = {name: parameter.data for name, parameter in parameters if not parameter.is_meta}
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        return self._states[name]
+
+    def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        is_value = spec.kind in ("param", MASTER)
+        value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
+        if value is not None:
+            view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
+
+
+class CarriedContent:
+    """What the sections of an earlier layout have in their files, and for the rest what the optimizer has.
+
+    Args:
+        optimizer: the user's own.
+        sections: of parameters and optimizer state; only their places in files are looked at.
+        files: of that layout, by number.
+    """
+
+    def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Path]) -> None:
+        self._given = GivenContent(optimizer)
+        self._places = {(slot.spec.owner, slot.spec.kind): Place(s, slot) for s in sections for slot in s.plan.slots}
+        self._paths = files
+        self._files: dict[int, Any] = {}
+        self._engine: Any = None
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
+        self._given.begin([(name, p) for name, p in parameters])
+
+    def state(self, name: str) -> Mapping[str, Any]:
+        return self._given.state(name)
+
+    def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        place = self._places.get((spec.owner, spec.kind))
+        if place is not None:
+            self._read(place, begin, end, view)
+        elif spec.kind == MASTER:
+            rounded = self._places[spec.owner, "param"]
+            value = torch.empty(end - begin, dtype=rounded.slot.spec.dtype)
+            self._read(rounded, begin, end, value)
+            view.copy_(value)
+        else:
+            self._given.fill(spec, begin, end, view)
+
+    def _read(self, place: Place, begin: int, end: int, target: torch.Tensor) -> None:
+        """Read elements [begin, end) of what is at `place` into `target`, each piece from the file that has its newest content."""
+        section, slot = place.section, place.slot
+        first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
+        if self._engine is None:  # not the run's: what small tensors go through is gone with it
+            self._engine = _C.Engine(staging_bytes=STAGING_BYTES)
+        tickets = []
+        for piece in section.pages_of(first, last) or [section.piece]:
+            at, stop = max(first, piece.offset), min(last, piece.offset + piece.nbytes)
+            if at >= stop:
+                continue
+            if piece.location is None:
+                raise InvariantError(f"{piece} is in no file")
+            address = target.data_ptr() + at - first
+            tickets.append(
+                self._engine.read(self._file(piece.location), piece.file_offset + at - piece.offset, address, stop - at)
+            )
+        wait_for_all(tickets)
+
+    def _file(self, number: int) -> Any:
+        if number not in self._files:
+            self._files[number] = _C.File(str(self._paths[number]), read_only=True)
+        return self._files[number]

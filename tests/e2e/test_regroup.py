@@ -1,0 +1,323 @@
+"""More to train than at offload: groups are added, frozen parameters are trained, exactly as in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e import regrouped_run
+from e2e.leaks import held_by_swapper
+from e2e.models import Net, loss_of, tokens, train_step
+from e2e.processes import run_python
+from e2e.stopped_calls import why_not
+from e2e.twins import Twins, adamw, assert_same, named_budget
+from swapper.checkpoint.committer import Committer
+from swapper.core.memory import HostMemory
+from swapper.core.store import Store
+from swapper.train.content import CarriedContent
+from swapper.train.parked_grads import ParkedGradients
+
+MakeTwins = Callable[..., Twins]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9)
+
+
+def freeze_body(model: nn.Module) -> nn.Module:
+    """Only the head and the last norm are trained at first."""
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    model.norm.requires_grad_(True)
+    return model
+
+
+def backward(model: Any, _: Any = None) -> torch.Tensor:
+    loss = loss_of(model, tokens())
+    loss.backward()
+    return loss.detach()
+
+
+def clip(pair: Twins, model: Any, max_norm: float) -> torch.Tensor:
+    if model is pair.swapped:
+        return pair.manager.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def unfreeze(block: int, **settings: Any) -> Callable[[Any, Any], None]:
+    def run(model: Any, optimizer: Any) -> None:
+        model.blocks[block].requires_grad_(True)
+        optimizer.add_param_group({"params": model.blocks[block].parameters(), **settings})
+
+    return run
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("state", ["host", "nvme"])
+@pytest.mark.parametrize("params", ["host", "nvme"])
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_progressive_unfreezing_is_bit_equal(
+    twins: MakeTwins, make: Any, params: str, state: str, gradients: str
+) -> None:
+    pair = twins(
+        freeze_body(Net()), make, room_bytes=16 << 20, params=params, optimizer_state=state, gradients=gradients
+    )
+    groups = pair.optimizer.param_groups
+    pair.train(train_step, steps=2)
+    for block, settings in ((3, {}), (2, {"lr": 1e-4}), (0, {"weight_decay": 0.1})):
+        pair.both(unfreeze(block, **settings))
+        assert pair.optimizer.param_groups is groups is pair.original.param_groups
+        pair.train(train_step, steps=2)
+    assert len(groups) == 4
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_with_masters_it_is_bit_equal(twins: MakeTwins, update: str, gradients: str) -> None:
+    model = freeze_body(Net()).to(torch.bfloat16)
+    pair = twins(model, master=True, room_bytes=8 << 20, gradients=gradients, update=update)
+    pair.train(train_step, steps=2)
+    pair.both(unfreeze(1))
+    pair.train(train_step, steps=2)
+    pair.both(unfreeze(2, lr=1e-2))
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_gradients_of_before_are_there_still(twins: MakeTwins, gradients: str) -> None:
+    """A backward, a group, another backward that adds to it, clipping, the step; and gradients that a step has left."""
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20, gradients=gradients)
+
+    def step(model: Any, optimizer: Any) -> torch.Tensor:
+        backward(model)
+        unfreeze(0 if len(optimizer.param_groups) > 1 else 1)(model, optimizer)
+        backward(model)
+        norm = clip(pair, model, 0.1)
+        optimizer.step()
+        return norm
+
+    pair.train(step, steps=2)
+    pair.both(unfreeze(2))
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_a_frozen_parameter_of_a_group_is_trained_from_when_it_requires_gradients(
+    twins: MakeTwins, gradients: str
+) -> None:
+    model = freeze_body(Net())
+    pair = twins(model, room_bytes=8 << 20, gradients=gradients, select=lambda model: list(model.parameters()))
+    pair.train(train_step, steps=2)
+    for block in (3, 1):
+        for each in (pair.plain, pair.swapped):
+            each.blocks[block].requires_grad_(True)
+        pair.train(train_step, steps=2)
+    assert "blocks.3.up.weight" in pair.manager.trained and "blocks.2.up.weight" not in pair.manager.trained
+    pair.finish(paged=False)
+
+
+def test_what_is_frozen_again_keeps_its_state(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20)
+    pair.train(train_step, steps=2)
+    for each in (pair.plain, pair.swapped):
+        each.head.requires_grad_(False)
+    pair.both(unfreeze(1))
+    pair.train(train_step, steps=2)
+    for each in (pair.plain, pair.swapped):
+        each.head.requires_grad_(True)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_a_group_may_be_added_before_it_requires_gradients(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20)
+    pair.both(lambda model, optimizer: optimizer.add_param_group({"params": list(model.blocks[1].parameters())}))
+    pair.train(train_step, steps=2)
+    for each in (pair.plain, pair.swapped):
+        each.blocks[1].requires_grad_(True)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("commit_every", [None, 1, 3])
+def test_however_the_run_commits_its_old_files_go(twins: MakeTwins, commit_every: int | None) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20, commit_every=commit_every)
+    pair.train(train_step, steps=2)
+    count = len(pair.run_files())
+    pair.both(unfreeze(1))
+    assert len(pair.run_files()) == count
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_snapshots_of_before_and_after_are_whole(twins: MakeTwins, tmp_path: Path) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20)
+    pair.train(train_step, steps=1)
+    pair.manager.snapshot(tmp_path / "before.pt")
+    before = {name: value.clone() for name, value in pair.plain.state_dict().items()}
+    pair.both(unfreeze(1))
+    pair.train(train_step, steps=1)
+    pair.manager.snapshot(tmp_path / "after.pt").wait()
+    for path, model in (("before.pt", before), ("after.pt", pair.plain.state_dict())):
+        assert_same(dict(torch.load(tmp_path / path)["model"]), dict(model))
+    after = torch.load(tmp_path / "after.pt")["optimizer"]
+    assert_same(after["state"], pair.plain_optimizer.state_dict()["state"])
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+def test_the_memory_of_two_runs_is_never_there_at_one_time(twins: MakeTwins, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20, gradients="nvme")
+    pair.train(train_step, steps=1)
+    before: list[list[str]] = []
+    attach = HostMemory.attach
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        before.append([thing for thing in held_by_swapper() if thing.startswith("mapping")])
+        return attach(*arguments, **options)
+
+    monkeypatch.setattr(HostMemory, "attach", watched)
+    unfreeze(1)(pair.swapped, pair.optimizer)
+    assert before[0] == []
+
+
+# --- refused ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_of_another_model_is_refused_and_nothing_changes(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()))
+    pair.train(train_step, steps=1)
+    with pytest.raises(swapper.UnsupportedError, match="not one of the model's"):
+        pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(ValueError, match="more than one"):
+        pair.optimizer.add_param_group({"params": [pair.swapped.head.weight]})
+    assert len(pair.optimizer.param_groups) == 1
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+def test_a_budget_that_is_too_small_is_refused_and_the_named_one_works(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()))
+    pair.train(train_step, steps=1)
+    blocks = pair.swapped.blocks.requires_grad_(True)
+    with pytest.raises(swapper.BudgetError) as caught:
+        pair.optimizer.add_param_group({"params": blocks.parameters()})
+    blocks.requires_grad_(False)
+    assert len(pair.optimizer.param_groups) == 1
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+    again = twins(freeze_body(Net()), budget=named_budget(caught.value))
+    again.train(train_step, steps=1)
+    again.both(lambda model, _: model.blocks.requires_grad_(True) and None)
+    again.both(lambda model, optimizer: optimizer.add_param_group({"params": model.blocks.parameters()}))
+    again.train(train_step, steps=3)
+    again.finish(paged=False)
+
+
+def test_in_the_middle_of_a_step_it_is_refused(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20)
+    seen = []
+
+    def add(*_: Any) -> None:
+        try:
+            unfreeze(1)(pair.swapped, pair.optimizer)
+        except swapper.StateError as error:
+            seen.append(str(error))
+
+    handles = [pair.swapped.blocks[3].register_forward_hook(add), pair.swapped.head.weight.register_hook(add)]
+    backward(pair.swapped)
+    assert len(seen) == 2 and all("in the middle of a forward or backward" in message for message in seen)
+    for handle in handles:
+        handle.remove()
+    with pair.manager.gather(pair.swapped.head), pytest.raises(swapper.StateError, match="gather"):
+        unfreeze(1)(pair.swapped, pair.optimizer)
+
+
+def test_a_graph_of_before_is_refused(twins: MakeTwins) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=8 << 20)
+    loss = loss_of(pair.swapped, tokens())
+    unfreeze(1)(pair.swapped, pair.optimizer)
+    with pytest.raises(swapper.StateError, match="made before the optimizer got more to train"):
+        loss.backward()
+    unfreeze(1)(pair.plain, pair.plain_optimizer)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+# --- when something goes wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("state", ["host", "nvme"])
+@pytest.mark.parametrize("failing", ["open", "fill", "gradients", "commit"])
+def test_what_fails_half_way_leaves_the_run_as_it_was(
+    twins: MakeTwins, monkeypatch: pytest.MonkeyPatch, failing: str, state: str, gradients: str
+) -> None:
+    pair = twins(freeze_body(Net()), room_bytes=12 << 20, optimizer_state=state, gradients=gradients, commit_every=1)
+    pair.train(train_step, steps=2)
+    pair.both(backward)
+    files = pair.run_files()
+
+    def fail(*_: Any) -> None:
+        monkeypatch.undo()
+        raise swapper.IoError("write", "the drive", 0, 4096, 28)
+
+    target = {
+        "open": (Committer, "__init__"),
+        "fill": (CarriedContent, "_file"),
+        "gradients": (ParkedGradients, "empty_into"),
+        "commit": (Store, "commit"),
+    }[failing]
+    count = 0
+
+    def later(*_: Any, **__: Any) -> None:
+        nonlocal count
+        count += 1
+        if failing != "commit" or count == 2:
+            fail()
+
+    original = getattr(*target)
+    monkeypatch.setattr(*target, lambda *a, **k: (later(), original(*a, **k))[1])
+    with pytest.raises(swapper.IoError):
+        unfreeze(1)(pair.swapped, pair.optimizer)
+    assert len(pair.optimizer.param_groups) == 1
+    assert pair.run_files() == files
+    pair.swapped.blocks[1].requires_grad_(False)
+    pair.train(train_step, steps=2)
+    pair.both(unfreeze(1))
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+# --- after a crash ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_more_groups_is_gone_on_from_by_a_script_that_adds_them_before(tmp_path: Path) -> None:
+    losses = regrouped_run.Expected().losses
+    parts = [regrouped_run.run(tmp_path / "parts", tmp_path / "log", until=until) for until in (2, 3, 4, 99)]
+    assert [loss for part in parts for loss in part] == losses
+
+
+def test_a_script_that_does_not_add_the_run_s_groups_is_told_which(tmp_path: Path) -> None:
+    regrouped_run.run(tmp_path, tmp_path / "log", until=3)
+    model, optimizer = regrouped_run.make()
+    with swapper.SwapManager(tmp_path, host_memory=regrouped_run.BUDGET, resume="auto") as manager:
+        assert "5.weight" in manager.trained
+        with pytest.raises(swapper.CheckpointError, match=r"at step 3 .* 5\.weight, 5\.bias.*manager\.trained"):
+            manager.offload(model, optimizer)
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_killed_while_groups_are_added_a_run_goes_on_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(regrouped_run.__file__), tmp_path, 23, 7)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
