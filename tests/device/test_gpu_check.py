@@ -1,0 +1,64 @@
+"""tools/gpu_check, rehearsed on a CPU: every measurement's code runs before it meets a GPU, and none takes another with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TOOL = Path(__file__).parents[2] / "tools" / "gpu_check"
+
+
+def gpu_check(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, TOOL, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=250, env={**os.environ, **environment}, check=False
+    )
+
+
+def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device here")
+    ran = gpu_check()
+    assert (ran.returncode, "there is no CUDA device" in ran.stdout) == (3, True), ran.stderr
+
+
+def test_a_rehearsal_gives_every_figure_marked_as_one(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    out = tmp_path / "out"
+    out.mkdir()
+    ran = gpu_check("--rehearse", "--no-build", "--directory", tmp_path, "--json", tmp_path / "x.json", OUT=str(out))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    report: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
+    assert report == json.loads((out / "gpu_check.json").read_text())
+    assert report["rehearsal"] and "REHEARSAL" in ran.stdout and "MET" not in ran.stdout
+    assert {"GPU", "CPU", "drive", "versions"} <= set(report["hardware"])
+    if torch.cuda.is_available():
+        return  # what is skipped and what cannot be measured is another matter there
+    unmeasured = [row["figure"] for row in report["rows"] if not row["number"]]
+    assert unmeasured == ["drive -> device, GdsHandle", "device -> drive, GdsHandle"] and len(report["rows"]) == 25
+    assert report["rows"][0]["figure"] == "tests that need a GPU" and "skipped" in report["rows"][0]["number"]
+    assert sorted(tmp_path.iterdir()) == [out, tmp_path / "x.json"], "something was left on the drive"
+
+
+def test_a_measurement_that_fails_is_told_and_costs_no_other(tmp_path: Path) -> None:
+    stub = tmp_path / "triton"
+    stub.mkdir()
+    (stub / "__init__.py").write_text("raise ImportError('not on this machine', name='triton')")
+    ran = gpu_check(
+        *("--rehearse", "--no-build", "--directory", tmp_path, "--only", "norm", "copies"), PYTHONPATH=str(tmp_path)
+    )
+    assert ran.returncode == 1
+    assert "gradient norm and overflow: NOT MEASURED: swapper.errors.UnsupportedError" in ran.stdout
+    assert "arena -> device: " in ran.stdout and ran.stdout.count("NOT MEASURED") == 1
+
+
+def test_a_name_that_is_none_is_refused() -> None:
+    ran = gpu_check("--rehearse", "--no-build", "--only", "copy")
+    assert ran.returncode == 1 and "copies" in ran.stderr

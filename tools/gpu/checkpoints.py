@@ -1,0 +1,64 @@
+"""swapper.checkpoint's save and load of CUDA tensors, beside torch's, against what drive and link allow."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.serialization
+
+from gpu.bench import Bench, Row, check_equal, ratio
+from gpu.copies import link_rates
+from gpu.drive import LIMIT
+from swapper import AioHandle, checkpoint
+
+SAVES = (
+    "checkpoint.save of CUDA tensors",
+    "the same, use_pinned_memory_for_d2h",
+    "torch.save beside it (to the page cache)",
+)
+LOADS = ("checkpoint.load to CUDA", "torch.load beside it (from the page cache)")
+
+
+def saves_and_loads(bench: Bench) -> Iterator[Row]:
+    count, each = bench.size(32, 2), bench.size(16 << 20, 1 << 16)
+    state = {f"layer.{n}": torch.randn(each, device=bench.device) for n in range(count)}
+    nbytes = count * each * 4
+    config: Any = torch.utils.serialization.config
+
+    def save_pinned() -> None:
+        with config.patch({"save.use_pinned_memory_for_d2h": True}):
+            checkpoint.save(state, ours)
+
+    with tempfile.TemporaryDirectory(dir=bench.directory, prefix="swapper-gpu-check-") as place:
+        ours, theirs, plain = (Path(place) / name for name in ("ours.pt", "torch.pt", "plain"))
+        writes, reads = drive_rates(bench, plain, nbytes)
+        up, down = link_rates(bench)
+        for figure, act in (
+            (SAVES[0], lambda: checkpoint.save(state, ours)),
+            (SAVES[1], save_pinned),
+            (SAVES[2], lambda: torch.save(state, theirs)),
+        ):
+            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), min(writes, down), LIMIT, None)
+        loaded = checkpoint.load(ours, map_location=bench.device)
+        for name, tensor in state.items():
+            check_equal(loaded[name], tensor, name)
+        del loaded
+        for figure, act in (
+            (LOADS[0], lambda: checkpoint.load(ours, map_location=bench.device)),
+            (LOADS[1], lambda: torch.load(theirs, map_location=bench.device)),
+        ):
+            yield ratio(figure, nbytes, bench.seconds(act, rounds=2, warmup=1), min(reads, up), LIMIT, None)
+
+
+def drive_rates(bench: Bench, path: Path, nbytes: int) -> tuple[float, float]:
+    """Bytes a second from locked host memory to the drive, and back."""
+    with AioHandle(queue_depth=32) as handle:
+        memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        writing = bench.seconds(lambda: handle.submit_write(memory, path, 0).wait(), rounds=2, warmup=1)
+        reading = bench.seconds(lambda: handle.submit_read(memory, path).wait(), rounds=2, warmup=1)
+    path.unlink()
+    return nbytes / writing, nbytes / reading

@@ -1,0 +1,55 @@
+"""Page-locked memory and the device: swapper's arena, registered with CUDA, beside memory that CUDA itself has locked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from gpu.bench import Bench, Row, check_equal, ratio
+from swapper import _C
+from swapper.io.registered import register, unregister
+
+UP, DOWN = "arena -> device", "device -> arena"
+BAR = 0.95
+
+
+def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
+    """Memory as CUDA locks it, which copies fastest."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not bench.is_rehearsal)
+
+
+def arena_copies(bench: Bench) -> Iterator[Row]:
+    nbytes = bench.size(1 << 30, 1 << 20)
+    arena = _C.Arena(nbytes)
+    if not bench.is_rehearsal and not register(arena.address, nbytes):
+        reason = "CUDA does not register the arena; the log says why"
+        yield from (Row(figure, f"{BAR} of the best pinned copy", reason=reason) for figure in (UP, DOWN))
+        return
+    ours, theirs = torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8), pinned(bench, nbytes)
+    on_device = torch.empty(nbytes, dtype=torch.uint8, device=bench.device).random_(0, 256)
+    ours.copy_(on_device)
+    theirs.zero_()
+    up = bench.seconds_by_turns(
+        [lambda: on_device.copy_(theirs, non_blocking=True), lambda: on_device.copy_(ours, non_blocking=True)]
+    )
+    check_equal(on_device, ours, UP)
+    yield ratio(UP, nbytes, up[1], nbytes / up[0], "the best pinned copy", BAR)
+    wanted = ours.clone()
+    ours.zero_()
+    down = bench.seconds_by_turns(
+        [lambda: theirs.copy_(on_device, non_blocking=True), lambda: ours.copy_(on_device, non_blocking=True)]
+    )
+    check_equal(ours, wanted, DOWN)
+    yield ratio(DOWN, nbytes, down[1], nbytes / down[0], "the best pinned copy", BAR)
+    if not bench.is_rehearsal:
+        unregister(arena.address)
+
+
+def link_rates(bench: Bench) -> tuple[float, float]:
+    """Bytes a second from page-locked memory to the device, and back: what a transfer past it cannot exceed."""
+    nbytes = bench.size(512 << 20, 1 << 20)
+    host, on_device = pinned(bench, nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
+    up = bench.seconds(lambda: on_device.copy_(host, non_blocking=True), rounds=5)
+    down = bench.seconds(lambda: host.copy_(on_device, non_blocking=True), rounds=5)
+    return nbytes / up, nbytes / down

@@ -1,0 +1,50 @@
+"""swapper, built from this checkout into a directory of its own, without a network and without touching the Python that runs this.
+
+A virtual environment would not do: made from within another one it does not see that one's packages, and torch is mostly in one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = ("torch", "numpy", "pytest", "nanobind", "scikit_build_core")
+
+
+def install(prefix: Path, timeout_s: float) -> str:
+    """Builds and installs into `prefix`; what is there is replaced. Return what went wrong, or nothing."""
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--upgrade", "--disable-pip-version-check", "-q"]
+    build = f"--config-settings=build-dir={prefix}-build"
+    command = [sys.executable, "-m", "pip", "install", *options, build, "--target", str(prefix), str(ROOT)]
+    environment = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
+    try:
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"building took longer than {timeout_s:.0f} s"
+    return "" if ran.returncode == 0 else (ran.stderr or ran.stdout)
+
+
+def environment_with(prefix: Path | None) -> dict[str, str]:
+    """For processes that are to import swapper from `prefix`."""
+    if prefix is None:
+        return dict(os.environ)
+    paths = [str(prefix), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def missing() -> list[str]:
+    """Modules that are needed for it and not there."""
+    from importlib.util import find_spec
+
+    return [name for name in NEEDED if find_spec(name) is None]

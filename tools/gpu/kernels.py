@@ -1,0 +1,76 @@
+"""Kernels against the bandwidth of the device's memory, as a copy within it has it: bytes that a kernel must move, a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from gpu.bench import Bench, Row, ratio
+from swapper.device import adamw, gradients, quantized
+from swapper.device.pages import Packing
+
+COPY = "a copy on the device"
+ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32, beside it")
+NORM = "gradient norm and overflow"
+QUANTISED = tuple(f"{verb} {bits} bits" for bits in (8, 4) for verb in ("quantise", "dequantise"))
+PAGES = ("gather small tensors into a page", "scatter a page", "the same by one copy each")
+
+
+def copy_bandwidth(bench: Bench) -> float:
+    """Bytes read and written a second."""
+    nbytes = bench.size(4 << 30, 1 << 20)
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
+    return 2 * nbytes / bench.seconds(lambda: target.copy_(source))
+
+
+def adamw_kernel(bench: Bench) -> Iterator[Row]:
+    limit, count = copy_bandwidth(bench), bench.size(1 << 28, 4096)
+    state = [torch.rand(count, device=bench.device) for _ in range(3)]
+    gradient = torch.randn(count, device=bench.device, dtype=torch.bfloat16)
+    part = adamw.Slice(*state, gradient, parameter=torch.zeros_like(gradient))
+    factor, skip = torch.ones(1, device=bench.device), torch.zeros(1, device=bench.device)
+    for figure, seed, bar in ((ADAMW[0], None, 0.85), (ADAMW[1], 1, None)):
+        step = adamw.AdamWStep(1, seed=seed)
+        taken = bench.seconds(partial(adamw.update_, part, step, factor, skip))
+        yield ratio(figure, part.bytes_moved, taken, limit, COPY, bar)
+    parameter = torch.nn.Parameter(state[0])
+    parameter.grad = state[1]
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    yield ratio(ADAMW[2], count * 28, bench.seconds(optimizer.step), limit, COPY, None)
+
+
+def norm_kernel(bench: Bench) -> Iterator[Row]:
+    limit = copy_bandwidth(bench)
+    gradient = torch.randn(bench.size(1 << 30, 8192), device=bench.device, dtype=torch.bfloat16)
+    taken = bench.seconds(lambda: gradients.total([gradients.partials(gradient)]))
+    yield ratio(NORM, gradients.bytes_moved(gradient), taken, limit, COPY, None)
+
+
+def quantised_kernels(bench: Bench) -> Iterator[Row]:
+    limit, columns = copy_bandwidth(bench), bench.size(8192, 256)
+    rows = torch.randn(bench.size(1 << 16, 4), columns, device=bench.device, dtype=torch.bfloat16)
+    out = torch.empty_like(rows)
+    for bits, block in ((8, 128), (4, 64)):
+        stored, overflown = quantized.quantise(rows, bits, block)
+        if overflown.item() != 0:
+            raise AssertionError("values that are finite were taken for others")
+        nbytes = quantized.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
+        taken = bench.seconds(partial(quantized.quantise, rows, bits, block))
+        yield ratio(f"quantise {bits} bits", nbytes, taken, limit, COPY, None)
+        taken = bench.seconds(partial(quantized.dequantise_, stored, out, bits, block))
+        yield ratio(f"dequantise {bits} bits", nbytes, taken, limit, COPY, None)
+
+
+def page_kernels(bench: Bench) -> Iterator[Row]:
+    limit, count = copy_bandwidth(bench), bench.size(2000, 3)
+    tensors = [torch.randn(4096, device=bench.device, dtype=torch.bfloat16) for _ in range(count)]
+    packing = Packing(tensors, [n * 8192 for n in range(count)])
+    page = torch.zeros(count * 8192, dtype=torch.uint8, device=bench.device)
+    taken = bench.seconds(lambda: packing.gather(page))
+    yield ratio(PAGES[0], packing.bytes_moved, taken, limit, COPY, None)
+    taken = bench.seconds(lambda: packing.scatter(page))
+    yield ratio(PAGES[1], packing.bytes_moved, taken, limit, COPY, None)
+    taken = bench.seconds(lambda: packing.reference(page, into_page=True), rounds=3)
+    yield ratio(PAGES[2], packing.bytes_moved, taken, limit, COPY, None)
