@@ -41,6 +41,10 @@ class CheckpointError(SwapperError):
     """A container or snapshot cannot be written, or is not what it claims to be."""
 
 
+class DeviceError(SwapperError, RuntimeError):
+    """An accelerator is not there, has too old a driver, or failed; or a tensor is on another device than its model."""
+
+
 class InvariantError(SwapperError, AssertionError):
     """A rule of swapper's own is broken: a bug in swapper. Please report it with the message."""
 

@@ -11,7 +11,7 @@ import torch
 from swapper import _C
 from swapper.core.budget import resident_bytes
 from swapper.core.layout import SECTOR_BYTES, round_up
-from swapper.core.section import Section
+from swapper.core.section import NoWindow, Section
 
 FREE_SHARE = 16
 """Of the budget: that much may be freed before free memory is given back, which takes 2 to 4 ms."""
@@ -26,10 +26,12 @@ class HostMemory:
     def __init__(self) -> None:
         self._arenas: list[Any] = []
 
-    def attach(self, sections: Sequence[Section], pool_bytes: int, head_bytes: int | None = None) -> tuple[Any, int]:
+    def attach(
+        self, sections: Sequence[Section], pool_bytes: int, head_bytes: int | None = None, windows: bool = True
+    ) -> tuple[Any, int]:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
 
-        Of the pool `head_bytes` are taken from the system now, and the rest by threads from now on; None: all of it now.
+        Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are taken from the system now, and the rest by threads from now on; None: all of it now.
 
         Returns the arena and where in it the pool begins.
         """
@@ -44,6 +46,8 @@ class HostMemory:
             if section.resident:
                 section.attach(torch.frombuffer(arena.view(cursor, nbytes), dtype=torch.uint8), None)
                 cursor += round_up(nbytes, SECTOR_BYTES)
+            elif not windows:
+                section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
             else:
                 window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)

@@ -25,6 +25,17 @@ class Window(Protocol):
     def written_at(self, window_offset: int, /) -> int: ...
 
 
+class NoWindow:
+    """Of a section whose pages are used by way of their frames only."""
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
+    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None: ...
+    def guard(self, window_offset: int, nbytes: int, /) -> None: ...
+
+    def written_at(self, window_offset: int, /) -> int:
+        return -1
+
+
 class Page:
     """A fixed-size piece of a paged section. Only the pager changes one."""
 

@@ -12,6 +12,7 @@ from typing import cast
 from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, round_up
+from swapper.device.layout import place_in_storage
 from swapper.infer.cut import PARTS_IN_MEMORY, CutLinear, cut
 from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Recipe, Weight
@@ -40,6 +41,11 @@ class StreamedGroup:
     def needs_slots(self) -> bool:
         """Whether a run lies where a drive may not be able to put it by itself."""
         return any(run.file_offset % SECTOR_BYTES for run in self.runs)
+
+    @property
+    def image_bytes(self) -> int:
+        """What its weights take on a device, as they are stored."""
+        return place_in_storage(part.nbytes for weight in self.weights for part in weight.recipe.parts)[1]
 
     @property
     def made_bytes(self) -> int:
@@ -88,10 +94,32 @@ class Blueprint:
     @property
     def fixed_bytes(self) -> int:
         """Host memory beside the pool: what stays, and the most that is converted at one time."""
+        return self.stored_bytes + self.made_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of `fixed_bytes`, what is as the file has it."""
         small = sum(round_up(run.nbytes, SECTOR_BYTES) for run in self.small_runs)
+        return small + self.buffer_bytes + self.parts_bytes
+
+    @property
+    def made_bytes(self) -> int:
+        """What is made of small weights, and the most that is made of others at one time."""
         made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
         made = max(made, max((linear.made_bytes for linear in self.cuts), default=0))
-        return small + sum(weight.made_bytes for weight in self.small) + made + self.buffer_bytes + self.parts_bytes
+        return made + sum(weight.made_bytes for weight in self.small)
+
+    @property
+    def images(self) -> dict[int, int]:
+        """For each group that is used as a whole, what its weights take on a device, as they are stored."""
+        return {group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups}
+
+    @property
+    def fixed_device_bytes(self) -> int:
+        """What a device has beside images: what stays, and the most of conversions, parts of matrices and experts at one time."""
+        _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
+        parts_bytes = max((linear.slot_bytes for linear in self.cuts), default=0)
+        return small_bytes + self.buffer_bytes + self.made_bytes + parts_bytes + LEAST_EXPERTS * self.largest_expert_bytes
 
     @property
     def parts_bytes(self) -> int:
@@ -108,15 +136,24 @@ class Blueprint:
         """Memory for experts: what all else leaves, at least that of a few."""
         if not self.experts and not self.demanded:
             return 0
-        modules = [[w for group in expert for w in self.groups[group].weights] for expert in self.demanded]
         everything = sum(weights.stored_bytes for layer in self.experts for weights in layer)
-        everything += sum(weight.recipe.stored_bytes for expert in modules for weight in expert)
-        sizes = [sum(weights.largest_bytes for weights in layer) for layer in self.experts]
-        sizes += [sum(weight.recipe.stored_bytes + weight.made_bytes for weight in expert) for expert in modules]
-        largest = max(sizes)
+        everything += sum(weight.recipe.stored_bytes for expert in self._expert_weights for weight in expert)
+        largest = self.largest_expert_bytes
         dense = sum(nbytes for runs in self.runs_of_used for nbytes in runs)
         left = budget_bytes - self.fixed_bytes - self.staging_bytes - dense - dense // 16 - SPARE_BYTES
         return max(min(left, everything + largest), LEAST_EXPERTS * largest)
+
+    @property
+    def largest_expert_bytes(self) -> int:
+        """What one expert takes while it is read: what is stored, and what is made of it."""
+        sizes = [sum(weights.largest_bytes for weights in layer) for layer in self.experts]
+        sizes += [sum(w.recipe.stored_bytes + w.made_bytes for w in expert) for expert in self._expert_weights]
+        return max(sizes, default=0)
+
+    @property
+    def _expert_weights(self) -> list[list[Weight]]:
+        """Of each expert that is a module of its own."""
+        return [[weight for group in expert for weight in self.groups[group].weights] for expert in self.demanded]
 
     @property
     def streamed_bytes(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from swapper.device.device import Device
 from swapper.infer.hooks import Call, Hooks
 from swapper.infer.weights import GroupWeights
 
@@ -43,9 +44,13 @@ class Convoy:
         hooks: the model's, of which this thread has the turn.
         function: called with each batch, in threads: one of them runs at a time.
         batches: what it is called with.
+        device: where kernels run, if not on the CPU.
     """
 
-    def __init__(self, hooks: Hooks, function: Callable[[Any], Any], batches: Sequence[Any]) -> None:
+    def __init__(
+        self, hooks: Hooks, function: Callable[[Any], Any], batches: Sequence[Any], device: Device | None
+    ) -> None:
+        self._device = device
         self._hooks = hooks
         self._function = function
         self._batches = [_Batch(argument) for argument in batches]
@@ -57,7 +62,7 @@ class Convoy:
 
     def run(self) -> list[Any]:
         """Return what the function gave of each batch, in their order. The first exception of a batch ends all of them."""
-        modes = _Modes()
+        modes = _Modes(self._device)
         for batch in self._batches:
             batch.thread = threading.Thread(target=self._work, args=(batch, modes), daemon=True)
             batch.thread.start()
@@ -151,11 +156,12 @@ class Convoy:
 class _Modes:
     """What torch keeps by thread, as it is where the convoy is started."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device | None) -> None:
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
-        self._autocast = torch.is_autocast_enabled("cpu")
-        self._autocast_dtype = torch.get_autocast_dtype("cpu")
+        types = {"cpu"} if device is None else {"cpu", device.device.type}
+        self._autocast = {t: torch.get_autocast_dtype(t) for t in types if torch.is_autocast_enabled(t)}
+        self._stream = None if device is None else (device, device.current_stream())
 
     def entered(self) -> ExitStack:
         stack = ExitStack()
@@ -163,6 +169,9 @@ class _Modes:
             stack.enter_context(torch.inference_mode())
         else:
             stack.enter_context(torch.set_grad_enabled(self._grad))
-        if self._autocast:
-            stack.enter_context(torch.autocast("cpu", dtype=self._autocast_dtype))
+        for device_type, dtype in self._autocast.items():
+            stack.enter_context(torch.autocast(device_type, dtype=dtype))
+        if self._stream is not None:
+            device, stream = self._stream
+            stack.enter_context(device.on(stream))
         return stack

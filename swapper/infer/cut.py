@@ -18,7 +18,7 @@ from torch import nn
 from swapper.core.layout import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.infer.adoption import view_of
 from swapper.infer.matching import Recipe
-from swapper.infer.rows import ReadInto
+from swapper.infer.rows import ReadInto, check_place
 from swapper.infer.weights import refuse_gradient
 
 PARTS_IN_MEMORY = 4
@@ -94,7 +94,7 @@ class Parts:
         self._read = read
 
     def multiply(self, linear: CutLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole map gives of `x`."""
+        """Return what the whole map gives of `x`, where that is."""
         ranges = list(linear.ranges())
         reading: list[_Reading] = []
         outputs = []
@@ -104,7 +104,7 @@ class Parts:
                     slot = self._slots[len(reading) % PARTS_IN_MEMORY]
                     reading.append(_Reading(linear.recipes(*ranges[len(reading)])))
                     self._submit(reading[-1], slot)
-                weight, *bias = reading[number].ready()
+                weight, *bias = reading[number].ready(x.device)
                 here = linear.module.bias
                 known = bias[0] if bias else None if here is None else here[begin:end]
                 outputs.append(F.linear(x, weight, known))
@@ -130,10 +130,10 @@ class _Reading:
     parts: list[torch.Tensor] = field(default_factory=list)
     tickets: list[Any] = field(default_factory=list)
 
-    def ready(self) -> list[torch.Tensor]:
+    def ready(self, device: torch.device) -> list[torch.Tensor]:
         for ticket in self.tickets:
             ticket.wait()
-        parts = iter(self.parts)
+        parts = iter([part.to(device) for part in self.parts])
         with torch.inference_mode(False), torch.no_grad():
             return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
 
@@ -143,12 +143,13 @@ class _Reading:
             ticket.exception()
 
 
-def multiply_by_parts(linear: CutLinear, parts: Parts) -> None:
-    """Have the module multiply by parts, until `stop_cutting`."""
+def multiply_by_parts(linear: CutLinear, parts: Parts, device: torch.device) -> None:
+    """Have the module multiply by parts, on `device`, until `stop_cutting`."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             refuse_gradient()
+        check_place(x, device)
         return parts.multiply(linear, x)
 
     linear.module.__dict__["forward"] = forward

@@ -75,14 +75,17 @@ class _Part:
     leases: int = 0
     value: torch.Tensor | None = None
 
-    def ready(self) -> torch.Tensor:
+    def ready(self, device: torch.device) -> torch.Tensor:
+        """Return what it is, on `device`. The cache is in host memory."""
         for ticket in self.tickets:
             ticket.wait()
         self.tickets = []
         if self.value is not None:
             return self.value
         with torch.inference_mode(False), torch.no_grad():
-            value = self.recipe.from_parts(self.parts)
+            value = self.recipe.from_parts([part.to(device) for part in self.parts])
+        if device.type != "cpu":
+            return value
         if value.nbytes <= self.recipe.stored_bytes:
             self.value, self.parts = value, []
         return value
@@ -100,9 +103,13 @@ class Experts:
         layers: for each layer, its parameters that hold experts: one expert's parts of them are used together.
         read: submits reads.
         cache_bytes: the most that they take.
+        device: where they are used.
     """
 
-    def __init__(self, layers: Sequence[Sequence[ExpertWeights]], read: ReadInto, cache_bytes: int) -> None:
+    def __init__(
+        self, layers: Sequence[Sequence[ExpertWeights]], read: ReadInto, cache_bytes: int, device: torch.device
+    ) -> None:
+        self._device = device
         self._read = read
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
@@ -121,7 +128,7 @@ class Experts:
         found = self._want(id(weights.parameter), number, weights.recipes[number])
         for other in others:
             self._want(id(other.parameter), number, other.recipes[number])  # it will be asked for next
-        return found.ready()
+        return found.ready(self._device)
 
     def lease(
         self, recipes: Sequence[tuple[int, Recipe]], next_ones: Sequence[tuple[int, Recipe]]
@@ -138,7 +145,7 @@ class Experts:
         try:
             for key, recipe in next_ones:
                 self._want(key, 0, recipe)
-            return [part.ready() for part in found]
+            return [part.ready(self._device) for part in found]
         except BaseException:
             self.release([key for key, _ in recipes])
             raise
@@ -227,7 +234,7 @@ class DemandedGroup(GroupWeights):
         for weight in self.weights:
             with torch.inference_mode(False):
                 set_warm(weight.parameter)
-                weight.parameter.data = torch.zeros((), dtype=weight.recipe.dtype).expand(weight.parameter.shape)
+                weight.parameter.data = weight.away()
             set_cold(weight.parameter)
         self._experts().release([key for key, _ in self._recipes])
 

@@ -86,7 +86,7 @@ class Hooks:
         self._stack: list[Call] = []
         self._order: list[int] = []  # of the groups in this pass
         self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
-        self._homes = {part.untyped_storage().data_ptr() for group in groups for w in group.weights for part in w.parts}
+        self._homes = {part.untyped_storage()._cdata for group in groups for w in group.weights for part in w.parts}
         self._handles: list[Any] = []
         for unit in units:
             if any(id(parameter) in self._group_of for parameter in unit.module.parameters()):
@@ -265,9 +265,9 @@ class Hooks:
         return output
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided:
             return tensor
-        return tensor.clone() if tensor.untyped_storage().data_ptr() in self._homes else tensor
+        return tensor.clone() if tensor.untyped_storage()._cdata in self._homes else tensor
 
 
 def _first_round(order: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ import logging
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,25 @@ from swapper.checkpoint.sources import Source, StoredTensor
 from swapper.config import format_bytes
 from swapper.core.schedule import Access
 from swapper.counters import Counters
+from swapper.device.device import Device
+from swapper.device.tier import Image
 from swapper.errors import ConfigError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
+from swapper.infer.device_weights import DeviceGroup
 from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
+from swapper.infer.fitting import Fit
 from swapper.infer.hooks import Hooks
 from swapper.infer.matching import BufferPlace, Recipe
+from swapper.infer.on_device import OnDevice
 from swapper.infer.passes import Passes
 from swapper.infer.placement import Placement
 from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
-from swapper.infer.weights import GroupWeights, PagedWeight
+from swapper.infer.weights import CPU, GroupWeights, PagedWeight
 from swapper.interrupts import held_back
 
 log = logging.getLogger("swapper")
@@ -69,12 +74,13 @@ class LoadedModel:
         self,
         model: nn.Module,
         source: Source,
-        blueprint: Blueprint,
+        fitting: Fit,
         buffers: list[BufferPlace],
-        placement: Placement,
         cache_bytes: int,
         backend: str,
+        device: Device | None,
     ) -> None:
+        blueprint, placement = fitting.blueprint, fitting.placement
         self._model = weakref.ref(model)
         self._source = source
         self._pid = os.getpid()
@@ -95,17 +101,24 @@ class LoadedModel:
             resident_bytes=blueprint.fixed_bytes,
             state_bytes=blueprint.fixed_bytes + blueprint.streamed_bytes,
         )
-        self._streaming = Streaming(source, blueprint, placement, backend, self._counters)
+        self._streaming = Streaming(source, blueprint, placement, backend, self._counters, device)
         self._cycle = self._streaming.cycle
+        self._device = device
+        self._on_device: OnDevice | None = None
         try:
+            if device is not None and fitting.on_device is not None:
+                self._on_device = OnDevice(device, self._streaming, fitting.on_device, self._counters)
             buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
             self._adopt(model, blueprint, placement)
+            for place_, tensor in zip(buffers, buffer_tensors, strict=True):
+                place_.module._buffers[place_.name] = tensor
+            if self._on_device is not None:
+                self._on_device.move_the_rest(model, set(self._recipes) | {id(parameter) for parameter in self._small})
+                self._expect_images(sorted(blueprint.images))
         except BaseException:
-            self._streaming.close()
+            self._close_streaming()
             raise
-        self._experts = Experts(self._expert_layers(blueprint), self._streaming.read_part, cache_bytes)
-        for place_, tensor in zip(buffers, buffer_tensors, strict=True):
-            place_.module._buffers[place_.name] = tensor
+        self._experts = Experts(self._expert_layers(blueprint), self._streaming.read_part, cache_bytes, self._where)
         self._hooks = Hooks(blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases)
         log.info(
             "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; transfers by %s",
@@ -127,7 +140,8 @@ class LoadedModel:
         """What a pass over all weights reads from the files, after the first, which reads everything."""
         pages = {page.index: page for sections in self._streaming.sections for s in sections for page in s.pages}
         used = {index for access in self._cycle for index in access.pages}
-        streamed = sum(pages[index].nbytes for group in self._groups for index in group.streamed.pages if index in used)
+        wanted = {index for group in self._groups for index in group.streamed_pages}
+        streamed = sum(pages[index].nbytes for index in wanted if index in used)
         return streamed + self._cut_bytes
 
     def map(self, function: Callable[[Any], Any], batches: Iterable[Any], *, at_once: int | None = None) -> list[Any]:
@@ -153,7 +167,7 @@ class LoadedModel:
             together, left = left[:at_once], left[len(left[:at_once]) :]
             if self._hooks is None:
                 raise StateError("the model is unloaded: load it anew")
-            convoy = Convoy(self._hooks, function, together)
+            convoy = Convoy(self._hooks, function, together, self._device)
             with self._hooks.turn_for(convoy) as is_streamed:
                 results += convoy.run() if is_streamed else [function(batch) for batch in together]
         return results
@@ -182,8 +196,10 @@ class LoadedModel:
             self._mappings.clear()
             if self._experts is not None:
                 self._experts.forget()
-            self._streaming.close()
-            self._hooks = self._experts = None
+            if self._on_device is not None:
+                self._on_device.move_back()
+            self._close_streaming()
+            self._hooks = self._experts = self._on_device = None
             self._groups, self._small = [], []  # their tensors keep memory and files
 
     def __enter__(self) -> LoadedModel:
@@ -236,12 +252,21 @@ class LoadedModel:
         apart = {group: expert for expert in blueprint.demanded for group in expert}
         located = locate(blueprint.small_runs, self._streaming.small, blueprint.small)
         for weight, parts in zip(blueprint.small, located, strict=True):
-            self._small.append(adopt(places, weight, weight.recipe.from_parts(parts)))
+            moved = parts if self._on_device is None else self._on_device.moved(parts)
+            self._small.append(adopt(places, weight, weight.recipe.from_parts(moved)))
         for group, sections in zip(blueprint.groups, self._streaming.sections, strict=True):
             weights = []
-            located = locate(group.runs, sections, group.weights)
+            pages = [page.index for section in sections for page in section.pages]
+            kept = pages[: max(len(pages) - placement.streamed, 0)] if self._stays_in_host(group.index, used) else []
+            image: Image | None = None
+            if self._on_device is None:
+                located = locate(group.runs, sections, group.weights)
+            elif group.index in apart or not group.weights:
+                located = [[] for _ in group.weights]
+            else:
+                image, located = self._on_device.image(group, sections, kept)
             for weight, parts in zip(group.weights, located, strict=True):
-                paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe)
+                paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self._where)
                 paged = replace(paged, parameter=adopt(places, weight, paged.data()))
                 self._names[id(paged.parameter)] = weight.name
                 self._recipes[id(paged.parameter)] = weight.recipe
@@ -249,17 +274,37 @@ class LoadedModel:
             if group.index in apart:
                 self._groups.append(self._demanded(blueprint, group.index, weights, apart[group.index]))
                 continue
-            pages = [page.index for section in sections for page in section.pages]
-            kept = pages[: max(len(pages) - placement.streamed, 0)] if group.index in used else []
+            if image is not None and self._on_device is not None:
+                tier = self._on_device.tier
+                self._groups.append(DeviceGroup(group.index, weights, image, tier, self._streaming.pager, self))
+                continue
             self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
         for embedding, recipe in blueprint.lookups:
-            look_up_by_rows(embedding, recipe, self._streaming.read_part)
+            look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where)
         if blueprint.cuts:
             bench = Parts(self._streaming.take_memory(blueprint.parts_bytes), self._streaming.read_part)
             for linear in blueprint.cuts:
-                multiply_by_parts(linear, bench)
+                multiply_by_parts(linear, bench, self._where)
         for name, module in model.named_modules():
             module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
+
+    @property
+    def _where(self) -> torch.device:
+        return CPU if self._device is None else self._device.device
+
+    def _stays_in_host(self, group: int, used: Collection[int]) -> bool:
+        """Whether some of the group may be kept in host memory: it is used as a whole, and does not stay on a device."""
+        return group in used and (self._on_device is None or not self._on_device.stays(group))
+
+    def _expect_images(self, order: Iterable[int]) -> None:
+        if self._on_device is not None:
+            found = [self._groups[index] for index in order]
+            self._on_device.tier.expect([group.image for group in found if isinstance(group, DeviceGroup)])
+
+    def _close_streaming(self) -> None:
+        if self._on_device is not None:
+            self._on_device.close()
+        self._streaming.close()
 
     def _demanded(
         self, blueprint: Blueprint, index: int, weights: list[PagedWeight], expert: Sequence[int]
@@ -285,6 +330,8 @@ class LoadedModel:
     def _begin_pass(self) -> None:
         self._check_usable()
         self._source.check_unchanged()
+        if self._on_device is not None:
+            self._on_device.tier.keep_some_free()
 
     def _end_pass(self, name: str, order: list[int]) -> None:
         """A pass is over: expect the next one to be like it, if it was the whole model's or came twice."""
@@ -294,14 +341,16 @@ class LoadedModel:
         expected = self._passes.note(name, order)
         if expected is None:
             return
-        cycle = [self._groups[index].access for index in expected if self._groups[index].access.pages]
+        cycle = [access for index in expected for access in self._groups[index].accesses]
         if not _goes_round(cycle, self._cycle):
             self._cycle = cycle
             self._streaming.pager.expect(cycle)
+        self._expect_images(expected)
 
     def _drop_leases(self) -> None:
-        kept = [group.kept_access for group in self._groups]
-        self._streaming.pager.drop_leases([access for access in kept if access is not None])
+        if self._on_device is not None:
+            self._on_device.tier.finish()
+        self._streaming.pager.drop_leases([access for group in self._groups for access in group.kept_accesses])
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

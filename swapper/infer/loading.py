@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from swapper.checkpoint.sources import Source, open_source
-from swapper.config import parse_host_memory
-from swapper.errors import BudgetError, ConfigError, InvariantError
-from swapper.infer.blueprint import Blueprint, draw, with_cuts, with_lookups, with_single_experts
+from swapper.config import parse_bytes, parse_host_memory
+from swapper.device.device import Device, open_device
+from swapper.errors import ConfigError, UnsupportedError
+from swapper.infer.blueprint import draw
+from swapper.infer.fitting import fit, fit_on_device
 from swapper.infer.loaded import KEY, LoadedModel
 from swapper.infer.matching import Match, Rename, match
-from swapper.infer.placement import Placement, place
 from swapper.infer.sharing import Room, current_room
 from swapper.interrupts import held_back
 
@@ -23,6 +25,8 @@ def load(
     source: str | os.PathLike[str] | Source,
     *,
     host_memory: int | str = "auto",
+    device: str | torch.device | Device = "cpu",
+    device_memory: int | str = "auto",
     strict: bool = True,
     dtype: torch.dtype | None = None,
     rename: Rename = None,
@@ -39,6 +43,9 @@ def load(
         source: a safetensors file, a Hugging Face directory, a torch checkpoint, a swapper snapshot, or a directory of
             torch.distributed.checkpoint. It must stay as it is for as long as the model is used.
         host_memory: bytes, or "4GiB": everything that is held of the weights at one time. "auto": half of what is free.
+        device: where its kernels run: "cpu", "cuda", "cuda:1", ... Inputs are to be there.
+        device_memory: bytes, or "8GiB", of weights on the device at one time. What it can hold stays there; what `host_memory`
+            can hold of the rest stays in host memory. "auto": half of what is free. Not for the CPU, which has one memory.
         strict: refuse missing and unexpected names. Otherwise what is missing keeps the model's own values.
         dtype: convert floating-point weights on the way in. None: they are used in the checkpoint's own dtype.
         rename: a map from the checkpoint's names to the model's, or a function that gives the model's name or None (leave out).
@@ -46,70 +53,95 @@ def load(
 
     Raises:
         CheckpointError: the source is not what it claims to be, or does not fit the model.
-        BudgetError: `host_memory` is too small; says the smallest that works.
+        BudgetError: `host_memory` or `device_memory` is too small; says the smallest that works.
+        DeviceError: there is no such device, or it fails.
         UnsupportedError: the model cannot be loaded this way.
         StateError: the model is loaded or offloaded already.
         IoError: a file cannot be read.
     """
     opened = source if isinstance(source, Source) else open_source(source)
-    parse_host_memory(host_memory)  # before anything that takes time
+    budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
     matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
-    return load_matched(model, opened, matched, host_memory, backend)
+    return load_matched(model, opened, matched, budgets, backend)
 
 
-def load_matched(model: nn.Module, source: Source, matched: Match, host_memory: int | str, backend: str) -> nn.Module:
+def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> nn.Module:
     """As `load`, for whoever has found out by itself which parameter gets which tensors."""
     room = current_room()
     if room is None:
-        _open(model, source, matched, parse_host_memory(host_memory), backend)
-    elif host_memory != "auto":
-        raise ConfigError(f"host_memory={host_memory!r} is said inside of shared_memory, which says it for all models")
+        _open(model, source, matched, budgets, backend)
+    elif budgets.is_host_memory_said:
+        raise ConfigError("host_memory is said inside of shared_memory, which says it for all models")
+    elif budgets.device is not None:
+        raise UnsupportedError("models that share memory run on the CPU: give each that runs on a device a budget of its own")
     else:
         room.add(model, source, matched, backend)
     return model
 
 
-def open_room(room: Room, budget_bytes: int) -> None:
+def open_room(room: Room, host_bytes: int) -> None:
     """Load what was noted in a `shared_memory`."""
     together, source, matched, backend = room.whole()
-    opened = _open(together, source, matched, budget_bytes, backend)
+    opened = _open(together, source, matched, Budgets(host_bytes), backend)
     for model in together.children():
         model.__dict__[KEY] = opened
 
 
-def _open(model: nn.Module, source: Source, matched: Match, budget_bytes: int, backend: str) -> LoadedModel:
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What a model may take.
+
+    Attributes:
+        host_bytes: of host memory.
+        device, device_bytes: where its kernels run, and of that memory; None: on the CPU.
+        is_host_memory_said: the user said so.
+    """
+
+    host_bytes: int
+    device: Device | None = None
+    device_bytes: int = 0
+    is_host_memory_said: bool = False
+
+    @staticmethod
+    def of(host_memory: int | str, device: str | torch.device | Device, device_memory: int | str) -> Budgets:
+        """
+        Raises:
+            ConfigError: an option is wrong.
+            DeviceError: there is no such device.
+        """
+        host_bytes, is_said = parse_host_memory(host_memory), host_memory != "auto"
+        opened = open_device(device)
+        if opened is None:
+            if device_memory != "auto":
+                raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")
+            return Budgets(host_bytes, is_host_memory_said=is_said)
+        auto = device_memory == "auto"
+        device_bytes = opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory")
+        return Budgets(host_bytes, opened, device_bytes, is_said)
+
+
+def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:
     blueprint = draw(model, matched)
-    if blueprint.fixed_bytes + blueprint.staging_bytes + blueprint.streamed_bytes > budget_bytes:
-        blueprint = with_single_experts(with_lookups(blueprint))
-    blueprint, placement = _fit(blueprint, budget_bytes)
+    if budgets.device is None:
+        fitting = fit(blueprint, budgets.host_bytes)
+    else:
+        other_bytes = _other_bytes(model, matched)
+        fitting = fit_on_device(blueprint, budgets.host_bytes, budgets.device_bytes, other_bytes, budgets.device)
     with torch.inference_mode(False), torch.no_grad(), held_back:
-        cache_bytes = blueprint.cache_bytes(budget_bytes)
-        opened = LoadedModel(model, source, blueprint, matched.buffers, placement, cache_bytes, backend)
+        cache_bytes = fitting.blueprint.cache_bytes(budgets.host_bytes)
+        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, budgets.device)
         model.__dict__[KEY] = opened
     return opened
 
 
-def _fit(blueprint: Blueprint, budget_bytes: int) -> tuple[Blueprint, Placement]:
-    """Place the model. Linear maps are cut where it does not fit otherwise, largest first; and where less is read then.
-
-    That is so of weights that are made from fewer bytes: the whole of a large one takes memory in which more could stay.
-    """
-    refusal: BudgetError | None = None
-    best: tuple[int, Blueprint, Placement] | None = None
-    for candidate in (blueprint, *with_cuts(blueprint)):
-        if best is not None and any(linear.weight.make is None for linear in candidate.cuts):
-            break
-        fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(budget_bytes)
-        names = [unit.name or type(unit.module).__name__ for unit in candidate.units]
-        try:
-            placed = place(budget_bytes, fixed_bytes, candidate.runs_of_used, candidate.working_sets, names)
-        except BudgetError as error:
-            refusal = error
-            continue
-        cut_bytes = sum(linear.stored_bytes for linear in candidate.cuts)
-        cost = placed.read_bytes(candidate.runs_of_used) + cut_bytes + cut_bytes // 16  # they are not read ahead
-        if best is None or cost < best[0]:
-            best = cost, candidate, placed
-    if best is None:
-        raise refusal or InvariantError("a model has no blueprint")
-    return best[1:]
+def _other_bytes(model: nn.Module, matched: Match) -> int:
+    """Of what the checkpoint does not have and a device gets too: the model's own buffers and parameters."""
+    loaded = {id(weight.parameter) for weight in matched.weights}
+    filled = {(id(place.module), place.name) for place in matched.buffers}
+    buffers = {
+        id(buffer): buffer.nbytes
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (id(module), name) not in filled
+    }
+    return sum(buffers.values()) + sum(p.nbytes for p in model.parameters() if id(p) not in loaded)

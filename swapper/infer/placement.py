@@ -50,61 +50,67 @@ class Placement:
         return sum(min(pages, self.streamed) for pages in _pages(groups, self.page_bytes)) * self.page_bytes
 
 
-def place(
-    host_bytes: int,
-    fixed_bytes: int,
-    groups: Sequence[Sequence[int]],
-    units: Sequence[Sequence[int]],
-    where: Sequence[str],
-) -> Placement:
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What memory is divided for.
+
+    Attributes:
+        groups: for each group, the sizes of its runs in bytes, multiples of SECTOR_BYTES.
+        units: for each unit, the groups that are leased while it runs: its own and those of the units around it.
+        held: so many pages are leased at one time whatever runs, and pages of others come by: they go on to a device one by one.
+    """
+
+    groups: Sequence[Sequence[int]]
+    units: Sequence[Sequence[int]]
+    held: int | None = None
+
+
+def place(host_bytes: int, fixed_bytes: int, demand: Demand, where: Sequence[str]) -> Placement:
     """Return the placement that reads the fewest bytes a pass.
 
     Args:
         host_bytes: the budget.
         fixed_bytes: what is taken already: small tensors, buffers, conversions, slots.
-        groups: for each group, the sizes of its runs in bytes, multiples of SECTOR_BYTES.
-        units: for each unit, the groups that are leased while it runs: its own and those of the units around it.
+        demand: what it is for.
         where: the units' names.
 
     Raises:
         BudgetError: with the smallest budget that works.
     """
     pool_bytes = (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-    best = _best(pool_bytes, groups, units)
+    best = _best(pool_bytes, demand)
     if best is None:
-        smallest = fixed_bytes + _smallest_pool(groups, units)
-        unit, nbytes = _largest(groups, units)
+        smallest = fixed_bytes + _smallest_pool(demand)
         raise BudgetError(
             f"host_memory={format_bytes(host_bytes)} is too small: this model needs at least {format_bytes(smallest)} "
             f"({smallest} bytes), of which {format_bytes(fixed_bytes)} are small tensors, buffers and conversions, and "
-            f"{format_bytes(nbytes)} what is used at one time in {where[unit]!r}; raise host_memory"
+            f"{_largest(demand, where)}; raise host_memory"
         )
     return best
 
 
-def _best(pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> Placement | None:
+def _best(pool_bytes: int, demand: Demand) -> Placement | None:
+    groups = demand.groups
     if not any(groups):
         return Placement(SECTOR_BYTES, 0, 0) if pool_bytes >= 0 else None
-    huge = _cheapest(_huge_sizes(pool_bytes), pool_bytes, groups, units)
+    huge = _cheapest(_huge_sizes(pool_bytes), pool_bytes, demand)
     if huge is not None and (not huge.streamed or sum(map(sum, groups)) > pool_bytes):
         return huge
-    fitting = _cheapest(_fitting_sizes(pool_bytes, groups), pool_bytes, groups, units)
+    fitting = _cheapest(_fitting_sizes(pool_bytes, groups), pool_bytes, demand)
     if (
         huge is not None
     ):  # all of it fits but for what whole huge pages waste: nothing is mapped again where nothing streams
         return fitting if fitting is not None and not fitting.streamed else huge
-    return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, groups, units)
+    return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, demand)
 
 
-def _cheapest(
-    sizes: Iterable[int], pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]
-) -> Placement | None:
+def _cheapest(sizes: Iterable[int], pool_bytes: int, demand: Demand) -> Placement | None:
     best, best_cost = None, 0
     for page_bytes in sizes:
-        placement = _place_with(page_bytes, pool_bytes, groups, units)
+        placement = _place_with(page_bytes, pool_bytes, demand)
         if placement is None:
             continue
-        read = [min(pages, placement.streamed) for pages in _pages(groups, page_bytes)]
+        read = [min(pages, placement.streamed) for pages in _pages(demand.groups, page_bytes)]
         cost = sum(read) * (page_bytes + PAGE_COST_BYTES)
         if best is None or cost < best_cost:
             best, best_cost = placement, cost
@@ -136,19 +142,20 @@ def _pages(groups: Sequence[Sequence[int]], page_bytes: int) -> list[int]:
     return [sum(-(-nbytes // page_bytes) for nbytes in runs) for runs in groups]
 
 
-def _place_with(
-    page_bytes: int, pool_bytes: int, groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]
-) -> Placement | None:
+def _place_with(page_bytes: int, pool_bytes: int, demand: Demand) -> Placement | None:
     """[Note: the kept set]"""
-    pages = _pages(groups, page_bytes)
+    pages = _pages(demand.groups, page_bytes)
     frames = pool_bytes // page_bytes
-    if frames >= sum(pages):
-        return Placement(page_bytes, sum(pages), 0)
+    passing = 0 if demand.held is None else demand.held + 2
+    if frames >= sum(pages) + passing:
+        return Placement(page_bytes, sum(pages) + passing, 0)
     sizes = Counter(pages)  # many groups have one size, and many units are alike
-    working_sets = {tuple(sorted(pages[g] for g in unit if pages[g])) for unit in units}
+    working_sets = {tuple(sorted(pages[g] for g in unit if pages[g])) for unit in demand.units}
 
     def fits(streamed: int, ahead: int) -> bool:
         kept = sum(max(count - streamed, 0) * number for count, number in sizes.items())
+        if demand.held is not None:
+            return kept + demand.held + max(min(sum(pages), ahead), 2) <= frames
         working = max(sum(min(count, streamed) for count in counts) for counts in working_sets)
         return kept + working + max(min(working, ahead), 2) <= frames
 
@@ -163,19 +170,22 @@ def _place_with(
     return Placement(page_bytes, frames, high)
 
 
-def _smallest_pool(groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> int:
-    if not any(groups):
+def _smallest_pool(demand: Demand) -> int:
+    if not any(demand.groups):
         return 0
     low, high = 0, ARENA_ALIGNMENT_BYTES
-    while _best(high, groups, units) is None:
+    while _best(high, demand) is None:
         low, high = high, 2 * high
     while high - low > ARENA_ALIGNMENT_BYTES:
         middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-        low, high = (low, middle) if _best(middle, groups, units) is not None else (middle, high)
+        low, high = (low, middle) if _best(middle, demand) is not None else (middle, high)
     return high
 
 
-def _largest(groups: Sequence[Sequence[int]], units: Sequence[Sequence[int]]) -> tuple[int, int]:
-    sizes = [sum(sum(groups[g]) for g in unit) for unit in units]
+def _largest(demand: Demand, where: Sequence[str]) -> str:
+    """Say what is used at one time."""
+    if demand.held is not None:
+        return f"the rest {demand.held} pages on their way to the device, and the next ones"
+    sizes = [sum(sum(demand.groups[g]) for g in unit) for unit in demand.units]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    return largest, sizes[largest]
+    return f"{format_bytes(sizes[largest])} what is used at one time in {where[largest]!r}"

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from swapper.checkpoint.sources import StoredTensor
+from swapper.errors import DeviceError
 from swapper.infer.matching import Recipe
 
 ReadInto = Callable[[StoredTensor, int, int, int], Any]
@@ -25,11 +26,12 @@ def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
     return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
 
 
-def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto) -> None:
-    """Have `module` read the rows that it is asked for, until `stop_looking_up`."""
+def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device) -> None:
+    """Have `module` read the rows that it is asked for, until `stop_looking_up`. They are put on `device`."""
     row_count = module.num_embeddings
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
+        check_place(ids, device)
         with torch.no_grad():
             unique, places = torch.unique(ids, return_inverse=True)
             rows = unique.tolist()
@@ -46,9 +48,17 @@ def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto) -> Non
                 tables.append(table)
             for ticket in tickets:
                 ticket.wait()
-            return F.embedding(places, recipe.from_parts(tables))
+            return F.embedding(places, recipe.from_parts([table.to(device) for table in tables]))
 
     module.__dict__["forward"] = forward
+
+
+def check_place(tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse an input that is not where the model is."""
+    if tensor.device != device:
+        raise DeviceError(
+            f"an input is on {tensor.device}, and the model was loaded with device={str(device)!r}: move it there"
+        )
 
 
 def stop_looking_up(module: nn.Module) -> None:

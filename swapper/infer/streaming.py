@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
 from swapper.counters import Counters
+from swapper.device.device import Device
+from swapper.device.registration import Registration
 from swapper.errors import InvariantError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import Blueprint
@@ -31,6 +33,12 @@ HEAD_BYTES = 32 << 20
 class Streaming:
     """Opens everything in order, and closes it backwards. Nothing of the model is touched.
 
+    Args:
+        source, blueprint, placement: what, and where it lies.
+        backend: of the engine.
+        counters: to keep.
+        device: where pages go on to, one by one; None: they are used where they are, each group's as a whole.
+
     Attributes:
         sections: for each group, a paged section for each of its runs.
         small: a resident section for each of the small runs.
@@ -44,6 +52,7 @@ class Streaming:
         placement: Placement,
         backend: str,
         counters: Counters,
+        device: Device | None,
     ) -> None:
         self._small_runs = (
             blueprint.small_runs
@@ -51,26 +60,30 @@ class Streaming:
 
         self.sections, pages = _paged_sections(blueprint, placement.page_bytes)
         self.small: list[Section] = [_section(0, run, None, 0) for run in blueprint.small_runs]
-        self.cycle = [
-            Access(("param", group), tuple(page.index for section in sections for page in section.pages))
-            for group, sections in enumerate(self.sections)
-            if sections and group in blueprint.used_groups
-        ]
+        self.cycle = _cycle(self.sections, blueprint.used_groups, one_by_one=device is not None)
         self._source = source
         self._memory = HostMemory()
         self.engine: Any = None
         self._files: WeightFiles | None = None
         self._pager: Pager | None = None
+        self._registration: Registration | None = None
         try:
             everything = [*self.small, *(section for sections in self.sections for section in sections)]
-            arena, pool_offset = self._memory.attach(everything, placement.pool_bytes, head_bytes=HEAD_BYTES)
+            arena, pool_offset = self._memory.attach(
+                everything, placement.pool_bytes, head_bytes=HEAD_BYTES, windows=device is None
+            )
             self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
             self._files = WeightFiles(self.engine, source.stamps)
             for group, sections in zip(blueprint.groups, self.sections, strict=True):
                 for run, section in zip(group.runs, sections, strict=True):
                     self._files.place(section, run.path)
-            pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
-            self._pager = Pager(pages, pool, self._files, Schedule(self.cycle), counters)
+            self._pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
+            if device is not None:
+                self._frames = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
+                self._registration = Registration(
+                    device, arena, pool_offset, placement.page_bytes, placement.frame_count
+                )
+            self._pager = Pager(pages, self._pool, self._files, Schedule(self.cycle), counters)
             source.check_unchanged()
         except BaseException:
             self.close()
@@ -81,6 +94,13 @@ class Streaming:
         if self._pager is None:
             raise InvariantError("the pager is asked for before it was made")
         return self._pager
+
+    def frame_of(self, page: Page) -> torch.Tensor:
+        """Return the memory of a leased page, where it is used by way of its frame: uint8 of shape (page.nbytes,)."""
+        if page.frame is None:
+            raise InvariantError(f"{page} has no frame to copy from")
+        begin = self._pool.offset(page.frame)
+        return self._frames[begin : begin + page.nbytes]
 
     def begin(self, buffers: Sequence[Recipe]) -> list[torch.Tensor]:
         """Read what stays in memory, and begin to read ahead. Returns `buffers` as tensors of their own."""
@@ -114,19 +134,40 @@ class Streaming:
     def describe(self) -> str:
         """Say how transfers are done, for the log."""
         modes = ", ".join(self._files.modes) if self._files is not None else ""
-        return f"{self.engine.backend} ({self.engine.reason}), {modes}; memory {self._memory.describe()}"
+        registered = "" if self._registration is None else f", for the device {self._registration.describe()}"
+        return f"{self.engine.backend} ({self.engine.reason}), {modes}; memory {self._memory.describe()}{registered}"
 
     def close(self) -> None:
+        """Copies out of the frames must be over."""
         if self._pager is not None:
             self._pager.discard()
         if self.engine is not None:
             self.engine.close()
         if self._files is not None:
             self._files.close()
+        if self._registration is not None:
+            self._registration.close()
+        self._frames = torch.empty(0, dtype=torch.uint8)
         self._memory.close()
         for section in (*self.small, *(section for sections in self.sections for section in sections)):
             section.detach()
         self.sections, self.small, self._pager = [], [], None
+
+
+def page_access(group: int, page: int) -> Access:
+    """Return the use of one page by itself."""
+    return Access(("param", group, page), (page,))
+
+
+def _cycle(sections: Sequence[Sequence[Section]], used: Collection[int], one_by_one: bool) -> list[Access]:
+    cycle = []
+    for group, of_group in enumerate(sections):
+        pages = tuple(page.index for section in of_group for page in section.pages) if group in used else ()
+        if one_by_one:
+            cycle += [page_access(group, page) for page in pages]
+        elif pages:
+            cycle.append(Access(("param", group), pages))
+    return cycle
 
 
 def _paged_sections(blueprint: Blueprint, page_bytes: int) -> tuple[list[list[Section]], list[Page]]:

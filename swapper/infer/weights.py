@@ -20,6 +20,7 @@ from swapper.errors import StateError
 from swapper.infer.matching import Recipe
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 
+CPU = torch.device("cpu")
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
 
 
@@ -36,14 +37,16 @@ class PagedWeight:
 
     Attributes:
         name, parameter: of the model.
-        parts: its bytes as the file has them; touches nothing until they are used.
+        parts: its bytes as the file has them; touches nothing until they are used. None where they are read on demand.
         recipe: what gives the parameter's data from `parts`.
+        device: where it is used.
     """
 
     name: str
     parameter: nn.Parameter
     parts: list[torch.Tensor]
     recipe: Recipe
+    device: torch.device = CPU
 
     @property
     def is_made(self) -> bool:
@@ -51,9 +54,11 @@ class PagedWeight:
 
     def data(self) -> torch.Tensor:
         """Return what the parameter has for data while it is away: its place, or one element that is seen everywhere."""
-        if not self.is_made:
-            return self.parts[0]
-        return torch.zeros((), dtype=self.recipe.dtype).expand(self.parameter.shape)
+        return self.parts[0] if self.parts and not self.is_made else self.away()
+
+    def away(self) -> torch.Tensor:
+        """Return one element that is seen everywhere."""
+        return torch.zeros((), dtype=self.recipe.dtype, device=self.device).expand(self.parameter.shape)
 
 
 class GroupWeights:
@@ -99,14 +104,24 @@ class GroupWeights:
         return self._leases > 0
 
     @property
+    def streamed_pages(self) -> Sequence[int]:
+        """What each pass reads of it, after the first."""
+        return self.streamed.pages
+
+    @property
+    def accesses(self) -> list[Access]:
+        """What a pass asks of the pager for it from now on, in order."""
+        return [self.access] if self.access.pages else []
+
+    @property
     def settled(self) -> bool:
         """Everything is in memory for good."""
         return not self.paged or (self._was_used and not self.streamed.pages and not self._makes)
 
     @property
-    def kept_access(self) -> Access | None:
+    def kept_accesses(self) -> list[Access]:
         """What is leased for good by now."""
-        return self._kept if self._was_used and self._kept.pages else None
+        return [self._kept] if self._was_used and self._kept.pages else []
 
     def lease(self) -> bool:
         """Bring the parameters in, if they are not, and keep them until `release`. Returns whether the pager was asked."""
@@ -125,15 +140,10 @@ class GroupWeights:
     def release(self) -> None:
         self._leases -= 1
         if self._leases == 0 and not self.settled:
-            changed = [
-                weight.name
-                for weight, version in zip(self.weights, self._versions, strict=False)  # none, if warming failed
-                if weight.parameter._version != version
-            ]
+            changed = self._changed()
             self._chill()
             self._pager.release(self.streamed)
-            if changed:
-                raise StateError(f"parameter {changed[0]} was changed in a forward: {FOR_INFERENCE}")
+            self._refuse_change(changed)
 
     def forget_leases(self) -> None:
         """What held them is gone. The pager is told by itself."""
@@ -152,6 +162,18 @@ class GroupWeights:
     @property
     def _makes(self) -> bool:
         return any(weight.is_made for weight in self.weights)
+
+    def _changed(self) -> str | None:
+        """Return the name of a parameter that was changed while it was leased, if any was."""
+        for weight, version in zip(self.weights, self._versions, strict=False):  # none, if warming failed
+            if weight.parameter._version != version:
+                return weight.name
+        return None
+
+    @staticmethod
+    def _refuse_change(name: str | None) -> None:
+        if name is not None:
+            raise StateError(f"parameter {name} was changed in a forward: {FOR_INFERENCE}")
 
     def _note_first_use(self) -> None:
         """All pages are in memory and leased. Those that stay keep that lease; the next access is what is streamed."""

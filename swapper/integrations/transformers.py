@@ -19,10 +19,10 @@ from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
 from swapper.checkpoint.sources import open_source
-from swapper.config import parse_host_memory
+from swapper.device.device import Device
 from swapper.errors import UnsupportedError
 from swapper.infer.adoption import Places
-from swapper.infer.loading import load_matched
+from swapper.infer.loading import Budgets, load_matched
 from swapper.infer.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.tracing import Traced, recipe_of
 
@@ -32,6 +32,8 @@ def from_pretrained(
     path: str | os.PathLike[str],
     *,
     host_memory: int | str = "auto",
+    device: str | torch.device | Device = "cpu",
+    device_memory: int | str = "auto",
     config: Any = None,
     dtype: torch.dtype | str = "auto",
     backend: str = "auto",
@@ -42,7 +44,7 @@ def from_pretrained(
     Args:
         cls: a model class of transformers, or an auto class (AutoModelForCausalLM).
         path: a directory with config.json and weights; or a file of weights, with `config` given.
-        host_memory: bytes, or "4GiB": see swapper.load.
+        host_memory, device, device_memory: see swapper.load.
         config: the model's configuration, where it shall not be read from `path`.
         dtype: "auto" is the checkpoint's; another one is converted to as weights come in.
         backend: of the I/O engine.
@@ -52,7 +54,7 @@ def from_pretrained(
     Raises:
         As swapper.load; and what transformers raises.
     """
-    parse_host_memory(host_memory)  # before anything that takes time
+    budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
     source = open_source(path)
     if config is None:
         config = _read_config(cls, path)
@@ -64,7 +66,7 @@ def from_pretrained(
     _read_generation_config(model, path)
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
-    return load_matched(model, source, _take_out(model), host_memory, backend)
+    return load_matched(model, source, _take_out(model), budgets, backend)
 
 
 def _read_config(cls: Any, path: str | os.PathLike[str]) -> Any:

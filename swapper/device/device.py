@@ -1,0 +1,163 @@
+"""One accelerator, as the rest of swapper sees it: streams, events, memory and copies. The only place that knows torch's modules.
+
+Everything goes through `torch.get_device_module`, so CUDA, ROCm and XPU are one. Calls are queued and return at once; what they
+raise later, a device that is lost among it, is turned into `DeviceError`. Tests put a module in front of it whose copies run as
+late as an event allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+from swapper.errors import ConfigError, DeviceError
+
+OUT_OF_MEMORY = torch.OutOfMemoryError
+
+
+class Device:
+    """Streams, events and memory of one accelerator.
+
+    Args:
+        device: with its index.
+        module: torch's module for it.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device) if module is None else module
+
+    def __str__(self) -> str:
+        return str(self.device)
+
+    # --- streams and events: as torch has them; none of these calls waits ------------------------------------------
+
+    def current_stream(self) -> Any:
+        """Return the stream on which the user's kernels are queued in this thread."""
+        return self._module.current_stream(self.device)
+
+    def new_stream(self) -> Any:
+        with self._named("a new stream"):
+            return self._module.Stream(device=self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within it, what is queued goes to `stream`."""
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def record(self, stream: Any) -> Any:
+        """Return an event that has passed when all that is queued on `stream` by now is done."""
+        with self._named("an event"):
+            event = self._module.Event()
+            event.record(stream)
+        return event
+
+    def let_wait(self, stream: Any, event: Any) -> None:
+        """Have what is queued on `stream` from now on wait for `event`. This thread does not."""
+        with self._named("an event"):
+            stream.wait_event(event)
+
+    def has_passed(self, event: Any) -> bool:
+        with self._named("a copy"):
+            return bool(event.query())
+
+    def wait_for(self, event: Any) -> None:
+        """Wait, in this thread."""
+        with self._named("a copy"):
+            event.synchronize()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give `storage` so many bytes, in the order of the current stream; 0 gives them back.
+
+        Raises:
+            torch.OutOfMemoryError: the allocator has none.
+        """
+        with self._named(f"memory of {nbytes} bytes"):
+            storage.resize_(nbytes)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+        """Queue a copy on `stream`. Neither may be used for something else before an event that is recorded after it."""
+        with self._named(f"a copy of {source.nbytes} bytes"), self.on(stream):
+            target.copy_(source, non_blocking=True)
+
+    def free_bytes(self) -> int:
+        """Return what could still be allocated: what nobody has, and what torch's allocator keeps for its next tensors."""
+        with self._named("the memory's size"):
+            free_bytes, _ = self._module.mem_get_info(self.device)
+            kept_bytes = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
+        return int(free_bytes) + int(kept_bytes)
+
+    def allocated_bytes(self) -> int:
+        """Return what tensors have."""
+        return int(self._module.memory_allocated(self.device))
+
+    def release_cached(self) -> None:
+        """Have torch's allocator give back what it keeps for its next tensors."""
+        self._module.empty_cache()
+
+    # --- page-locked memory -----------------------------------------------------------------------------------------
+
+    @property
+    def can_register(self) -> bool:
+        """Whether host memory can be registered, so that it is copied without a detour."""
+        return self.device.type == "cuda"  # ROCm too; torch has no such call for others
+
+    def register(self, address: int, nbytes: int) -> str:
+        """Register host memory. Returns "", or why it is not.
+
+        To be called in a thread that does nothing else with the device: CUDA keeps an error for the thread's next call.
+        """
+        code = int(self._module.cudart().cudaHostRegister(address, nbytes, 1))  # portable: for all devices
+        return "" if code == 0 else f"cudaHostRegister of {nbytes} bytes: error {code}"
+
+    def unregister(self, address: int) -> None:
+        self._module.cudart().cudaHostUnregister(address)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OUT_OF_MEMORY:
+            raise
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{self.device} failed at {what}: {error}. An error of an earlier kernel may come up here; if it stays, the "
+                "device can be used again in a new process only"
+            ) from error
+
+
+def open_device(device: str | torch.device | Device) -> Device | None:
+    """Return the accelerator that `device` names; None for the CPU, whose memory is host memory.
+
+    Raises:
+        ConfigError: it is no device's name, or none that can hold weights.
+        DeviceError: there is no such device, or its driver does not work.
+    """
+    if isinstance(device, Device):
+        return device
+    try:
+        named = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device={device!r} is not a device: use 'cpu', 'cuda', 'cuda:1', ...") from error
+    if named.type == "cpu":
+        return None
+    if named.type == "meta":
+        raise ConfigError(f"device={device!r} holds no weights: use 'cpu', 'cuda', 'cuda:1', ...")
+    try:
+        module = torch.get_device_module(named)
+        count = int(module.device_count()) if module.is_available() else 0
+        if count > (named.index or 0):
+            return Device(torch.device(named.type, module.current_device() if named.index is None else named.index))
+    except (RuntimeError, AssertionError, AttributeError) as error:  # torch built without it, a driver too old, ...
+        raise DeviceError(f"device={device!r} cannot be used: {error}. device='cpu' can") from error
+    if count == 0:
+        raise DeviceError(
+            f"device={device!r}: torch {torch.__version__} finds no such device here (no driver, one too old, or a torch that "
+            "was built without it). device='cpu' runs anywhere"
+        )
+    raise DeviceError(f"device={device!r}: there are {count}, counted from 0")

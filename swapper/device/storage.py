@@ -1,0 +1,100 @@
+"""A group's storage on a device: one stretch of memory that comes and goes, under tensors that stay.
+
+The storage is resized to zero and back, and not replaced: parameters, their aliases and what autograd keeps stay views of it.
+
+[Note: whose turn a storage's memory is] torch's allocator hands memory out in the order of the stream on which it was asked for: what
+is freed may be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the compute
+stream, and nothing of it needs `record_stream`, if three rules are kept: the copy stream fills it only after an event that the compute
+stream recorded when it was allocated; the compute stream waits for the last of those copies before it uses *or frees* it; and if another
+stream used it (a user who changed streams), the one that allocated it waits for that one before it is freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swapper.device.device import Device
+
+
+class DeviceStorage:
+    """Owns the storage of one group. Made without memory.
+
+    Args:
+        device: where.
+        nbytes: of all tensors, as `place_in_storage` gives it.
+
+    Attributes:
+        room_since: after this event of the compute stream the memory may be filled.
+        filled_at: after this event of the copy stream it is; None while copies are still to be queued.
+    """
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self.nbytes = nbytes
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
+        self._storage = self._memory.untyped_storage()
+        # With a version counter of its own: filling it changes no parameter.
+        self._filling = torch.empty(0, dtype=torch.uint8, device=device.device).set_(self._storage, 0, (nbytes,), (1,))
+        self._stream: Any = device.current_stream()
+        self.room_since: Any = None
+        self.filled_at: Any = None
+        self._last_copy: Any = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """uint8 of shape (nbytes,): tensors are to be views of it. It has data while `is_allocated`."""
+        return self._memory
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._storage.nbytes() > 0
+
+    def allocate(self) -> None:
+        """Take memory on the current stream, of any content.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        self._stream = self._device.current_stream()
+        self._device.resize(self._storage, self.nbytes)
+        self.room_since = self._device.record(self._stream)
+
+    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> Any:
+        """Queue copies on `stream`, which waits for the memory itself. Returns an event that passes after them.
+
+        Args:
+            pieces: where in the storage, in bytes, and what: uint8, on the host.
+        """
+        self._device.let_wait(stream, self.room_since)
+        with torch.inference_mode(False), torch.no_grad():
+            for target, source in pieces:
+                self._device.copy(self._filling[target : target + source.numel()], source, stream)
+        self._last_copy = self._device.record(stream)
+        return self._last_copy
+
+    def all_is_queued(self) -> None:
+        """No copy is missing any more."""
+        self.filled_at = self._last_copy or self.room_since
+
+    def let_compute_use(self) -> None:
+        """Have the current stream wait until the content is there. It must be filled, as far as this thread knows."""
+        current = self._device.current_stream()
+        if self.filled_at is not None:
+            self._device.let_wait(current, self.filled_at)
+        if current != self._stream:
+            self._device.let_wait(current, self.room_since)
+
+    def free(self) -> None:
+        """Give the memory back, in the order of the stream that took it. [Note: whose turn a storage's memory is]"""
+        if not self.is_allocated:
+            return
+        current = self._device.current_stream()
+        if current != self._stream:
+            self._device.let_wait(self._stream, self._device.record(current))
+        if self._last_copy is not None:
+            self._device.let_wait(self._stream, self._last_copy)
+        self.room_since = self.filled_at = self._last_copy = None
+        self._device.resize(self._storage, 0)

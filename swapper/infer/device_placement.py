@@ -1,0 +1,91 @@
+"""Dividing the budget of a device. Pure: which groups stay there, and how much room the others get to come and go.
+
+As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups, because a
+group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied there is one to
+compute with. What streams needs room for the largest unit's groups, and for the next ones beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swapper.config import format_bytes
+from swapper.errors import BudgetError
+
+AHEAD_BYTES = 64 << 20
+"""Room for groups that are copied while one computes; more where single groups are larger."""
+STEPS = 64
+"""The share that stays is found in steps of one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """What the budget gives.
+
+    Attributes:
+        image_bytes: for all groups that are on the device at one time.
+        staying: groups that stay once they were brought.
+    """
+
+    image_bytes: int
+    staying: frozenset[int]
+
+
+def place_on_device(
+    device_bytes: int,
+    fixed_bytes: int,
+    images: Mapping[int, int],
+    units: Sequence[Sequence[int]],
+    where: Sequence[str],
+    device: object,
+) -> DevicePlacement:
+    """Return the placement that copies the fewest bytes a pass.
+
+    Args:
+        device_bytes: the budget.
+        fixed_bytes: what else is on the device: small tensors, buffers, conversions.
+        images: by group, in the order of a pass, the size of its storage.
+        units: for each unit, the groups that are in use while it runs.
+        where: the units' names.
+        device: for the message.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    left = device_bytes - fixed_bytes
+    for step in range(STEPS, -1, -1):
+        staying = _even(images, step)
+        if _needed(images, units, staying, is_ahead=True) <= left:
+            return DevicePlacement(left, staying)
+    working = _needed(images, units, frozenset(), is_ahead=False)
+    if working <= left:
+        return DevicePlacement(left, frozenset())
+    largest = max(range(len(units)), key=lambda unit: sum(images.get(group, 0) for group in units[unit]), default=0)
+    raise BudgetError(
+        f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
+        f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are small tensors, "
+        f"buffers and conversions, and {format_bytes(working)} what is used at one time in {where[largest]!r}; raise device_memory"
+    )
+
+
+def _even(images: Mapping[int, int], step: int) -> frozenset[int]:
+    """Return groups that are about step / STEPS of all bytes, evenly spread."""
+    staying, all_bytes, staying_bytes = [], 0, 0
+    for group, nbytes in images.items():
+        all_bytes += nbytes
+        if (staying_bytes + nbytes) * STEPS <= all_bytes * step:
+            staying.append(group)
+            staying_bytes += nbytes
+    return frozenset(staying)
+
+
+def _needed(images: Mapping[int, int], units: Iterable[Sequence[int]], staying: frozenset[int], is_ahead: bool) -> int:
+    streamed = {group: nbytes for group, nbytes in images.items() if group not in staying}
+    kept_bytes = sum(images.values()) - sum(streamed.values())
+    if not streamed:
+        return kept_bytes
+    working_sets = {tuple(sorted(streamed[group] for group in unit if group in streamed)) for unit in units}
+    working = max((sum(sizes) for sizes in working_sets), default=0)
+    ahead = min(max(AHEAD_BYTES, max(streamed.values())), sum(streamed.values())) if is_ahead else 0
+    return kept_bytes + working + ahead

@@ -1,0 +1,99 @@
+"""A group's parameters where kernels run on an accelerator: views of its storage there, warm while that is leased, cold otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.device.tier import DeviceTier, Image
+from swapper.infer.weights import GroupWeights, PagedWeight
+from swapper.modules.cold import Keeper
+
+
+class DeviceGroup(GroupWeights):
+    """As any group; what it leases is its image, and pages in host memory only for as long as they are copied.
+
+    Args:
+        index, weights, pager, keeper: as for any group; the parts of the weights are views of the image's storage.
+        image: the group's.
+        tier: which has it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        weights: Sequence[PagedWeight],
+        image: Image,
+        tier: DeviceTier,
+        pager: Pager,
+        keeper: Keeper,
+    ) -> None:
+        super().__init__(index, weights, (), (), pager, keeper)
+        self.image = image
+        self._tier = tier
+        self._stays_warm = False
+        image.let_go = self._let_go
+
+    @property
+    def settled(self) -> bool:
+        """Everything is on the device for good."""
+        return not self.paged or (self.image.stays and self.image.is_filled and not self._makes)
+
+    @property
+    def streamed_pages(self) -> list[int]:
+        return [] if self.image.stays else [copy.page.index for copy in self.image.copies if not copy.stays]
+
+    @property
+    def accesses(self) -> list[Access]:
+        if self.image.stays and self.image.is_filled:
+            return []
+        return [copy.access for copy in self.image.copies if not copy.stays]
+
+    @property
+    def kept_accesses(self) -> list[Access]:
+        return [copy.access for copy in self.image.copies if copy.is_held]
+
+    def lease(self) -> bool:
+        was_brought = False
+        if self._leases == 0 and self.paged:
+            was_brought = self._tier.lease(self.image)
+            try:
+                if not self._stays_warm:
+                    self._warm()
+            except BaseException:
+                self._chill()
+                self._tier.release(self.image)
+                raise
+        self._leases += 1
+        return was_brought
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases or not self.paged:
+            return
+        self._stays_warm = self.settled
+        changed = None
+        if not self._stays_warm:
+            changed = self._changed()
+            self._chill()
+        self._tier.release(self.image)
+        self._refuse_change(changed)
+
+    def forget_leases(self) -> None:
+        if self._leases and self.paged:
+            self._leases = 0
+            if not self._stays_warm:
+                self._chill()
+            self._tier.forget(self.image)
+
+    def abandon(self) -> None:
+        is_settled = self.settled
+        super().abandon()
+        if not is_settled:
+            self._tier.drop(self.image)
+
+    def _let_go(self) -> None:
+        """The image was to stay and must go."""
+        self._stays_warm = False
+        self._chill()
