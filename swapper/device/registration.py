@@ -44,7 +44,10 @@ class Registration:
         self._reason = "" if device.can_register else f"torch cannot register memory with {device}"
         self._is_closing = False
         per_slab = max(SLAB_BYTES // max(frame_bytes, 1), 1)
-        slabs = [(offset + at * frame_bytes, min(per_slab, frame_count - at) * frame_bytes) for at in range(0, frame_count, per_slab)]
+        slabs = [
+            (offset + at * frame_bytes, min(per_slab, frame_count - at) * frame_bytes)
+            for at in range(0, frame_count, per_slab)
+        ]
         self._left = iter(slabs)
         self._threads = []
         if device.can_register:

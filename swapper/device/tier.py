@@ -20,7 +20,7 @@ from swapper.device.uploads import PageCopy, Uploads
 from swapper.errors import BudgetError
 
 LEAST_FREE_BYTES = 256 << 20
-"""Less than this on the device, when a pass begins, and images that stay are given up, so many as are missing."""
+"""Less than this on the device, when a pass begins, and images that stay are given up, as many as are missing."""
 
 
 class Image:
@@ -68,6 +68,7 @@ class DeviceTier:
         self._device = device
         self._uploads = uploads
         self._budget_bytes = budget_bytes
+        self._limit_bytes = budget_bytes  # less while the device is short
         self._counters = counters
         self._used_bytes = 0
         self._images: list[Image] = []
@@ -165,22 +166,25 @@ class DeviceTier:
 
     def _can_take(self, image: Image) -> bool:
         """Allocate ahead, if nothing must make room for it."""
-        if self._used_bytes + image.storage.nbytes > self._budget_bytes:
+        if self._used_bytes + image.storage.nbytes > self._limit_bytes:
             return False
         try:
             self._allocate(image)
         except OUT_OF_MEMORY:
+            self._limit_bytes = self._used_bytes
             return False
         return True
 
     def _take(self, image: Image) -> None:
         nbytes = image.storage.nbytes
         for victim in self._victims():
-            if self._used_bytes + nbytes <= self._budget_bytes:
+            if self._used_bytes + nbytes <= self._limit_bytes:
                 break
             self._give_up(victim)
         if self._used_bytes + nbytes > self._budget_bytes:
-            in_use = ", ".join(f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases)
+            in_use = ", ".join(
+                f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases
+            )
             raise BudgetError(
                 f"device_memory is too small for what is used at one time: {in_use}, and {format_bytes(self._budget_bytes)} are "
                 f"for weights on {self._device}; raise device_memory"
@@ -188,6 +192,7 @@ class DeviceTier:
         try:
             self._allocate(image)
         except OUT_OF_MEMORY:
+            self._limit_bytes = self._used_bytes
             for victim in self._victims():
                 self._give_up(victim)
             self._device.release_cached()
@@ -226,13 +231,14 @@ class DeviceTier:
 
     def keep_some_free(self) -> None:
         """Give up images that stay where the device is about to run short; called between passes."""
-        missing_bytes = LEAST_FREE_BYTES - self._device.free_bytes()
+        spare_bytes = self._device.free_bytes() - LEAST_FREE_BYTES
         for victim in self._victims():
-            if missing_bytes <= 0:
-                return
+            if spare_bytes >= 0:
+                break
             if victim.stays:
-                missing_bytes -= victim.storage.nbytes
+                spare_bytes += victim.storage.nbytes
                 self._give_up(victim)
+        self._limit_bytes = min(self._budget_bytes, self._used_bytes + max(spare_bytes, 0))
 
     def finish(self) -> None:
         """Wait for all copies."""
@@ -242,5 +248,3 @@ class DeviceTier:
         """Images that still have memory keep it for as long as a tensor of theirs lives."""
         self.finish()
         self._images, self._cycle = [], []
-
-

@@ -50,7 +50,9 @@ class PageCopy:
         """Whether a lease would be given without waiting."""
         page = self.page
         if page.residency is Residency.READING:
-            return page.ticket is not None and page.predecessor is None and page.ticket.done and page.ticket.error is None
+            return (
+                page.ticket is not None and page.predecessor is None and page.ticket.done and page.ticket.error is None
+            )
         return page.residency is Residency.CLEAN
 
 
@@ -64,7 +66,9 @@ class Uploads:
         counters: to keep.
     """
 
-    def __init__(self, device: Device, pager: Pager, source: Callable[[Page], torch.Tensor], counters: Counters) -> None:
+    def __init__(
+        self, device: Device, pager: Pager, source: Callable[[Page], torch.Tensor], counters: Counters
+    ) -> None:
         self._device = device
         self._pager = pager
         self._source = source

@@ -112,14 +112,18 @@ class Blueprint:
     @property
     def images(self) -> dict[int, int]:
         """For each group that is used as a whole, what its weights take on a device, as they are stored."""
-        return {group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups}
+        return {
+            group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups
+        }
 
     @property
     def fixed_device_bytes(self) -> int:
         """What a device has beside images: what stays, and the most of conversions, parts of matrices and experts at one time."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
         parts_bytes = max((linear.slot_bytes for linear in self.cuts), default=0)
-        return small_bytes + self.buffer_bytes + self.made_bytes + parts_bytes + LEAST_EXPERTS * self.largest_expert_bytes
+        return (
+            small_bytes + self.buffer_bytes + self.made_bytes + parts_bytes + LEAST_EXPERTS * self.largest_expert_bytes
+        )
 
     @property
     def parts_bytes(self) -> int:

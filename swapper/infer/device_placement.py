@@ -14,7 +14,8 @@ from swapper.config import format_bytes
 from swapper.errors import BudgetError
 
 AHEAD_BYTES = 64 << 20
-"""Room for groups that are copied while one computes; more where single groups are larger."""
+"""Room for groups that are copied while one computes: not more than AHEAD_SHARE of the budget, but for the largest group."""
+AHEAD_SHARE = 8
 STEPS = 64
 """The share that stays is found in steps of one in so many."""
 
@@ -54,11 +55,12 @@ def place_on_device(
         BudgetError: with the smallest budget that works.
     """
     left = device_bytes - fixed_bytes
+    ahead_bytes = min(AHEAD_BYTES, max(left, 0) // AHEAD_SHARE)
     for step in range(STEPS, -1, -1):
         staying = _even(images, step)
-        if _needed(images, units, staying, is_ahead=True) <= left:
+        if _needed(images, units, staying, ahead_bytes) <= left:
             return DevicePlacement(left, staying)
-    working = _needed(images, units, frozenset(), is_ahead=False)
+    working = _needed(images, units, frozenset(), None)
     if working <= left:
         return DevicePlacement(left, frozenset())
     largest = max(range(len(units)), key=lambda unit: sum(images.get(group, 0) for group in units[unit]), default=0)
@@ -80,12 +82,15 @@ def _even(images: Mapping[int, int], step: int) -> frozenset[int]:
     return frozenset(staying)
 
 
-def _needed(images: Mapping[int, int], units: Iterable[Sequence[int]], staying: frozenset[int], is_ahead: bool) -> int:
+def _needed(
+    images: Mapping[int, int], units: Iterable[Sequence[int]], staying: frozenset[int], ahead_bytes: int | None
+) -> int:
+    """Return what images take at one time, with room for the next ones unless `ahead_bytes` is None."""
     streamed = {group: nbytes for group, nbytes in images.items() if group not in staying}
     kept_bytes = sum(images.values()) - sum(streamed.values())
     if not streamed:
         return kept_bytes
     working_sets = {tuple(sorted(streamed[group] for group in unit if group in streamed)) for unit in units}
     working = max((sum(sizes) for sizes in working_sets), default=0)
-    ahead = min(max(AHEAD_BYTES, max(streamed.values())), sum(streamed.values())) if is_ahead else 0
+    ahead = 0 if ahead_bytes is None else min(max(ahead_bytes, max(streamed.values())), sum(streamed.values()))
     return kept_bytes + working + ahead

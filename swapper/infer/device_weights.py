@@ -90,6 +90,7 @@ class DeviceGroup(GroupWeights):
     def abandon(self) -> None:
         is_settled = self.settled
         super().abandon()
+        self.image.let_go = _nothing  # or the two would keep each other, and the memory
         if not is_settled:
             self._tier.drop(self.image)
 
@@ -97,3 +98,6 @@ class DeviceGroup(GroupWeights):
         """The image was to stay and must go."""
         self._stays_warm = False
         self._chill()
+
+
+def _nothing() -> None: ...

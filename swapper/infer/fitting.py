@@ -74,9 +74,7 @@ def fit_on_device(blueprint: Blueprint, host_bytes: int, device_bytes: int, othe
     def placed(candidate: Blueprint) -> Fit:
         names = _names(candidate)
         fixed_bytes = candidate.fixed_device_bytes + other_bytes
-        on_device = place_on_device(
-            device_bytes, fixed_bytes, candidate.images, candidate.working_sets, names, device
-        )
+        on_device = place_on_device(device_bytes, fixed_bytes, candidate.images, candidate.working_sets, names, device)
         runs = candidate.runs_of_used
         streamed = [[] if index in on_device.staying else of_group for index, of_group in enumerate(runs)]
         host_fixed_bytes = candidate.stored_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)

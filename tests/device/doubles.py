@@ -1,0 +1,166 @@
+"""A device made of host memory, with streams that run as late as they may, and that notices who did not wait.
+
+What the product does with a device goes through `swapper.device.device.Device`. Here its copies are queued and run when somebody waits for
+an event behind them (*late*), at once, or at chance; kernels are torch's own on the CPU and run at once. So a kernel that is not made to
+wait reads poison, and a frame that is used again before its event has its copy see other bytes. What a late copy cannot show, memory
+that is filled while kernels before it may still use it, is shown by clocks: each stream knows how far the others have come, as it
+learns it from events.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections import Counter
+from contextlib import contextmanager
+
+import torch
+
+from swapper.device.device import Device
+
+POISON = 0xEF
+ORDERS = ("at once", "late", "by chance 1", "by chance 2")
+
+
+class Stream:
+    """Operations in order. Kernels of the CPU run at once, so `is_compute` waits for what it is told to wait for."""
+
+    def __init__(self, is_compute=False, device=None):
+        self.is_compute = is_compute
+        self.operations = []
+        self.done = 0
+        self.clock = Counter()
+
+    def tick(self):
+        self.clock[self] += 1
+        return (self, self.clock[self])
+
+    def knows(self, moment):
+        stream, tick = moment
+        return self.clock[stream] >= tick
+
+    def add(self, operation):
+        self.operations.append(operation)
+        if self.is_compute:
+            self.run(len(self.operations))
+
+    def run(self, end):
+        while self.done < end:
+            operation = self.operations[self.done]
+            self.done += 1
+            operation()
+
+    def wait_event(self, event):
+        for stream, tick in event.clock.items():
+            self.clock[stream] = max(self.clock[stream], tick)
+        self.add(event.synchronize)
+
+
+class Event:
+    def __init__(self, chance=None):
+        self.chance = chance
+
+    def record(self, stream):
+        stream.tick()
+        self.stream, self.end, self.clock = stream, len(stream.operations), Counter(stream.clock)
+
+    def query(self):
+        if self.chance is not None and self.chance.random() < 0.5:
+            self.synchronize()
+        return self.stream.done >= self.end
+
+    def synchronize(self):
+        self.stream.run(self.end)
+
+
+class Module:
+    """In place of torch.cuda."""
+
+    def __init__(self, order, capacity_bytes):
+        self.chance = random.Random(order) if order.startswith("by chance") else None
+        self.capacity_bytes = capacity_bytes
+        self.current = Stream(is_compute=True)
+        self.used_bytes = 0
+        self.times_emptied = 0
+
+    def Stream(self, device=None):
+        return Stream()
+
+    def Event(self):
+        return Event(self.chance)
+
+    def current_stream(self, device):
+        return self.current
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def mem_get_info(self, device):
+        return self.capacity_bytes - self.used_bytes, self.capacity_bytes
+
+    def memory_reserved(self, device):
+        return self.used_bytes
+
+    memory_allocated = memory_reserved
+
+    def empty_cache(self):
+        self.times_emptied += 1
+
+
+class HostDevice(Device):
+    """Storages in host memory.
+
+    Args:
+        order: one of ORDERS.
+        capacity_bytes: more than this in storages is out of memory.
+    """
+
+    def __init__(self, order="late", capacity_bytes=1 << 30):
+        super().__init__(torch.device("cpu"), Module(order, capacity_bytes))
+        self.is_immediate = order == "at once"
+        self.peak_bytes = 0
+        self.taken = {}  # by storage: the moment it was allocated
+        self.filled = {}  # by storage: the moments of copies into it
+
+    @property
+    def module(self):
+        return self._module
+
+    @property
+    def used_bytes(self):
+        return self._module.used_bytes
+
+    def resize(self, storage, nbytes):
+        stream, key = self._module.current, storage._cdata
+        if nbytes == 0:
+            late = [moment for moment in self.filled.pop(key, []) if not stream.knows(moment)]
+            assert not late, "memory is given back while a copy into it may still run"
+            if self.taken.pop(key, None) is not None:
+                self._module.used_bytes -= storage.nbytes()
+            storage.resize_(0)
+            return
+        if self._module.used_bytes + nbytes > self._module.capacity_bytes:
+            raise torch.OutOfMemoryError("out of memory, as asked for")
+        storage.resize_(nbytes)
+        torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).fill_(POISON)
+        self._module.used_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._module.used_bytes)
+        self.taken[key] = stream.tick()
+
+    def copy(self, target, source, stream):
+        key = target.untyped_storage()._cdata
+        assert key in self.taken, "a copy into memory that is not there"
+        assert stream.knows(self.taken[key]), "a copy into memory that earlier kernels may still use"
+        self.filled.setdefault(key, []).append(stream.tick())
+        content = zlib.crc32(source.numpy())
+
+        def run():
+            assert zlib.crc32(source.numpy()) == content, "a frame was used again before its copy was over"
+            target.copy_(source)
+
+        stream.add(run)
+        if self.is_immediate:
+            stream.run(len(stream.operations))
