@@ -31,7 +31,8 @@ class HostMemory:
     ) -> tuple[Any, int]:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
 
-        Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are taken from the system now, and the rest by threads from now on; None: all of it now.
+        Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are
+        taken from the system now, and the rest by threads from now on; None: all of it now.
 
         Returns the arena and where in it the pool begins.
         """

@@ -1,5 +1,6 @@
-"""What runs on an accelerator: arithmetic over slices of state, gradients, quantised weights and pages, each in one pass.
+"""What is on an accelerator: arithmetic over slices of state, gradients, quantised weights and pages; and the device tier.
 
-One file a concept, with the arithmetic in plain torch, which is what it means, and how many bytes it has to move; the same
-as a Triton kernel is in `kernels/`, under the same name.
+The arithmetic is one file a concept, in plain torch, which is what it means, with how many bytes it has to move; the same as a
+Triton kernel is in `kernels/`, under the same name. The tier is `device` (streams, events, memory: the only place that knows
+torch's modules), `storage`, `layout`, `uploads`, `registration` and `tier`: docs/decisions/device-tier.md.
 """

@@ -1,8 +1,9 @@
-"""Page-locked memory: the pool's frames, registered once with the device, so that copies need no detour and do not hold anybody up.
+"""Page-locked memory: the pool's frames, registered once with the device, so that copies need no detour and hold nobody up.
 
-In slabs, by threads, behind those that take the memory: the first pass does not wait for it, and a frame that is not registered yet
-is copied all the same, more slowly. No frame lies in two slabs, because a copy must not go across their border. The threads are
-this object's own and do nothing else with the device: CUDA keeps the error of a refused registration for the next call of the same thread.
+In slabs, by threads, behind those that take the memory: the first pass does not wait for it, and a frame that is not registered
+yet is copied all the same, more slowly. No frame lies in two slabs, because a copy must not go across their border. The threads
+are this object's own and do nothing else with the device: CUDA keeps the error of a refused registration for the next call of the
+same thread.
 """
 
 from __future__ import annotations

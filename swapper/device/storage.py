@@ -2,11 +2,11 @@
 
 The storage is resized to zero and back, and not replaced: parameters, their aliases and what autograd keeps stay views of it.
 
-[Note: whose turn a storage's memory is] torch's allocator hands memory out in the order of the stream on which it was asked for: what
-is freed may be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the compute
-stream, and nothing of it needs `record_stream`, if three rules are kept: the copy stream fills it only after an event that the compute
-stream recorded when it was allocated; the compute stream waits for the last of those copies before it uses *or frees* it; and if another
-stream used it (a user who changed streams), the one that allocated it waits for that one before it is freed.
+[Note: whose turn a storage's memory is] torch's allocator hands memory out in the order of the stream on which it was asked for:
+what is freed may be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the
+compute stream, and nothing of it needs `record_stream`, if three rules are kept: the copy stream fills it only after an event that
+the compute stream recorded when it was allocated; the compute stream waits for the last of those copies before it uses *or frees*
+it; and if another stream used it (a user who changed streams), the one that allocated it waits for that one before it is freed.
 """
 
 from __future__ import annotations

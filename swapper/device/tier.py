@@ -1,11 +1,11 @@
 """What lies on a device and what comes next: groups that stay, and those that are brought for each use, within one budget.
 
-A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] While a group is about to run, the
-next ones are allocated and their copies queued as far as the budget goes and as far as they have been read; only then are its own kernels
-queued: memory that is asked for behind them would wait for them, and the copies with it.
+A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] While a group is about to
+run, the next ones are allocated and their copies queued, as far as the budget goes and as far as they have been read; only then
+are its own kernels queued: memory that is asked for behind them would wait for them, and the copies with it.
 
-When the device runs short (another tensor of the user's, a budget that was too generous) the images that stay are given up, and the
-allocation is tried once more; they are brought for each use from then on.
+When the device runs short (another tensor of the user's, a budget that was too generous) the images that stay are given up, and
+the allocation is tried once more; they are brought for each use from then on.
 """
 
 from __future__ import annotations
@@ -177,10 +177,11 @@ class DeviceTier:
 
     def _take(self, image: Image) -> None:
         nbytes = image.storage.nbytes
-        for victim in self._victims():
-            if self._used_bytes + nbytes <= self._limit_bytes:
-                break
-            self._give_up(victim)
+        if self._used_bytes + nbytes > self._limit_bytes:
+            for victim in self._victims():
+                self._give_up(victim)
+                if self._used_bytes + nbytes <= self._limit_bytes:
+                    break
         if self._used_bytes + nbytes > self._budget_bytes:
             in_use = ", ".join(
                 f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases

@@ -25,7 +25,7 @@ from swapper.device.storage import DeviceStorage
 from swapper.errors import DeviceError
 
 COPIES_IN_FLIGHT = 6
-"""Frames that may be leased for copies at one time. A drive is no faster than a link: few are enough."""
+"""Frames that may at least be leased for copies at one time. A drive is no faster than a link: few are enough."""
 
 
 @dataclass(slots=True)
@@ -64,6 +64,9 @@ class Uploads:
         pager: of the frames.
         source: gives the memory of a page's frame, uint8 of shape (page.nbytes,); the page is leased.
         counters: to keep.
+
+    Attributes:
+        most_in_flight: frames that may be leased for copies at one time.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Uploads:
         self._source = source
         self._counters = counters
         self._stream = device.new_stream()
+        self.most_in_flight = COPIES_IN_FLIGHT
         self._in_flight: deque[tuple[Any, Access]] = deque()  # oldest first: they end in this order
 
     def send(self, copy: PageCopy, storage: DeviceStorage) -> None:
@@ -85,7 +89,7 @@ class Uploads:
         """
         self.give_back()
         if not copy.is_held:
-            while len(self._in_flight) >= COPIES_IN_FLIGHT:
+            while len(self._in_flight) >= self.most_in_flight:
                 self._wait_for_oldest()
             self._pager.acquire(copy.access)
             copy.is_held = copy.stays
@@ -106,7 +110,7 @@ class Uploads:
     def is_full(self) -> bool:
         """Whether `send` would wait for an earlier copy."""
         self.give_back()
-        return len(self._in_flight) >= COPIES_IN_FLIGHT
+        return len(self._in_flight) >= self.most_in_flight
 
     def give_back(self) -> None:
         """Give frames back whose copies are over."""

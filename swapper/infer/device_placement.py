@@ -1,8 +1,8 @@
 """Dividing the budget of a device. Pure: which groups stay there, and how much room the others get to come and go.
 
-As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups, because a
-group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied there is one to
-compute with. What streams needs room for the largest unit's groups, and for the next ones beside them.
+As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups,
+because a group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied
+there is one to compute with. What streams needs room for the largest unit's groups, and for the next ones beside them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def place_on_device(
     largest = max(range(len(units)), key=lambda unit: sum(images.get(group, 0) for group in units[unit]), default=0)
     raise BudgetError(
         f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
-        f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are small tensors, "
-        f"buffers and conversions, and {format_bytes(working)} what is used at one time in {where[largest]!r}; raise device_memory"
+        f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
+        f"small tensors, buffers and conversions, and {format_bytes(working)} what is used at one time in "
+        f"{where[largest]!r}; raise device_memory"
     )
 
 

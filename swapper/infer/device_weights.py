@@ -1,4 +1,4 @@
-"""A group's parameters where kernels run on an accelerator: views of its storage there, warm while that is leased, cold otherwise."""
+"""A group's parameters where kernels run on an accelerator: views of its storage there, warm while leased, cold otherwise."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from swapper.device.device import Device
 from swapper.device.layout import Span, place_in_storage, spans_of_page
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier, Image
-from swapper.device.uploads import PageCopy, Uploads
+from swapper.device.uploads import COPIES_IN_FLIGHT, PageCopy, Uploads
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import StreamedGroup
 from swapper.infer.device_placement import DevicePlacement
@@ -40,8 +40,9 @@ class OnDevice:
     def __init__(self, device: Device, streaming: Streaming, placement: DevicePlacement, counters: Counters) -> None:
         self.device = device
         self._placement = placement
-        uploads = Uploads(device, streaming.pager, streaming.frame_of, counters)
-        self.tier = DeviceTier(device, uploads, placement.image_bytes, counters)
+        self._uploads = Uploads(device, streaming.pager, streaming.frame_of, counters)
+        self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters)
+        self._passing_frames = streaming.frame_count
         self._moved: list[nn.Parameter] = []
         self._buffers: list[tuple[nn.Module, str]] = []
 
@@ -64,6 +65,8 @@ class OnDevice:
             for page in section.pages:
                 wanted = spans_of_page(spans, page.offset, page.nbytes)
                 copies.append(PageCopy(page, page_access(group.index, page.index), wanted, page.index in kept))
+        self._passing_frames -= sum(copy.stays for copy in copies)
+        self._uploads.most_in_flight = max(COPIES_IN_FLIGHT, self._passing_frames // 2)
         views = iter([view_of(storage.memory, offset, part) for offset, part in zip(offsets, parts, strict=True)])
         located = [[next(views) for _ in weight.recipe.parts] for weight in group.weights]
         storage.free()

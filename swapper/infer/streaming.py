@@ -95,6 +95,10 @@ class Streaming:
             raise InvariantError("the pager is asked for before it was made")
         return self._pager
 
+    @property
+    def frame_count(self) -> int:
+        return self._pool.frame_count
+
     def frame_of(self, page: Page) -> torch.Tensor:
         """Return the memory of a leased page, where it is used by way of its frame: uint8 of shape (page.nbytes,)."""
         if page.frame is None:

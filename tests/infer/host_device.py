@@ -1,10 +1,10 @@
 """A device made of host memory, with streams that run as late as they may, and that notices who did not wait.
 
-What the product does with a device goes through `swapper.device.device.Device`. Here its copies are queued and run when somebody waits for
-an event behind them (*late*), at once, or at chance; kernels are torch's own on the CPU and run at once. So a kernel that is not made to
-wait reads poison, and a frame that is used again before its event has its copy see other bytes. What a late copy cannot show, memory
-that is filled while kernels before it may still use it, is shown by clocks: each stream knows how far the others have come, as it
-learns it from events.
+What the product does with a device goes through `swapper.device.device.Device`. Here its copies are queued and run when somebody
+waits for an event behind them (*late*), at once, or at chance; kernels are torch's own on the CPU and run at once. So a kernel that
+is not made to wait reads poison, and a frame that is used again before its event has its copy see other bytes. What a late copy
+cannot show, memory that is filled while kernels before it may still use it, is shown by clocks: each stream knows how far the
+others have come, as it learns it from events.
 """
 
 from __future__ import annotations

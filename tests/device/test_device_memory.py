@@ -1,0 +1,185 @@
+"""How weights lie on a device, what stays there, and how host memory is registered with it."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from infer.host_device import HostDevice
+
+from swapper.core.layout import SECTOR_BYTES
+from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
+from swapper.device.registration import SLAB_BYTES, Registration
+from swapper.device.storage import DeviceStorage
+from swapper.errors import BudgetError, IoError
+from swapper.infer.device_placement import place_on_device
+from swapper.infer.placement import Demand, place
+
+SIZES = st.lists(st.integers(0, 20_000), min_size=1, max_size=12)
+
+
+@given(SIZES)
+def test_tensors_are_aligned_and_apart(sizes):
+    offsets, nbytes = place_in_storage(sizes)
+    assert all(offset % DEVICE_ALIGNMENT_BYTES == 0 for offset in offsets)
+    ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends, offsets[1:], strict=False))
+    assert ends[-1] <= nbytes
+
+
+@given(SIZES, st.integers(1, 8), st.data())
+def test_pages_bring_every_byte_to_its_place_once(sizes, page_sectors, data):
+    gaps = [data.draw(st.integers(0, 3000)) for _ in sizes]
+    begins = [sum(sizes[:i]) + sum(gaps[: i + 1]) for i in range(len(sizes))]
+    offsets, nbytes = place_in_storage(sizes)
+    run = torch.randint(0, 256, (begins[-1] + sizes[-1] + 100,), dtype=torch.uint8)
+    spans = [Span(*span) for span in zip(begins, sizes, offsets, strict=True)]
+    storage, times = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    page_bytes = page_sectors * SECTOR_BYTES
+    for at in range(0, len(run), page_bytes):
+        page = run[at : at + page_bytes]
+        for span in spans_of_page(spans, at, len(page)):
+            storage[span.target : span.target + span.nbytes] = page[span.begin : span.begin + span.nbytes]
+            times[span.target : span.target + span.nbytes] += 1
+    for begin, size, offset in zip(begins, sizes, offsets, strict=True):
+        assert torch.equal(storage[offset : offset + size], run[begin : begin + size])
+        assert (times[offset : offset + size] == 1).all()
+
+
+IMAGES = st.lists(st.integers(1, 1000), min_size=1, max_size=30).map(
+    lambda sizes: {n: 1000 * s for n, s in enumerate(sizes)}
+)
+
+
+@given(IMAGES, st.integers(1, 40_000_000))
+def test_what_stays_and_what_streams_fit_the_device(images, budget):
+    units = [(n,) for n in images]
+    names = [str(n) for n in images]
+    try:
+        placed = place_on_device(budget, 5000, images, units, names, "cuda")
+    except BudgetError as refusal:
+        least = int(str(refusal).split("(")[1].split(" bytes")[0])
+        assert least > budget
+        assert least == 5000 + max(images.values())
+        assert place_on_device(least, 5000, images, units, names, "cuda").staying <= images.keys()
+        return
+    kept = sum(images[group] for group in placed.staying)
+    streamed = [nbytes for group, nbytes in images.items() if group not in placed.staying]
+    assert kept + max(streamed, default=0) <= placed.image_bytes == budget - 5000
+    assert (not streamed) == (sum(images.values()) <= budget - 5000)
+
+
+def test_what_stays_is_spread_evenly():
+    images = dict.fromkeys(range(64), 1 << 20)
+    units = [(n,) for n in images]
+    staying = place_on_device(40 << 20, 0, images, units, ["unit"] * 64, "cuda").staying
+    assert 28 <= len(staying) <= 36
+    eighths = [len(staying & set(range(begin, begin + 8))) for begin in range(0, 64, 8)]
+    assert max(eighths) - min(eighths) <= 1
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 60_000))
+def test_pages_that_go_on_to_a_device_always_find_a_frame(sizes, budget_sectors):
+    groups = [[size * SECTOR_BYTES * 16] for size in sizes]
+    try:
+        placement = place(budget_sectors * SECTOR_BYTES, 0, Demand(groups, (), held=6), ["unit"])
+    except BudgetError:
+        return
+    pages = [-(-group[0] // placement.page_bytes) for group in groups]
+    kept = sum(max(count - placement.streamed, 0) for count in pages)
+    assert placement.frame_count >= kept + 6 + 2
+    assert placement.pool_bytes <= budget_sectors * SECTOR_BYTES
+
+
+def test_a_storage_keeps_its_tensors_while_its_memory_comes_and_goes():
+    device = HostDevice("late")
+    storage = DeviceStorage(device, 1024)
+    view = storage.memory[512:1024].view(torch.float32)
+    storage.free()
+    assert device.used_bytes == 0
+    stream = device.new_stream()
+    for value in (1.0, 2.0):
+        storage.allocate()
+        storage.fill([(512, torch.full((128,), value).view(torch.uint8))], stream)
+        storage.all_is_queued()
+        version = view._version
+        storage.let_compute_use()
+        assert (view == value).all()
+        assert view._version == version
+        storage.free()
+    assert device.used_bytes == 0
+
+
+class Registering(HostDevice):
+    """Notes what is registered, and refuses what it is told to."""
+
+    can_register = True
+
+    def __init__(self, refused=frozenset()):
+        super().__init__()
+        self.registered = {}
+        self.threads = set()
+        self.refused = refused
+
+    def register(self, address, nbytes):
+        self.threads.add(threading.current_thread())
+        if address in self.refused:
+            return "error 2"
+        self.registered[address] = nbytes
+        return ""
+
+    def unregister(self, address):
+        del self.registered[address]
+
+
+class Memory:
+    address = 1 << 30
+
+    def __init__(self, most=None):
+        self.most = most
+        self.taken = []
+
+    def wait_taken(self, nbytes):
+        if self.most is not None and nbytes > self.most:
+            raise IoError("take", "", 0, nbytes, 12)
+        self.taken.append(nbytes)
+
+
+@pytest.mark.parametrize("frame_bytes", [1 << 20, 3 << 20, SLAB_BYTES + 4096])
+def test_all_frames_are_registered_and_none_lies_in_two_slabs(frame_bytes):
+    device, offset, count = Registering(), 8192, 1000
+    registration = Registration(device, Memory(), offset, frame_bytes, count)
+    registration.wait()
+    assert registration.describe() == "registered"
+    slabs = sorted(device.registered.items())
+    assert slabs[0][0] == Memory.address + offset
+    assert sum(nbytes for _, nbytes in slabs) == count * frame_bytes
+    assert all(a + nbytes == b for (a, nbytes), (b, _) in pairwise(slabs))
+    assert all(nbytes % frame_bytes == 0 for _, nbytes in slabs)
+    assert threading.current_thread() not in device.threads
+    registration.close()
+    assert device.registered == {}
+
+
+def test_a_refused_registration_is_told_and_the_rest_goes_on():
+    frame = SLAB_BYTES // 2
+    device = Registering(refused={Memory.address + 2 * frame})
+    registration = Registration(device, Memory(), 0, frame, 8)
+    registration.wait()
+    assert len(device.registered) == 3
+    assert "error 2" in registration.describe()
+    registration.close()
+    assert device.registered == {}
+
+
+def test_memory_that_the_system_refuses_is_not_registered():
+    device = Registering()
+    registration = Registration(device, Memory(most=SLAB_BYTES), 0, SLAB_BYTES, 3)
+    registration.wait()
+    assert list(device.registered.values()) == [SLAB_BYTES]
+    assert "take" in registration.describe()
+    registration.close()
