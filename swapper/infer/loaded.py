@@ -372,7 +372,7 @@ def _refuse_to_move(name: str) -> Callable[..., nn.Module]:
     def refuse(*arguments: Any, **options: Any) -> nn.Module:
         raise StateError(
             f"{name} was loaded by swapper.load and cannot be moved or converted (.to, .half, .cuda, ...): its weights stay in "
-            "the checkpoint's files. Say dtype= when loading"
+            "the checkpoint's files. Say dtype= and device= when loading"
         )
 
     return refuse
