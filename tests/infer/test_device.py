@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -193,16 +194,47 @@ def test_out_of_memory_in_the_middle_of_a_pass_is_tried_once_more(saved, device,
     check(model)
 
 
-def test_an_error_in_a_forward_leaves_nothing_behind(saved, device, opened):
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_an_error_in_a_forward_leaves_nothing_behind(saved, device, opened, error):
+    def stop(*_):
+        raise error
+
     reference = make()
     model = load(saved(reference), device, opened)
-    handle = list(model.modules())[-2].register_forward_pre_hook(lambda *_: 1 / 0)
-    for _ in range(3):
-        with pytest.raises(ZeroDivisionError):
-            run(model)
-    handle.remove()
-    assert torch.equal(run(model), run(reference))
+    for module in (model.layers[3], list(model.layers[0].modules())[-1], model.head):
+        handle = module.register_forward_pre_hook(stop)
+        for _ in range(2):
+            with pytest.raises(error):
+                run(model)
+        handle.remove()
+        assert torch.equal(run(model), run(reference))
     check(model)
+
+
+def test_a_pass_that_is_abandoned_leaves_nothing_behind(saved, device, opened):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    reference = make()
+    model = load(saved(reference), device, opened)
+    handle = model.layers[3].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(model)
+    handle.remove()
+    swapper.loaded(model)._hooks.abandon_pass()
+    check(model)
+    assert torch.equal(run(model), run(reference))
+
+
+def test_a_file_that_ends_in_the_middle_of_a_pass(saved, device, opened):
+    path = saved(make())
+    model = load(path, device, opened)
+    model.layers[0].register_forward_pre_hook(lambda *_: os.truncate(path, 8 * MIB))
+    with pytest.raises(swapper.IoError, match="end of"):
+        run(model)
+    check(model)
+    with pytest.raises(swapper.CheckpointError, match="changed"):
+        run(model)
 
 
 def test_unloading_gives_everything_back(saved, device, opened):
