@@ -14,8 +14,8 @@ import psutil
 from swapper.errors import ConfigError
 
 PLACEMENTS = ("device", "host", "nvme", "auto")
-UPDATES = ("step", "deferred")
-"""When parameters are updated: in `optimizer.step()`, or when the next forward reaches them."""
+UPDATES = ("step", "deferred", "backward")
+"""When parameters are updated: in `optimizer.step()`, when the next forward reaches them, or as backward has done with them."""
 
 _UNITS = {
     "": 1, "b": 1,

@@ -7,7 +7,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +160,7 @@ class SwapManager:
             update: "step" updates all parameters in `optimizer.step()`. With "deferred" that call only fixes what the step is;
                 each group is updated when the next forward reaches it and its parameters are used at once, so that they are read
                 once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
+                "backward" updates each group as soon as backward has done with it; see docs/training.md for what that rules out.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
@@ -256,18 +257,25 @@ class SwapManager:
         with run.model.gather(parameters, write):
             yield target
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Return a context for the backwards that are not the last ones of their step, as DDP's no_sync.
+
+        Needed with `update="backward"`, which updates in every other backward; else it does nothing.
+        """
+        return self._running("accumulate").model.updates.accumulating()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
         self._enter()
         model = self._running("clip_grad_norm_").model
-        model.finish_update()
+        model.updates.check_clipping()
         return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
         self._enter()
         model = self._running("clip_grad_value_").model
-        model.finish_update()
+        model.updates.check_clipping()
         model.gradients.clip_value(model.model.parameters(), clip_value)
 
     def snapshot(
@@ -467,7 +475,7 @@ class SwapManager:
         return Run(
             self._request.model, self._request.optimizer, plan, self._directory, origin, self._clock,
             Callbacks(
-                self._enter, self._enter_to_write, self._undo_update,
+                self._enter, self._enter_to_write, self._begin_step, self._undo_update,
                 lambda step: self._describe_commit(step, described, plan.places),
             ),
             backend=self._backend, fsync=self._fsync, stall_s=self._stall_s,
@@ -514,8 +522,9 @@ class SwapManager:
             self._train_more(lambda: None)
             run = self._running("optimizer.step()")
         run.model.check_step()
-        run.committer.before_step()  # the writes of the step before are long done
-        learn = run.model.is_in_order
+        if not run.model.updates.has_begun_early:
+            self._begin_step()
+        learn = run.model.updates.in_order
         try:
             run.model.update()
             run.pager.end_step(learn)
@@ -527,9 +536,13 @@ class SwapManager:
         self._note_rng()
         run.committer.step_done(self._counters.step)
 
-    def _undo_update(self, sections: Sequence[Section], error: BaseException) -> bool:
-        """A deferred update failed half-way: have a group as it was before its step, which is on the books already."""
-        return self._undo(self._counters.step, error, sections)
+    def _begin_step(self) -> None:
+        """Parameters and state are about to be changed; the writes of the step before are long done."""
+        self._running("a step").committer.before_step()
+
+    def _undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
+        """Updates outside of `optimizer.step()` failed half-way: have groups as they were before the step."""
+        return self._undo(self._counters.step + ahead, error, sections)
 
     def _undo(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
         """`step` failed half-way: have `sections`, or all, as before it. Where that cannot be, only closing is left."""

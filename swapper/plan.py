@@ -58,7 +58,7 @@ class Plan:
         commit_every: steps from commit to commit, or None.
         commit_policy: what was asked for.
         tuning: what `swapper tune` found out about the drive, or None.
-        deferred: whether updates are deferred into the next forward.
+        update: when parameters are updated.
     """
 
     inventory: Inventory
@@ -70,7 +70,7 @@ class Plan:
     commit_every: int | None
     commit_policy: str | int | None
     tuning: Tuning | None
-    deferred: bool
+    update: str
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -121,7 +121,7 @@ class Plan:
         rooms = {page: room.section.plan.group for page, room in find_rooms(sections, grad_sections).items()}
         sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
-        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.deferred)
+        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.update)
         frames = self.budget.frame_count
         return Traffic(*Rehearsal(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
 
@@ -193,7 +193,7 @@ def plan_run(
     host_bytes: int,
     commit_policy: str | int | None,
     tuning: Tuning | None = None,
-    deferred: bool = False,
+    update: str = "step",
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
 ) -> Plan:
@@ -205,17 +205,17 @@ def plan_run(
         host_bytes: the budget.
         commit_policy: "free", a number of steps, or None.
         tuning: what is known about the drive.
-        deferred: whether updates are.
+        update: when parameters are updated.
         page_bytes, existing_files: of a run that goes on.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes, deferred)
+    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes, update)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
-    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, deferred)
+    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update)
 
 
 def _make_sections(

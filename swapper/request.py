@@ -14,7 +14,7 @@ from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning
 from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
-from swapper.train.deferred import check_deferrable
+from swapper.train.conditions import check_update
 from swapper.train.inventory import Inventory, take_inventory
 from swapper.train.optim import NoOptimizer
 
@@ -26,7 +26,7 @@ class Request:
     Attributes:
         model: one, or one that contains all.
         optimizer: the user's own, or one that has nothing to do.
-        deferred: whether updates are.
+        update: when parameters are updated.
         commit_policy: `commit_every`.
     """
 
@@ -36,7 +36,7 @@ class Request:
     optimizer_state: str
     gradients: str
     master_weights: torch.dtype | None
-    deferred: bool
+    update: str
     host_bytes: int
     commit_policy: str | int | None
 
@@ -58,9 +58,9 @@ class Request:
             parse_choice(value, option, PLACEMENTS)
             if value == "device":
                 raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
-        deferred = parse_choice(update, "update", UPDATES) == "deferred"
+        parse_choice(update, "update", UPDATES)
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        return cls(whole, used, params, optimizer_state, gradients, master_weights, deferred, host_bytes, commit_policy)
+        return cls(whole, used, params, optimizer_state, gradients, master_weights, update, host_bytes, commit_policy)
 
     @property
     def kind(self) -> str:
@@ -70,8 +70,7 @@ class Request:
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List what there is. See `take_inventory`."""
         found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before)
-        if self.deferred:
-            check_deferrable(found.forms.values(), type(self.optimizer).__name__)
+        check_update(self.update, self.model, found.forms.values(), type(self.optimizer).__name__)
         return found
 
     def plan(
@@ -90,5 +89,5 @@ class Request:
         params, optimizer_state = places or (self.params, self.optimizer_state)
         return plan_run(
             inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
-            self.deferred, page_bytes, existing_files,
+            self.update, page_bytes, existing_files,
         )  # fmt: skip

@@ -53,14 +53,16 @@ class Callbacks:
     Attributes:
         enter: called whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where something is about to be changed from outside.
-        undo: called with a group's sections and an error when the group's deferred update fails; has them as they were before
-            that step, and returns whether it could.
+        begin_step: called before a backward updates the first group of a step.
+        undo: called with sections and an error when updates outside of `optimizer.step()` fail; has the sections as they were
+            before their step, so many after the last one that was counted, and returns whether it could.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
     """
 
     enter: Callable[[], None]
     enter_to_write: Callable[[], None]
-    undo: Callable[[Sequence[Section], BaseException], bool]
+    begin_step: Callable[[], None]
+    undo: Callable[[Sequence[Section], BaseException, int], bool]
     describe: Callable[[int], CommitRecord]
 
 
@@ -184,14 +186,14 @@ class Run:
             [page for section in everything for page in section.pages],
             self._pool,
             Stores(self._store, self._scratch),
-            Schedule(expected_cycle(inventory, everything, trainables, page_bytes, plan.deferred)),
+            Schedule(expected_cycle(inventory, everything, trainables, page_bytes, plan.update)),
             self._counters,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
         )
         model_part = OffloadedModel(
             model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
-            self._manager.enter, self._manager.enter_to_write, self._manager.undo if plan.deferred else None,
+            self._manager.enter, self._manager.enter_to_write, plan.update, self._manager.begin_step, self._manager.undo,
         )  # fmt: skip
         self.committer = Committer(
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
@@ -307,6 +309,7 @@ class Run:
 
     def finish(self) -> None:
         """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
+        self.model.updates.drop()
         self.model.abandon_pass()
         self.model.finish_update()
         self.model.end_gathers()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -240,6 +240,15 @@ def _without_data(inputs: Any) -> Any:
     """What torch.autograd.grad is asked for, cold parameters by their place in the graph: a backward must run with the guard on."""
     with torch._C.DisableTorchFunctionSubclass():
         return [torch.autograd.graph.get_gradient_edge(i) if type(i) is ColdParameter else i for i in inputs]
+
+
+def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that `func`, one of torch's, would write to with these arguments."""
+    name = getattr(func, "__name__", "")
+    in_place = (
+        (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
+    )
+    return tensors_among([*(args[:1] if in_place else ()), kwargs.get("out")])
 
 
 def tensors_among(tree: Any) -> list[torch.Tensor]:

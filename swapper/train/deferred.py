@@ -27,13 +27,12 @@ import torch
 from torch import nn
 
 from swapper.core.schedule import Access
-from swapper.errors import StateError, UnsupportedError
-from swapper.interrupts import held_back
+from swapper.errors import StateError
 from swapper.modules.cold import METADATA, set_cold, set_warm, tensors_among
 from swapper.modules.own_hook import OwnHook, hookable
-from swapper.train.discovery import StateForm
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import GroupUpdate, Sweep
+from swapper.train.updates import Undo, Updates, apart_from_pass
 
 
 class FixedGradient(torch.Tensor):
@@ -65,20 +64,19 @@ class FixedGradient(torch.Tensor):
         return self.__reduce_ex__(protocol)
 
 
-class DeferredStep:
-    """The step that was taken last, as far as it is still to be done.
+class DeferredStep(Updates):
+    """The step that was taken last and counted, as far as it is still to be done.
 
     Args:
         sweep: what updates.
         groups: all groups, by index.
-        undo: called with a group and the error that its update ended with; forgets all leases, has the group as it was before the
-            step, and returns whether it could. With None where it is none of a group's: only leases are to be forgotten.
+        undo: called with a group whose update failed, or with none where it is none of a group's.
     """
 
-    def __init__(
-        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Callable[[int | None, BaseException], bool]
-    ) -> None:
-        self._sweep = sweep
+    ahead = 0
+
+    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo) -> None:
+        super().__init__(sweep)
         self._groups = groups
         self._undo = undo
         self._left: dict[int, GroupUpdate] = {}  # by group
@@ -87,7 +85,7 @@ class DeferredStep:
         self.in_order = False
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have the step finished before any of `parameters` gets a gradient."""
+        """Have the step finished before any of `parameters` gets a gradient. See Updates; so for the rest."""
         step = weakref.ref(self)  # hooks are not looked through for cycles
 
         def finish(gradient: torch.Tensor) -> None:
@@ -100,7 +98,6 @@ class DeferredStep:
                 self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
-        """Take the hooks out, and forget a step that is still open."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -110,12 +107,13 @@ class DeferredStep:
     def is_open(self) -> bool:
         return bool(self._left)
 
-    def fix(self) -> None:
-        """Take a step: from now on it is open. The one before must not be.
+    def take_step(self) -> None:
+        """From now on the step is open. The one before must not be.
 
         `in_order` is True from then on for as long as only forwards and backwards have updates done.
         """
-        self._left = {update.trainable.group: update for update in self._sweep.begin()}
+        self._sweep.begin()
+        self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
         self.in_order = True
         for index, update in self._left.items():
             self._groups[index].catch_up = partial(self.catch_up, index)
@@ -125,11 +123,7 @@ class DeferredStep:
             self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
-        """Do what is left of the open step.
-
-        Args:
-            in_order: it belongs to the order of a step that this happens here.
-        """
+        """Do what is left of the open step."""
         if not self._left:
             return
         self.in_order = self.in_order and in_order
@@ -202,28 +196,17 @@ class DeferredStep:
 
     @contextmanager
     def _undoing_failure(self, group: int | None) -> Iterator[None]:
-        """What runs here knows nothing of the pass around it; where it fails, the group's update is still to be done."""
-        off = torch.autocast("cpu", enabled=False)
-        with held_back, torch.inference_mode(False), torch.no_grad(), off:
+        """Where what runs here fails, the group's update is still to be done."""
+        with apart_from_pass():
             try:
                 yield
             except BaseException as error:
-                if not self._undo(group, error):
+                if not self._undo(() if group is None else (group,), error):
                     self._forget()
                 elif group is not None:
                     self._sweep.forget_pieces()
                     self._put_off(group)
                 raise
-
-
-def check_deferrable(forms: Iterable[StateForm], kind: str) -> None:
-    """Raise UnsupportedError if what a step of the optimizer `kind` does to its settings would be seen too late."""
-    names = sorted({name for form in forms for name in form.sets})
-    if names:
-        raise UnsupportedError(
-            f"{kind} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when the "
-            "next forward is over: offload with update='step'"
-        )
 
 
 def _release(gradient: torch.Tensor) -> None:

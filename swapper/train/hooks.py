@@ -27,12 +27,13 @@ from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook, keep_out_of_graphs
 from swapper.train.storage import GroupParameters
+from swapper.train.updates import Updates
 
 
 class Call:
     """One forward of one unit, and what it leases."""
 
-    __slots__ = ("backward_task", "end", "groups", "start", "unit")
+    __slots__ = ("backward_task", "end", "groups", "start", "unit", "use")
 
     def __init__(self, unit: Unit, groups: list[GroupParameters], start: int) -> None:
         self.unit = unit
@@ -40,6 +41,15 @@ class Call:
         self.start = start
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
+        self.use = -1  # see Uses
+
+    @property
+    def group_indices(self) -> list[int]:
+        return [group.group.index for group in self.groups]
+
+    @property
+    def module(self) -> str:
+        return self.unit.name
 
 
 class Hooks:
@@ -51,6 +61,7 @@ class Hooks:
         check_usable: called at the start of each forward; raises if the manager cannot be used.
         drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
         enter_phase: told which phase of a step begins: "forward", "backward" or "between".
+        updates: told which groups passes use, and how backwards go on.
     """
 
     def __init__(
@@ -60,8 +71,10 @@ class Hooks:
         check_usable: Callable[[], None],
         drop_leases: Callable[[Iterable[Access]], None],
         enter_phase: Callable[[str], None],
+        updates: Updates,
     ) -> None:
         self._groups = groups
+        self._updates = updates
         self._check_usable = check_usable
         self._drop_leases = drop_leases
         self._enter_phase = enter_phase
@@ -103,6 +116,7 @@ class Hooks:
             self._forward.clear()
             self._backward.clear()
             self._held.clear()
+            self._updates.uses.clear()
             for group in self._groups:
                 group.forget_leases()
             self._drop_leases([access for group in self._groups for access in group.holds])
@@ -117,6 +131,7 @@ class Hooks:
                 with held_back:
                     group.lease()
                     call.groups.append(group)
+                    self._updates.uses.brought(call, group.group.index)
                 return True
         return False
 
@@ -130,8 +145,10 @@ class Hooks:
                 self.abandon_pass()
             if any(call.unit is unit for call in self._held) and not _in_backward():
                 self._let_go_of_held()  # that forward was never followed by a backward
-            if _in_backward():
+            in_backward = _in_backward()
+            if in_backward:
                 self._note_backward()
+                self._updates.backward_goes_on()
             elif not self._forward:
                 self._tasks.clear()
                 self._enter_phase("forward")
@@ -140,6 +157,8 @@ class Hooks:
             for index in unit.groups:
                 self._groups[index].lease()
                 call.groups.append(self._groups[index])
+            count = self._updates.uses.called_again if in_backward else self._updates.uses.called
+            count(call, torch.is_grad_enabled())
 
         return hook
 
@@ -182,9 +201,10 @@ class Hooks:
         """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
         tensors, rebuild = tensors_of(output)
         paged = any(group.paged for group in call.groups)
+        followed = paged or self._updates.follows_backward
         replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
         changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
-        if paged and torch.is_grad_enabled():
+        if followed and torch.is_grad_enabled():
             watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
             for tensor in watched:
                 tensor.register_hook(OwnHook(self._before_backward(call)))  # type: ignore[no-untyped-call]
@@ -230,6 +250,8 @@ class Hooks:
                 if other.start > call.end:
                     self._end_call(other)
             self._note_backward()
+            self._updates.backward_goes_on()
+            self._updates.uses.begin(call)
             call.backward_task = task
             self._backward.append(call)
             leased = []
@@ -261,16 +283,19 @@ class Hooks:
         if not self._tasks:
             self._enter_phase("backward")
         self._tasks.add(task)
+        self._updates.backward_begins(task)
         torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._note_end(task)))
 
     def _note_end(self, task: int) -> None:
         self._tasks.discard(task)
+        self._updates.backward_ends(task)
         if not self._tasks:
             self._enter_phase("between")
 
     def _end_call(self, call: Call) -> None:
         self._backward.remove(call)
         call.backward_task = None
+        self._updates.uses.end(call)
         self._release(call)
 
     def _let_go_of_held(self) -> None:

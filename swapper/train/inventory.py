@@ -202,11 +202,11 @@ def make_sections(
 
 
 def frames_needed(
-    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, deferred: bool = False
+    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, update: str = "step"
 ) -> int:
     """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
 
-    Where updates are `deferred`, the optimizer's sweep runs in the middle of a forward.
+    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
@@ -215,7 +215,7 @@ def frames_needed(
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
-    meanwhile = most if deferred else 0
+    meanwhile = most if update != "step" else 0
     if any(section.transient and section.pages for section in sections):
         most += 1  # on which a gradient leaves
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
@@ -231,11 +231,11 @@ def expected_cycle(
     sections: Sequence[Section],
     trainables: Sequence[Trainable],
     page_bytes: int,
-    deferred: bool,
+    update: str,
 ) -> list[Access]:
     """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
 
-    Where updates are `deferred`, forward updates a group before it uses it.
+    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward".
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
@@ -245,12 +245,15 @@ def expected_cycle(
     backward: list[Access] = []
     seen: set[int] = set()
     by_group = {trainable.group: trainable for trainable in trainables}
+    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
     for group in sorted(pages, reverse=True):
         backward += [forward[group]] if group in forward else []
         for places in reversed(by_group[group].places if group in by_group else []):
             backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
-    if not deferred:
+        backward += slices.get(group, []) if update == "backward" else []
+    if update == "backward":
+        return [*forward.values(), *backward]
+    if update == "step":
         return [*forward.values(), *backward, *itertools.chain.from_iterable(slices.values())]
     updating = []
     for group in sorted(pages):

@@ -20,7 +20,7 @@ import torch
 from swapper.core.pager import Pager
 from swapper.core.section import Page
 from swapper.errors import StateError
-from swapper.modules.cold import METADATA, tensors_among
+from swapper.modules.cold import METADATA, tensors_among, written_among
 from swapper.train.slices import Place
 
 COPIED_BYTES = 1 << 16
@@ -160,15 +160,10 @@ def steady(value: Any, place: Place | None) -> Any:
 
 
 def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = getattr(func, "__name__", "")
-    in_place = (
-        (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
-    )
-    written = [*(args[:1] if in_place else ()), kwargs.get("out")]
-    if any(type(tensor) is StateTensor for tensor in tensors_among(written)):
+    if any(type(tensor) is StateTensor for tensor in written_among(func, args, kwargs)):
         raise StateError(
-            f"{name} would write to a tensor of optimizer.state_dict(), which only shows the state: change a copy.deepcopy of the "
-            "state_dict, and give it to load_state_dict"
+            f"{getattr(func, '__name__', func)} would write to a tensor of optimizer.state_dict(), which only shows the state: "
+            "change a copy.deepcopy of the state_dict, and give it to load_state_dict"
         )
 
 

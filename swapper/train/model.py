@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,23 +19,24 @@ from swapper.interrupts import held_back, surely
 from swapper.modules.cold import aliases, is_cold
 from swapper.modules.several import Models
 from swapper.stats import StepClock
+from swapper.train.conditions import Conditions
 from swapper.train.content import Content
 from swapper.train.deferred import DeferredStep
-from swapper.train.discovery import StateForm
+from swapper.train.during_backward import StepInBackward
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
 from swapper.train.initial import Values
-from swapper.train.inventory import Inventory, find_places, find_trainables, updated_dtype
+from swapper.train.inventory import Inventory, find_places, find_trainables
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import packed_groups
 from swapper.train.shadow import Shadow
-from swapper.train.slices import ParameterPlaces
 from swapper.train.spare import find_rooms
 from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Sweep
+from swapper.train.updates import Updates
 from swapper.train.visit import fill
 
 
@@ -52,8 +53,10 @@ class OffloadedModel:
         clock: is told what phase a step is in; has the counters to keep.
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
-        undo: called with a group's sections and an error when the group's deferred update fails; has them as they were before
-            the step, and returns whether it could. None: updates are not deferred.
+        update: when parameters are updated.
+        begin_step: called before a backward updates the first group of a step.
+        undo: called with sections and an error when updates outside of `optimizer.step()` fail; has the sections as they were
+            before their step, so many after the last one that was counted, and returns whether it could.
     """
 
     advice = (
@@ -74,7 +77,9 @@ class OffloadedModel:
         clock: StepClock,
         enter: Callable[[], None],
         enter_to_write: Callable[[], None],
-        undo: Callable[[list[Section], BaseException], bool] | None = None,
+        update: str,
+        begin_step: Callable[[], None],
+        undo: Callable[[list[Section], BaseException, int], bool],
     ) -> None:
         self.model = model
         self._inventory = inventory
@@ -94,16 +99,7 @@ class OffloadedModel:
             self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters,
             lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end),
         )  # fmt: skip
-        self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
-        self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
-        for trainable in self._trainables:
-            for parameter, places, settings in zip(
-                trainable.parameters, trainable.places, trainable.settings, strict=True
-            ):
-                dtype = updated_dtype(parameter, inventory.master_dtype)
-                self._kinds[settings, dtype, parameter.dim()] = inventory.forms[places.name]
-                self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
-        self._starts_together = {(s, dtype) for (s, dtype, _), form in self._kinds.items() if form.starts_together}
+        self._conditions = Conditions(inventory, self._trainables, self.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
         self._gathered = 0
@@ -115,7 +111,12 @@ class OffloadedModel:
         self._gradients: Gradients | None = None
         self._original_guard: Any = None
         self._undo = undo
-        self._deferred = None if undo is None else DeferredStep(self._sweep, self.groups, self._undo_update)
+        self._begin_step = begin_step
+        self.updates: Updates = Updates(self._sweep)
+        if update == "deferred":
+            self.updates = DeferredStep(self._sweep, self.groups, self._undo_update)
+        elif update == "backward":
+            self.updates = StepInBackward(self._sweep, self.groups, self._begin_early, self._undo_update, enter)
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = (
             None  # settings and entries before the last step
         )
@@ -177,10 +178,11 @@ class OffloadedModel:
         rooms = find_rooms(self._sections, self._grad_sections)
         self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms)
         units = self._inventory.units
-        self._hooks = Hooks(units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter)
+        self._hooks = Hooks(
+            units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter, self.updates
+        )
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
-        if self._deferred is not None:
-            self._deferred.watch(parameter for parameter, _ in self._trained())
+        self.updates.watch(parameter for parameter, _ in self._trained())
 
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""
@@ -194,6 +196,8 @@ class OffloadedModel:
         is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one
         if is_backward:
             self.finish_update(in_order=True)
+        else:
+            self.updates.pass_begins()
         self._enter()
         if self._gradients is not None and not is_backward:
             self._gradients.entered()
@@ -212,61 +216,50 @@ class OffloadedModel:
         return any(parameter.grad is not None for parameter in self._untrained)
 
     def check_step(self) -> None:
-        """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
-
-        Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its first
-        gradient where they must have it together.
-        """
-        for (settings, dtype, ndim), form in self._kinds.items():
-            now = self._inventory.discovery.form(settings, dtype, ndim)
-            if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
-                raise StateError(
-                    f"the settings of the optimizer's group {settings} were changed so that it keeps other state "
-                    f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
-                    "update parameters in pieces any more: set them before manager.offload"
-                )
-
-        for kind in self._starts_together:
-            active = [places.name for parameter, places in self._of_kind[kind] if parameter.grad is not None]
-            new = [name for name in active if not self.entries[name]]
-            if new and len(new) < len(active):
-                raise StateError(
-                    f"parameter {new[0]} has its first gradient later than others, and with these settings the optimizer rounds "
-                    "differently in such a step: build it with foreach=False"
-                )
+        """Raise StateError if a step cannot be taken as plain torch would. See Conditions."""
+        if not self.updates.has_begun_early:
+            self._conditions.check_step()
 
     def update(self) -> None:
         """Apply the optimizer to every parameter that has a gradient; where updates are deferred, fix what is to be done."""
+        if not self.updates.has_begun_early:
+            self._note_before()
+        elif self._before is not None:
+            self._before = self.packed_groups(), self._before[1]
+        self.updates.take_step()
+
+    def _note_before(self) -> None:
         self._state_dicts.expire("the next step")
         self._before = self.packed_groups(), self.entries.pack()
-        if self._deferred is None:
-            self._sweep.run()
-        else:
-            self._deferred.fix()
+
+    def _begin_early(self) -> bool:
+        """A backward is about to update the first group of a step. Returns False where everything must wait for the step."""
+        more_to_train = any(parameter.requires_grad for parameter in self._untrained)
+        if self.is_gathered or more_to_train or self._conditions.all_gradients_matter:
+            return False
+        self._conditions.check_settings()
+        self._begin_step()
+        self._note_before()
+        return True
 
     @property
     def update_is_open(self) -> bool:
         """Whether updates of the last step are still to be done."""
-        return self._deferred is not None and self._deferred.is_open
+        return self.updates.is_open
 
     @property
     def packed_entries(self) -> dict[str, Any]:
         """What the optimizer's state of each parameter has, for a commit."""
         return self.entries.pack()
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether the updates of the last step were done where those of the next one will be."""
-        return self._deferred is None or self._deferred.in_order
-
     def finish_update(self, in_order: bool = False) -> None:
         """Do the updates of the last step that are still to be done, if any.
 
         Raises:
             IoError: a transfer failed; see `undo`.
+            StateError: a step was begun in backward.
         """
-        if self._deferred is not None:
-            self._deferred.finish(in_order)
+        self.updates.finish(in_order)
 
     def step_undone(self) -> None:
         """All sections are as they were before the last step: so be the rest."""
@@ -274,17 +267,18 @@ class OffloadedModel:
             settings, entries = self._before
             self.restore_settings(settings)
             self.entries.unpack(entries)
+        self.updates.forget()
 
-    def _undo_update(self, group: int | None, error: BaseException) -> bool:
-        """See DeferredStep."""
+    def _undo_update(self, groups: Collection[int], error: BaseException) -> bool:
+        """See Undo."""
         self.abandon_pass()
         self._pager.drop_leases([access for parameters in self.groups for access in parameters.holds])
-        if group is None:
+        if not groups:
             return True
-        sections = [section for section in self._sections if section.plan.group == group]
-        if self._undo is None or self._before is None or not self._undo(sections, error):
+        sections = [section for section in self._sections if section.plan.group in groups]
+        if self._before is None or not self._undo(sections, error, self.updates.ahead):
             return False
-        self.entries.unpack(self._before[1], {name for name, _ in self.groups[group].group.parameters})
+        self.entries.unpack(self._before[1], {n for g in groups for n, _ in self.groups[g].group.parameters})
         return True
 
     @property
@@ -298,6 +292,7 @@ class OffloadedModel:
 
     def abandon_pass(self) -> None:
         """Forget a forward, a backward or a load_state_dict that never ended."""
+        self.updates.pass_begins()
         if self._hooks is not None and self._load_hooks is not None:
             self._load_hooks.forget()
             self._hooks.abandon_pass()
@@ -423,8 +418,7 @@ class OffloadedModel:
         if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
             self._load_hooks.remove()
-        if self._deferred is not None:
-            self._deferred.remove()
+        self.updates.remove()
         if self._gradients is not None:
             self._gradients.remove()
         if self._original_guard is not None:

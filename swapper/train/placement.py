@@ -22,7 +22,7 @@ def choose_placement(
     gradients: str,
     host_bytes: int,
     page_bytes: int | None,
-    deferred: bool,
+    update: str,
 ) -> tuple[dict[str, str], Budget]:
     """Return where "param", "state" and "grad" live, and the division of the budget.
 
@@ -31,7 +31,7 @@ def choose_placement(
         params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
         host_bytes: the budget.
         page_bytes: the size of a page where a run goes on; None to choose it.
-        deferred: whether updates are.
+        update: when parameters are updated.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -42,7 +42,7 @@ def choose_placement(
             continue
         places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
-            return places, _divide(inventory, places, host_bytes, page_bytes, deferred)
+            return places, _divide(inventory, places, host_bytes, page_bytes, update)
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
@@ -56,7 +56,7 @@ def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
 
 
 def _divide(
-    inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None, deferred: bool
+    inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None, update: str
 ) -> Budget:
     def resident(plan: SectionPlan) -> bool:
         return is_resident(plan, places)
@@ -72,7 +72,7 @@ def _divide(
         host_bytes,
         kept_bytes,
         [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
-        lambda size: frames_needed(inventory, resident, size, deferred),
+        lambda size: frames_needed(inventory, resident, size, update),
         explain,
         page_bytes,
     )

@@ -7,7 +7,7 @@ one slice, set anew for each call. So the arithmetic is exactly what plain torch
 [Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. What an optimizer counts
 outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not with each call: every
 call of a step begins with copies of the same settings and attributes, those that `begin_step` found, and `end_step` hands the last
-call's back to the user's. So a step may go on (train/deferred.py) while the user's settings are those of the next one already.
+call's back to the user's. So a step may go on (train/updates.py) while the user's settings are those of the next one already.
 """
 
 from __future__ import annotations
@@ -86,6 +86,15 @@ class Shadow:
             work.tensor.grad = None
             work.state = shadow.state[work.tensor]
         self._note_changes(shadow, groups, before)
+
+    def changed_setting(self) -> str | None:
+        """Return which setting the user has changed since `begin_step`, in words; None if none."""
+        begun = self._begun[0] if self._begun is not None else []
+        for index, (ours, theirs) in enumerate(zip(begun, self._optimizer.param_groups, strict=False)):
+            for key in {**ours, **theirs}:
+                if key != "params" and not is_same(ours.get(key, self), theirs.get(key, self)):
+                    return f"{key!r} of the optimizer's group {index}"
+        return None
 
     def end_step(self) -> None:
         """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""

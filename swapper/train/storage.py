@@ -40,7 +40,8 @@ class GroupParameters:
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self._leases = 0  # of passes; they share one lease of the pager's
-        # While a deferred update of the group is still to be done: does it and leases what it is given (train/deferred.py).
+        # While the group is in the middle of a step: updates it and leases what it is given (train/deferred.py), or refuses
+        # (train/during_backward.py).
         self.catch_up: Callable[[Access | None], None] | None = None
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._addresses: list[int] = []
@@ -49,6 +50,11 @@ class GroupParameters:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.group.parameters]
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a pass leases it."""
+        return self._leases > 0
 
     def adopt(self, content: Content | None) -> None:
         """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.

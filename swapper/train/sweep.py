@@ -10,7 +10,7 @@ between the optimizer's passes over it, which is several times faster than one p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,18 +120,29 @@ class Sweep:
         self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
         self._flat: dict[Place, torch.Tensor] = {}
 
-    def begin(self) -> list[GroupUpdate]:
-        """Begin a step: it has the optimizer's settings and the gradients of this moment. Returns what there is to update."""
+    @property
+    def trainables(self) -> Sequence[Trainable]:
+        return self._trainables
+
+    def begin(self) -> None:
+        """Begin a step: it has the optimizer's settings of this moment."""
         self._shadow.begin_step()
         self.forget_pieces()  # of a step that failed
-        updates = []
-        for trainable in self._trainables:
-            update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
-            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
-            torch.autograd.graph.increment_version(changed)
-            if changed:
-                updates.append(update)
-        return updates
+
+    def fix(self, trainable: Trainable) -> GroupUpdate | None:
+        """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
+        update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
+        changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+        torch.autograd.graph.increment_version(changed)
+        return update if changed else None
+
+    def fix_all(self) -> list[GroupUpdate]:
+        """Return what there is to update, with the gradients of this moment."""
+        return [update for trainable in self._trainables if (update := self.fix(trainable)) is not None]
+
+    def changed_setting(self) -> str | None:
+        """Return which of the optimizer's settings is not what it was when the step began, in words; None if none is."""
+        return self._shadow.changed_setting()
 
     def update(self, update: GroupUpdate, after: Access | None = None) -> Access:
         """Update a group. Returns the last access, still leased, which the next one or `end` gives back.
@@ -169,11 +180,16 @@ class Sweep:
 
     def run(self) -> None:
         """Take a whole step: update every parameter that has a gradient. Its writes may still be in flight on return."""
+        self.begin()
+        self.update_all(self.fix_all())
+        self.end()
+
+    def update_all(self, updates: Iterable[GroupUpdate]) -> None:
+        """Update these groups one after the other."""
         last: Access | None = None
-        for update in self.begin():
+        for update in updates:
             last = self.update(update, last)
         self.hand_over(last, None)
-        self.end()
 
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""

@@ -193,6 +193,8 @@ print("end", flush=True)
         ("collected", []),
         ("collected", ["gradients=nvme"]),
         ("collected", ["update=deferred"]),
+        ("collected", ["update=backward"]),
+        ("raises", ["update=backward"]),
     ],
 )
 def test_a_process_that_never_closes_ends_by_itself(tmp_path: Path, state: str, choices: list[str]) -> None:

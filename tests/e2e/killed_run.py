@@ -3,7 +3,7 @@
 Usage: killed_run.py DIRECTORY SEED KILLS. The parent has torch imported and forks each run, so that a kill costs little. A run
 writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL a
 little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, every second
-time with the workers of a DataLoader alive, and with updates deferred or not. Whatever is seen must equal a run that nobody
+time with the workers of a DataLoader alive, and with updates at any of their times. Whatever is seen must equal a run that nobody
 killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
@@ -188,7 +188,7 @@ def main(directory: Path, seed: int, kills: int) -> None:
             chance.randrange(1, 60),
             LONGEST_DELAY_S * chance.random(),
             workers=2 * chance.randrange(2),
-            update=chance.choice(("step", "deferred")),
+            update=chance.choice(("step", "deferred", "backward")),
         ):
             killed += 1
         expected.check(place, place / "losses")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from e2e import third_party
 from e2e.architectures import MODELS, Size
+from e2e.early import updated_early
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -33,7 +35,7 @@ KINDS = ("fp32", "bf16 with masters")
 CHECKPOINTING = (None, False, True)
 
 
-def combinations() -> list[Any]:
+def combinations(shift: int = 0) -> list[Any]:
     everything = list(itertools.product(MODELS, OPTIMIZERS, PLACES, KINDS, (1, 2), CHECKPOINTING))
     if not os.environ.get("SWAPPER_TEST_ALL"):
         sample = range(len(MODELS))
@@ -46,10 +48,22 @@ def combinations() -> list[Any]:
                 1 + i // 2 % 2,
                 CHECKPOINTING[i // 3 % 3],
             )
-            for i, model in zip(sample, MODELS, strict=True)
+            for i, model in zip((number + shift for number in sample), MODELS, strict=True)
         ]
     # Each pair of choices occurs: one in 7 of all, which is prime to every number of choices.
     return everything[::7]
+
+
+def make_pair(
+    twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, checkpointing: bool | None, **options: Any
+) -> Twins:
+    net = MODELS[model][0](Size()).train()
+    if kind != "fp32":
+        net = net.bfloat16()
+    if checkpointing is not None:
+        net.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    params, state = PLACES[places]
+    return twins(net, OPTIMIZERS[optimizer], master=kind != "fp32", params=params, optimizer_state=state, **options)
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -57,14 +71,8 @@ def combinations() -> list[Any]:
 def test_training_is_bit_equal(
     twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, accumulate: int, checkpointing: bool | None
 ) -> None:
-    make, loss_of = MODELS[model]
-    net = make(Size()).train()
-    if kind != "fp32":
-        net = net.bfloat16()
-    if checkpointing is not None:
-        net.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    params, state = PLACES[places]
-    pair = twins(net, OPTIMIZERS[optimizer], master=kind != "fp32", params=params, optimizer_state=state)
+    loss_of = MODELS[model][1]
+    pair = make_pair(twins, model, optimizer, places, kind, checkpointing)
 
     def step(net: Any, optimizer: Any) -> list[torch.Tensor]:
         losses = []
@@ -78,4 +86,32 @@ def test_training_is_bit_equal(
         return [loss.detach() for loss in losses]
 
     pair.train(step, steps=3)
+    pair.finish(paged=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
+@pytest.mark.parametrize(("model", "optimizer", "places", "kind", "accumulate", "checkpointing"), combinations(shift=1))
+def test_training_with_updates_during_backward_is_bit_equal(
+    twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, accumulate: int, checkpointing: bool | None
+) -> None:
+    loss_of = MODELS[model][1]
+    pair = make_pair(twins, model, optimizer, places, kind, checkpointing, update="backward")
+    early: list[int] = []
+
+    def step(net: Any, optimizer: Any) -> list[torch.Tensor]:
+        losses = []
+        for number in range(accumulate):
+            only_accumulates = net is pair.swapped and number + 1 < accumulate
+            with pair.manager.accumulate() if only_accumulates else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind != "fp32"):
+                    losses.append(loss_of(net))
+                (losses[-1] / accumulate).backward()
+        if net is pair.swapped:
+            early.append(len(updated_early(pair)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    pair.train(step, steps=3)
+    assert min(early) > 0
     pair.finish(paged=False)

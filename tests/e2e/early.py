@@ -1,0 +1,22 @@
+"""Which groups `update="backward"` has updated before `optimizer.step()` is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from e2e.twins import Twins
+
+
+def updated_early(pair: Twins) -> set[int]:
+    """Return the groups that are updated before `optimizer.step()` is called."""
+    return set(pair.manager._run.model.updates._done)
+
+
+def train(pair: Twins, run: Callable[[Any, Any], Any], steps: int) -> list[set[int]]:
+    """As `pair.train`; returns the groups that each step had updated when it was called."""
+    early: list[set[int]] = []
+    handle = pair.optimizer.register_step_pre_hook(lambda *_: early.append(updated_early(pair)))
+    pair.train(run, steps)
+    handle.remove()
+    return early
