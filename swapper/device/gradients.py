@@ -13,8 +13,8 @@ import torch
 from swapper.device.compiler import kernel, uses_kernel
 from swapper.errors import ConfigError
 
-PARTS = 1024
-"""A tensor's sum is made in at most as many parts, whatever the device, so that it is the same on each that adds in fp32."""
+PART_ELEMENTS = 1 << 14
+"""A part of the sum is of as many, whatever the device, and parts are added in fp64."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -25,7 +25,7 @@ def bytes_moved(gradient: torch.Tensor) -> int:
 def partials(gradient: torch.Tensor) -> torch.Tensor:
     """Return fp32 of shape (parts, 2): sums of squares, and how many elements are not finite.
 
-    Plain torch makes one part. Sums are rounded after each of up to numel / (PARTS * 2048) additions in fp32.
+    Plain torch makes one part.
 
     Raises:
         ConfigError: the gradient is not contiguous, or not of bf16, fp16 or fp32.

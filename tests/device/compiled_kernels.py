@@ -72,14 +72,14 @@ def kernels() -> dict[str, tuple[Any, Types]]:
         "adamw fp32": (adamw._update, adamw_types("*fp32", "*fp32", False)),
     }
     for name, pointer in words.items():
-        sizes: Types = {"found": "*fp32", "count": "i64", "parts": "i32", **constants(ELEMENTS=gradients.ELEMENTS)}
+        sizes: Types = {"found": "*fp32", "count": "i64", **constants(ELEMENTS=gradients.ELEMENTS, STEPS=8)}
         found[f"norm {name}"] = (gradients._partials, {"gradient": pointer, **sizes})
         for bits, block in ((8, 128), (4, 64)):
             for kernel in (quantized._quantise, quantized._dequantise):
                 types = quantized_types(kernel, pointer, bits, block)
                 found[f"{kernel.__name__} {bits} bits {name}"] = (kernel, types)
     for into_page in (True, False):
-        types = {"pieces": "*i64", "page": "*u8", **constants(into_page=into_page, WORDS=1024, WORD=8)}
+        types = {"pieces": "*i64", "page": "*u8", **constants(into_page=into_page, PIECE_BYTES=8192, WORD=8)}
         found["gather" if into_page else "scatter"] = (pages._move, types)
     return found
 

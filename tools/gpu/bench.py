@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+ROOMY_BYTES = 22_000_000_000
 LONG_S = 0.05
 """From here on the clock counts: what a host thread does beside the device's stream, as the engine, is in it too."""
 
@@ -52,7 +53,13 @@ class Bench:
         return torch.device("cpu" if self.is_rehearsal else "cuda")
 
     def size(self, real: int, rehearsed: int) -> int:
-        return rehearsed if self.is_rehearsal else real
+        """`real`, halved as often as a device of less than 24 GB makes necessary; or what is rehearsed with."""
+        if self.is_rehearsal:
+            return rehearsed
+        room = torch.cuda.get_device_properties(0).total_memory
+        while room < ROOMY_BYTES:
+            real, room = real // 2, room * 2
+        return real
 
     def synchronize(self) -> None:
         if not self.is_rehearsal:

@@ -20,7 +20,7 @@ PAGES = ("gather small tensors into a page", "scatter a page", "the same by one 
 
 def copy_bandwidth(bench: Bench) -> float:
     """Bytes read and written a second."""
-    nbytes = bench.size(4 << 30, 1 << 20)
+    nbytes = bench.size(2 << 30, 1 << 20)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return 2 * nbytes / bench.seconds(lambda: target.copy_(source))
 

@@ -29,25 +29,26 @@ def move(pieces: torch.Tensor, page: torch.Tensor, into_page: bool, piece_bytes:
     if pieces.shape[0] == 0:
         return
     with torch.cuda.device_of(page):
-        _move[(pieces.shape[0],)](pieces, page, into_page=into_page, WORDS=1024, WORD=WORD)
+        _move[(pieces.shape[0],)](pieces, page, into_page=into_page, PIECE_BYTES=piece_bytes, WORD=WORD)
 
 
 @triton.jit
-def _move(pieces, page, into_page: tl.constexpr, WORDS: tl.constexpr, WORD: tl.constexpr):
+def _move(pieces, page, into_page: tl.constexpr, PIECE_BYTES: tl.constexpr, WORD: tl.constexpr):
     row = pieces + tl.program_id(0).to(tl.int64) * 4
     address, offset = tl.load(row), tl.load(row + 1)
     words, singles = tl.load(row + 2), tl.load(row + 3)
-    _copy(address, page + offset, words, tl.int64, into_page, WORDS)
+    _copy(address, page + offset, words, tl.int64, into_page, 1, PIECE_BYTES // WORD)
     done = words * WORD
-    _copy(address + done, page + offset + done, singles, tl.int8, into_page, WORDS)
+    if singles != 0:
+        _copy(address + done, page + offset + done, singles, tl.int8, into_page, WORD, PIECE_BYTES // WORD)
 
 
 @triton.jit
-def _copy(address, place, count, unit: tl.constexpr, into_page: tl.constexpr, WORDS: tl.constexpr):
+def _copy(address, place, count, unit: tl.constexpr, into_page: tl.constexpr, STEPS: tl.constexpr, EACH: tl.constexpr):
     tensor = address.to(tl.pointer_type(unit))
     place = place.to(tl.pointer_type(unit), bitcast=True)
-    for begin in range(0, count, WORDS):
-        at = begin + tl.arange(0, WORDS)
+    for step in tl.static_range(STEPS):
+        at = step * EACH + tl.arange(0, EACH)
         if into_page:
             tl.store(place + at, tl.load(tensor + at, mask=at < count), mask=at < count)
         else:
