@@ -18,6 +18,7 @@ from swapper.errors import DirectoryError
 RESUME_CHOICES = ("error", "auto", "discard")
 
 COMMIT_NAME = "commit.pt"
+FALLBACK_NAME = "commit-before.pt"
 RETENTION_NAME = "snapshots.json"
 
 
@@ -79,14 +80,14 @@ class RunDirectory:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        held = [file for name in (COMMIT_NAME, "*.swap") for file in sorted(self.path.glob(name))]
+        held = [file for name in (COMMIT_NAME, FALLBACK_NAME, "*.swap") for file in sorted(self.path.glob(name))]
         if held and resume == "error":
             raise DirectoryError(
                 f'{self.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its last '
                 'commit, resume="discard" to throw it away, or choose another directory'
             )
         if resume == "discard":
-            for file in held:  # the commit record first: it must never name files that are gone
+            for file in held:  # the commit records first: they must never name files that are gone
                 file.unlink()
             (self.path / RETENTION_NAME).unlink(missing_ok=True)
 

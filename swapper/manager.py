@@ -22,8 +22,8 @@ from swapper.checkpoint.commit import (
     check_state,
     check_trained,
     describe_plans,
-    read_commit,
 )
+from swapper.checkpoint.fallback import find_whole_commit
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.rng import rng_states, set_rng_states
@@ -119,7 +119,7 @@ class SwapManager:
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
         try:
-            self._resumed = read_commit(self._directory.path)
+            self._resumed, self._fallback = find_whole_commit(self._directory.path)
         except BaseException:
             self._directory.close()
             raise
@@ -449,7 +449,7 @@ class SwapManager:
             check_buffers(model)
             places = follow_placement(record, request.params, request.optimizer_state)
             plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
-        run = self._run = self._open_run(plan, Origin.of(record))
+        run = self._run = self._open_run(plan, Origin.of(record, self._fallback))
         values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:
             self._counters.step = record.step

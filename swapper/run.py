@@ -19,8 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
-from swapper.checkpoint.commit import CommitRecord
+from swapper.checkpoint.commit import CommitRecord, encode_commit
 from swapper.checkpoint.committer import Committer
+from swapper.checkpoint.fallback import Commit
 from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
@@ -75,16 +76,18 @@ class Origin:
         files: names of its swap files by number, if it has any already.
         committed: the step that is committed, or None.
         first_file: number of its first file, where it has none.
+        fallback: the commit before `record`, if that is still a way back.
     """
 
     record: CommitRecord | None = None
     files: Mapping[int, str] = field(default_factory=dict)
     committed: int | None = None
     first_file: int = 0
+    fallback: Commit | None = None
 
     @classmethod
-    def of(cls, record: CommitRecord | None) -> Origin:
-        return cls() if record is None else cls(record, record.files, record.step)
+    def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
+        return cls() if record is None else cls(record, record.files, record.step, fallback=fallback)
 
 
 class Run:
@@ -195,9 +198,10 @@ class Run:
             model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
             self._manager.enter, self._manager.enter_to_write, plan.update, self._manager.begin_step, self._manager.undo,
         )  # fmt: skip
+        last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         self.committer = Committer(
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
-            self._manager.describe, model_part, self.publisher, origin.committed,
+            self._manager.describe, model_part, self.publisher, origin.committed, last, origin.fallback,
         )  # fmt: skip
         self._model = model_part
 

@@ -113,22 +113,23 @@ def check_state(state: Any) -> None:
     PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)
 
 
-def publish_commit(directory: Path, data: bytes, durable: bool) -> None:
+def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMMIT_NAME) -> None:
     """Make `data` the directory's commit record, in place of the one before.
 
     Args:
         durable: sync file and directory, so that the record survives a power loss.
+        name: of the record's file.
     """
-    temporary = directory / (COMMIT_NAME + ".partial")
+    temporary = directory / (name + ".partial")
     try:
-        _publish(directory, temporary, data, durable)
+        _publish(temporary, directory / name, data, durable)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
 
 
-def _publish(directory: Path, temporary: Path, data: bytes, durable: bool) -> None:
+def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
@@ -138,22 +139,25 @@ def _publish(directory: Path, temporary: Path, data: bytes, durable: bool) -> No
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    temporary.rename(directory / COMMIT_NAME)
+    temporary.rename(path)
     if durable:
-        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
 
-def read_commit(directory: Path) -> CommitRecord | None:
+def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:
     """Return the directory's committed step, or None if it has none.
+
+    Args:
+        name: of the record's file.
 
     Raises:
         CheckpointError: the record is damaged, or of another version.
     """
-    path = directory / COMMIT_NAME
+    path = directory / name
     if not path.exists():
         return None
     remedy = "go on from a snapshot with resume='discard'"

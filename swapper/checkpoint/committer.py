@@ -20,13 +20,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
+from swapper.checkpoint.fallback import Commit, drop_fallback, keep_fallback
 from swapper.checkpoint.snapshot import Publisher, Snapshot
 from swapper.checkpoint.verify import find_losses
 from swapper.core.budget import SMALL_SECTION_BYTES
 from swapper.core.pager import Pager
 from swapper.core.section import Page, Section
 from swapper.core.store import Store
+from swapper.directory import FALLBACK_NAME
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.interrupts import held_back
 
@@ -68,6 +71,8 @@ class Committer:
         last_step: what is to be committed.
         publisher: takes snapshots.
         committed: the step that is committed already, where a run goes on.
+        last: the last commit, where a run goes on from its record.
+        before: the one before it, if that is still a way back.
     """
 
     def __init__(
@@ -82,6 +87,8 @@ class Committer:
         last_step: Step,
         publisher: Publisher,
         committed: int | None,
+        last: Commit | None,
+        before: Commit | None,
     ) -> None:
         self._directory = directory
         self._durable = durable
@@ -94,6 +101,10 @@ class Committer:
         self._every = every
         self._publisher = publisher
         self._committed = committed
+        self._last = last
+        self._before = before
+        if before is not None:
+            store.spare(before.files)
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
@@ -231,9 +242,16 @@ class Committer:
             self._record = dataclasses.replace(self._record, state_entries=self._last_step.packed_entries)
             self._store.prefer(self._store.newest())
             try:
-                self._writes = [(section.piece, self._write(section)) for section in self._resident]
+                self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
             finally:
                 self._store.prefer(None)
+
+    def _has_committed(self, section: Section) -> bool:
+        """Whether the last commit is of this very step, as when it is followed by a snapshot, and has what the section is now."""
+        piece, memory = section.piece, section.memory
+        if self._committed != self._due or self._due is None or piece.committed is None:
+            return False
+        return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
     def _write(self, section: Section) -> Any:
         ticket = self._store.write(section.piece, section.memory.data_ptr())
@@ -261,14 +279,26 @@ class Committer:
             self._store.commit() if self._every is not None else self._store.release_frozen()
             if self._snapshot is not None:
                 snapshot, self._snapshot = self._snapshot, None
+                self._keep_before()
                 self._publisher.start(snapshot)
 
     def _commit(self, record: CommitRecord) -> None:
         if self._durable:
             self._store.sync()
         self._check_frozen()
-        places = {"files": self._store.names, "sections": self._places()}
-        publish_commit(self._directory, encode_commit(CommitRecord(**{**vars(record), **places})), self._durable)
+        whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
+        data = encode_commit(whole)
+        publish_commit(self._directory, data, self._durable)
+        drop_fallback(self._directory)
+        if self._last is not None and self._last.step != whole.step:
+            self._before = self._last
+        self._last = Commit.of(whole, data)
+
+    def _keep_before(self) -> None:
+        """A snapshot is about to be published, which may be a second name of what the last commit needs."""
+        if self._every is not None and self._before is not None:
+            keep_fallback(self._directory, self._before, self._durable)
+            self._store.spare(self._before.files)
 
     def _check_frozen(self) -> None:
         """Somebody may have changed a snapshot that is a swap file too: find out what that costs the run.
@@ -283,10 +313,15 @@ class Committer:
                 raise CheckpointError(
                     f"{path} was changed from outside ({faults[0].what}): it is the same file as a snapshot that was published "
                     f"by hard link, and the run needs it for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}. "
-                    "Restore the snapshot, or go on from another one with resume='discard'"
+                    f"{self._ways_on()}"
                 )
             log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
             self._store.accept(number)
+
+    def _ways_on(self) -> str:
+        if (self._directory / FALLBACK_NAME).exists() and self._before is not None:
+            return f"End this process and begin again with resume='auto': the run goes on from step {self._before.step}"
+        return "Restore the snapshot, or go on from another one with resume='discard'"
 
     def _places(self) -> list[SectionRecord]:
         records = []

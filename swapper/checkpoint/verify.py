@@ -29,6 +29,7 @@ from swapper.checkpoint.commit import CommitRecord, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
 from swapper.core.section import Section
+from swapper.core.store import is_frozen
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 
@@ -260,6 +261,13 @@ def _at_rest(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
+    """Compare what a commit has in files that may be a snapshot's too with its checksums; returns what is not whole."""
+    parts = _parts_of_run(directory, record)
+    shared = {path: found for path, found in parts.items() if is_frozen(path) or not path.exists()}
+    return _check(shared, Report(str(directory), "run"), lambda done, total: None)
 
 
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:

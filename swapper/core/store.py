@@ -62,6 +62,7 @@ class Store:
         # By number: size and time of last change; None while it is being published, which changes both.
         self._frozen: dict[int, tuple[int, int] | None] = {}
         self._preferred: int | None = None
+        self._spared: frozenset[int] = frozenset()
         self._written: dict[Page, None] = {}  # since the last commit, each once
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[Path] = []
@@ -147,6 +148,7 @@ class Store:
             page.committed = page.location
             page.committed_crc32 = page.crc32
         self._written.clear()
+        self._spared = frozenset()
         self.release_frozen()
 
     def roll_back(self, pieces: Iterable[Page]) -> None:
@@ -185,6 +187,10 @@ class Store:
     def prefer(self, number: int | None) -> None:
         """Until this is called with None, write to file `number` whatever the last commit does not have there."""
         self._preferred = number
+
+    def spare(self, numbers: frozenset[int]) -> None:
+        """Until the next commit leave these files as they are, as far as there are others to write to."""
+        self._spared = numbers
 
     def replace(self, number: int) -> None:
         """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
@@ -234,7 +240,7 @@ class Store:
         """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
         if not self._frozen:
             return
-        needed = {piece.committed for piece in self._pieces}
+        needed = {piece.committed for piece in self._pieces} | self._spared
         needed |= {piece.location for piece in self._pieces if not piece.section.resident}  # the others are in memory
         needed |= {number for number, status in self._frozen.items() if status is None}
         for number in self._frozen.keys() - needed:
@@ -255,7 +261,8 @@ class Store:
     def _target(self, page: Page) -> int:
         if self._preferred in self._turns and self._preferred != page.committed:
             return self._preferred
-        return next(number for number in self._turns if number != page.committed)
+        turns = [number for number in self._turns if number != page.committed]
+        return next((number for number in turns if number not in self._spared), turns[0])
 
     def _path(self, number: int) -> Path:
         return self._directory / f"turn-{number}.swap"
@@ -273,7 +280,7 @@ class Store:
                 f"{path}, a swap file of the run, is {state}: the run cannot go on. "
                 "Say resume='discard' and load the last snapshot"
             )
-        frozen = status.st_nlink > 1 or not status.st_mode & 0o222
+        frozen = is_frozen(path)
         if frozen:
             self._frozen[number] = (nbytes, status.st_mtime_ns)
         else:  # a snapshot or a power loss may have come between its making and its use
@@ -286,6 +293,15 @@ def first_free_number(directory: Path) -> int:
     """Return a number such that no swap file of `directory` has it or a higher one."""
     numbers = [int(path.stem.removeprefix("turn-")) for path in directory.glob("turn-*.swap")]
     return max(numbers, default=-1) + 1
+
+
+def is_frozen(path: Path) -> bool:
+    """Whether the file is, or is about to be, a snapshot's too. [Note: frozen files]"""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_nlink > 1 or not status.st_mode & 0o222
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

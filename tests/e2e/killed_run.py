@@ -3,8 +3,9 @@
 Usage: killed_run.py DIRECTORY SEED KILLS. The parent has torch imported and forks each run, so that a kill costs little. A run
 writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL a
 little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, every second
-time with the workers of a DataLoader alive, and with updates at any of their times. Whatever is seen must equal a run that nobody
-killed: losses, parameters, random numbers, and every snapshot that has its name.
+time with the workers of a DataLoader alive, and with updates at any of their times; and after some kills somebody writes into a
+snapshot, which may be the very file that the run was to go on from. Whatever is seen must equal a run that nobody killed: losses,
+parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
@@ -173,12 +174,31 @@ def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **op
     return os.WIFSIGNALED(status)
 
 
+def harm_snapshot(directory: Path, chance: random.Random) -> bool:
+    """Cut off one of the snapshots, or overwrite a part of it, and take its name away; returns False if there is none to harm."""
+    paths = sorted(directory.glob("step-*.pt"))
+    if not paths or not os.access(paths[0], os.W_OK):  # root may, whatever the mode says
+        return False
+    path = chance.choice(paths)
+    with path.open("r+b") as file:
+        if chance.randrange(2):
+            file.truncate(chance.randrange(path.stat().st_size))
+        else:
+            file.seek(chance.randrange(path.stat().st_size))
+            file.write(os.urandom(100_000))
+    if chance.randrange(2):
+        path.unlink()
+    else:
+        path.rename(path.with_suffix(".harmed"))
+    return True
+
+
 def main(directory: Path, seed: int, kills: int) -> None:
     torch.set_num_threads(1)
     swapper.SwapManager  # noqa: B018  # imported here and not in every child
     expected = Expected()
     chance = random.Random(seed)
-    killed = runs = 0
+    killed = runs = harmed = 0
     while killed < kills:
         place = directory / f"run-{runs}"
         place.mkdir()
@@ -191,11 +211,12 @@ def main(directory: Path, seed: int, kills: int) -> None:
             update=chance.choice(("step", "deferred", "backward")),
         ):
             killed += 1
+            harmed += chance.randrange(4) == 0 and harm_snapshot(place, chance)
         expected.check(place, place / "losses")
         shutil.rmtree(place)
         runs += 1
         print(f"{killed} kills", file=sys.stderr, flush=True)
-    print(f"{killed} kills, {runs} runs, all exact")
+    print(f"{killed} kills, {harmed} snapshots harmed, {runs} runs, all exact")
 
 
 if __name__ == "__main__":

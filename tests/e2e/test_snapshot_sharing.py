@@ -22,6 +22,7 @@ from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.copying import copy
 from swapper.checkpoint.publication import Draft
 from swapper.checkpoint.verify import verify
+from swapper.directory import FALLBACK_NAME
 
 
 def digest(path: Path) -> str:
@@ -169,6 +170,89 @@ def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
     assert "was changed from outside" in caplog.text
     model, optimizer, scheduler = killed_run.make()
     assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+
+
+def harm(path: Path, how: str) -> None:
+    path.chmod(0o600)
+    if how == "cut off":
+        os.truncate(path, 100_000)
+    else:
+        path.write_bytes(bytes(path.stat().st_size))
+
+
+def losses_of_an_unharmed_run(steps: int) -> list[float]:
+    model, optimizer, scheduler = killed_run.make()
+    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
+
+
+@pytest.mark.parametrize("how", ["cut off", "overwritten"])
+def test_a_changed_snapshot_costs_a_run_that_goes_on_at_most_one_step(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing that the last commit needs is left, so the run goes on from the one before."""
+    first = Run(tmp_path)
+    losses = first.train(4)
+    path = first.manager.snapshot(tmp_path / "a.pt").result()
+    first.manager.close()
+    harm(path, how)
+    second = Run(tmp_path)
+    assert second.manager.step == 3
+    assert "goes on from step 3 instead of 4" in caplog.text
+    losses[3:] = second.train(3)
+    second.manager.close()
+    assert len(second.names()) == 2
+    assert losses == losses_of_an_unharmed_run(6)
+
+
+@pytest.mark.parametrize("how", ["cut off", "overwritten"])
+def test_a_snapshot_that_is_changed_under_a_run_costs_it_at_most_one_step(tmp_path: Path, how: str) -> None:
+    """What was read already is right; of anything else the run finds out, and says how to go on."""
+    first = Run(tmp_path)
+    losses = first.train(4)
+    harm(first.manager.snapshot(tmp_path / "a.pt").result(), how)
+    try:
+        for _ in range(2):
+            losses += first.train(1)
+        first.manager.close()
+    except swapper.SwapperError as error:
+        if isinstance(error, swapper.CheckpointError):
+            assert "from step 3" in str(error)
+        with pytest.raises(swapper.SwapperError):
+            first.manager.close()
+    second = Run(tmp_path)
+    step = second.manager.step
+    assert step in (3, 6)
+    losses[step:] = second.train(7 - step)
+    second.manager.close()
+    assert losses == losses_of_an_unharmed_run(7)
+
+
+def test_a_snapshot_that_is_whole_costs_no_step_and_the_way_back_stays(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    losses = first.train(4)
+    path = first.manager.snapshot(tmp_path / "a.pt").result()
+    first.manager.close()
+    second = Run(tmp_path)
+    assert second.manager.step == 4
+    second.model(killed_run.batch(0))
+    second.manager.close()
+    harm(path, "overwritten")
+    third = Run(tmp_path)
+    assert third.manager.step == 3
+    losses[3:] = third.train(2)
+    third.manager.close()
+    assert losses == losses_of_an_unharmed_run(5)
+
+
+def test_the_commit_before_goes_with_the_next_commit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.train(3)
+    run.manager.snapshot(tmp_path / "a.pt").result()
+    run.train(1)
+    run.manager._run.committer.finish()
+    assert not (run.swap_files / FALLBACK_NAME).exists()
+    assert len(run.names()) == 2
+    run.manager.close()
 
 
 def test_a_snapshot_without_the_frozen_parameters_is_small_and_names_them(tmp_path: Path) -> None:
