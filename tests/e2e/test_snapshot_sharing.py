@@ -52,6 +52,11 @@ class Run:
         return sorted(file.name for file in self.swap_files.glob("*.swap"))
 
 
+def losses_of_an_unharmed_run(steps: int) -> list[float]:
+    model, optimizer, scheduler = killed_run.make()
+    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
+
+
 def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
@@ -92,8 +97,7 @@ def test_a_run_that_goes_on_after_it_does_not_change_it(tmp_path: Path) -> None:
     losses += second.train(3)
     second.manager.close()
     assert digest(path) == before
-    model, optimizer, scheduler = killed_run.make()
-    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+    assert losses == losses_of_an_unharmed_run(5)
 
 
 def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Path) -> None:
@@ -149,15 +153,15 @@ def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
     assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("harm", ["touched", "cut off"])
+@pytest.mark.parametrize("how", ["touched", "cut off"])
 def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
-    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
     losses = run.train(2)
     path = run.manager.snapshot(tmp_path / "a.pt").result()
     path.chmod(0o600)
-    if harm == "touched":
+    if how == "touched":
         os.utime(path)
         losses += run.train(1)
     else:
@@ -168,8 +172,7 @@ def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
     losses += run.train(2)
     run.manager.close()
     assert "was changed from outside" in caplog.text
-    model, optimizer, scheduler = killed_run.make()
-    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+    assert losses == losses_of_an_unharmed_run(5)
 
 
 def harm(path: Path, how: str) -> None:
@@ -178,11 +181,6 @@ def harm(path: Path, how: str) -> None:
         os.truncate(path, 100_000)
     else:
         path.write_bytes(bytes(path.stat().st_size))
-
-
-def losses_of_an_unharmed_run(steps: int) -> list[float]:
-    model, optimizer, scheduler = killed_run.make()
-    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
 
 
 @pytest.mark.parametrize("how", ["cut off", "overwritten"])
@@ -318,8 +316,7 @@ def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> N
     assert [entry.name for entry in small_drive.iterdir()] == ["rank-0-of-1"]
     losses += run.train(3)
     run.manager.close()
-    model, optimizer, scheduler = killed_run.make()
-    assert losses == [killed_run.train_step(model, optimizer, scheduler, number) for number in range(5)]
+    assert losses == losses_of_an_unharmed_run(5)
 
 
 def test_on_another_filesystem_it_is_copied(tmp_path: Path) -> None:
