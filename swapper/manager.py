@@ -154,7 +154,7 @@ class SwapManager:
                 is trained.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes).
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
-                says that there is one, but has no data to look at or change: clip with `manager.clip_grad_norm_`.
+                says that there is one, but has no data to look at: clipping, scaling and zeroing it work.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
             update: "step" updates all parameters in `optimizer.step()`. With "deferred" that call only fixes what the step is;

@@ -22,7 +22,8 @@ from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
-from swapper.train.paged_grads import ColdGradient, PagedGradients
+from swapper.train.cold_grad import ColdGradient
+from swapper.train.paged_grads import PagedGradients
 from swapper.train.slices import Place
 from swapper.train.spare import GradientRoom, Room
 
@@ -71,43 +72,17 @@ class Gradients:
             return self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end]
 
-    @torch.no_grad()
+    def before_step(self) -> None:
+        """Gradients are about to be used."""
+        self.paged.before_step()
+
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clip as torch.nn.utils.clip_grad_norm_ does, and return the norm before it."""
-        given = [parameter for parameter in parameters if parameter.grad is not None]
-        if not any(type(parameter.grad) is ColdGradient for parameter in given):
-            return nn.utils.clip_grad_norm_(given, max_norm, norm_type)
-        dtypes = list(dict.fromkeys(_grad(parameter).dtype for parameter in given))
-        norms = [self._norm(p, norm_type) for p in sorted(given, key=lambda p: dtypes.index(_grad(p).dtype))]
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in given:
-            if type(parameter.grad) is ColdGradient:
-                self.paged.multiply(parameter, factor)
-            else:
-                _grad(parameter).mul_(factor)
-        return total
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    @torch.no_grad()
     def clip_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
         """Clip as torch.nn.utils.clip_grad_value_ does."""
-        for parameter in parameters:
-            if type(parameter.grad) is ColdGradient:
-                self.paged.clamp(parameter, float(clip_value))
-            elif parameter.grad is not None:
-                parameter.grad.clamp_(-float(clip_value), float(clip_value))
-
-    def _norm(self, parameter: nn.Parameter, norm_type: float) -> torch.Tensor:
-        if type(parameter.grad) is ColdGradient:
-            return self.paged.norm(parameter, norm_type)
-        norm: torch.Tensor = torch.linalg.vector_norm(_grad(parameter), norm_type)
-        return norm
-
-
-def _grad(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        raise RuntimeError("a gradient vanished")
-    return parameter.grad
+        nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 class HostGradients:

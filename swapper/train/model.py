@@ -177,6 +177,7 @@ class OffloadedModel:
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         rooms = find_rooms(self._sections, self._grad_sections)
         self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms)
+        self._gradients.paged.finish_update = self.finish_update
         units = self._inventory.units
         self._hooks = Hooks(
             units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter, self.updates
@@ -226,6 +227,7 @@ class OffloadedModel:
             self._note_before()
         elif self._before is not None:
             self._before = self.packed_groups(), self._before[1]
+        self.gradients.before_step()
         self.updates.take_step()
 
     def _note_before(self) -> None:

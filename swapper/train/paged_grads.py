@@ -1,18 +1,18 @@
 """Gradients on NVMe: as autograd accumulates one, it leaves for its pages.
 
-A parameter's `grad` is then a `ColdGradient`: it says that there is a gradient, of what shape and dtype; what needs its
-data raises an error that names the way. Before autograd accumulates into it again, `grad` is taken away, so that autograd makes a
-tensor of its own; what the pages have is added to that, whose norm is then the whole gradient's, and all of it goes to the pages.
+A parameter's `grad` is then a `ColdGradient` (cold_grad.py). Before autograd accumulates into it again, `grad` is taken away, so
+that autograd makes a tensor of its own; what the pages have is added to that, whose norm is then the whole gradient's, and all of
+it goes to the pages.
 
-The optimizer's sweep leases the pages with the state and multiplies them by the factor that clipping left. When `zero_grad` lets
+The optimizer's sweep leases the pages with the state, and does what clipping and unscaling have asked for. When `zero_grad` lets
 the ColdGradient go, its pages are forgotten: what has not been written by then never is.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,55 +21,39 @@ from torch import nn
 from swapper.core.memory import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
-from swapper.errors import ColdParameterError, InvariantError, StateError, UnsupportedError
+from swapper.errors import StateError, UnsupportedError
 from swapper.interrupts import held_back
-from swapper.modules.cold import METADATA
 from swapper.modules.own_hook import hookable
+from swapper.train.cold_grad import Change, ColdGradient
 from swapper.train.slices import Place
 
-ADVICE = (
-    "clip with manager.clip_grad_norm_ or manager.clip_grad_value_, let go of it with zero_grad(set_to_none=True), or keep "
-    "gradients in memory: manager.offload(..., gradients='host')"
-)
+USUAL_NORM = 2.0
 
 
-class ColdGradient(torch.Tensor):
-    """A gradient that lies on NVMe. Never made by anyone: a tensor's class is set to it."""
-
-    swapper_name = ""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func not in METADATA:
-            name = next((a.swapper_name for a in args if type(a) is ColdGradient), "")
-            raise ColdParameterError(
-                f"the gradient of {name or 'a parameter'} is on NVMe and {getattr(func, '__name__', func)} needs its data: {ADVICE}"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"ColdGradient(on NVMe, shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-@dataclass(frozen=True, slots=True)
-class GradientNotes:
-    """What is known of a gradient besides its data.
+@dataclass(slots=True)
+class Content:
+    """What a gradient is, besides what its pages hold.
 
     Attributes:
-        norm: 2-norm of the gradient, in its dtype, as torch.linalg.vector_norm gives it.
-        factor: what the sweep multiplies it by, as clipping would have done in place; None for nothing.
-        limit: what the sweep clamps it to, after the factor.
+        zero: it is zeros, whatever the pages hold.
+        changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
+        norms: those of it that are known, changes included, by their order.
+        finite: whether all elements are; None if that is not known.
         failure: why the pages have only a part of it, until it is zeroed.
     """
 
-    norm: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    limit: float | None = None
+    zero: bool = False
+    changes: tuple[Change, ...] = ()
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    finite: bool | None = None
     failure: BaseException | None = None
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
+        part = torch.zeros_like(part) if self.zero else part
+        for change in self.changes:
+            part = change(part)
+        return part
 
 
 @dataclass(slots=True)
@@ -80,7 +64,7 @@ class _Home:
         name, parameter, place: whose, and where.
         here: the ColdGradient that the parameter has, if it has one.
         stash: the same, while autograd makes a gradient to be added to it.
-        norm, factor, limit, failure: see GradientNotes.
+        content: what it is, besides what its pages hold.
     """
 
     name: str
@@ -88,10 +72,7 @@ class _Home:
     place: Place
     here: weakref.ref[torch.Tensor] | None = None
     stash: torch.Tensor | None = None
-    norm: torch.Tensor | None = None
-    factor: torch.Tensor | None = None
-    limit: float | None = None
-    failure: BaseException | None = None
+    content: Content = field(default_factory=Content)
 
 
 class PagedGradients:
@@ -109,6 +90,8 @@ class PagedGradients:
         self._stashed: list[_Home] = []  # whose ColdGradient was taken away in this backward
         self._let_go: list[_Home] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
+        self._norm_types: dict[float, None] = {USUAL_NORM: None}  # to be taken of each as it leaves
+        self.finish_update: Callable[[], None] = lambda: None  # has a step that is still open use what it is to use
         self._handles: list[Any] = []
         for home in self._homes.values():
             if home.parameter.grad is not None:
@@ -132,41 +115,62 @@ class PagedGradients:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped as was asked; not to be changed."""
         home = self._homes[id(parameter)]
         _check_whole(home)
-        return _clipped(home, home.place.section.tensor(home.place.slot).view(-1)[begin:end])
+        return home.content.of(home.place.section.tensor(home.place.slot).view(-1)[begin:end])
 
-    def norm(self, parameter: nn.Parameter, norm_type: float) -> torch.Tensor:
-        """Return a gradient's norm, as torch.linalg.vector_norm gives it; it was taken as the gradient left.
+    @torch.no_grad()
+    def norm(self, home: _Home, norm_type: float) -> torch.Tensor:
+        """Return a gradient's norm. It was taken as the gradient left, or is taken now of what is read back for it.
 
-        Raises:
-            UnsupportedError: another norm than the 2-norm, or the gradient was clipped since.
+        From then on it is taken of all as they leave.
         """
-        home = self._homes[id(parameter)]
-        if norm_type != 2.0:
-            raise UnsupportedError(
-                f"a gradient on NVMe has its 2-norm taken in passing, not norm_type={norm_type}: {ADVICE}"
-            )
         _check_whole(home)
-        self._check_not_clipped(home)
-        if home.norm is None:
-            raise InvariantError(f"{home.name} has a gradient on NVMe without a norm")
-        return home.norm
+        self._norm_types[norm_type] = None
+        if norm_type not in home.content.norms:
+            home.content.norms[norm_type] = torch.linalg.vector_norm(self._whole(home), norm_type)
+        return home.content.norms[norm_type]
 
-    def multiply(self, parameter: nn.Parameter, factor: torch.Tensor) -> None:
-        """Have the gradient multiplied by `factor` (0-dim) when it is used."""
-        self._check_not_clipped(self._homes[id(parameter)])
-        self._homes[id(parameter)].factor = factor
+    @torch.no_grad()
+    def is_finite(self, home: _Home) -> bool:
+        _check_whole(home)
+        if home.content.finite is None:
+            home.content.finite = bool(torch.isfinite(self._whole(home)).all())
+        return home.content.finite
 
-    def clamp(self, parameter: nn.Parameter, limit: float) -> None:
-        """Have the gradient clamped to [-limit, limit] when it is used."""
-        self._check_not_clipped(self._homes[id(parameter)])
-        self._homes[id(parameter)].limit = limit
+    def change(self, home: _Home, change: Change) -> None:
+        """Have each element changed when the gradient is used."""
+        self._finish_update()
+        _check_whole(home)
+        home.content = Content(home.content.zero, (*home.content.changes, change))
 
-    def _check_not_clipped(self, home: _Home) -> None:
-        if home.factor is not None or home.limit is not None:
-            raise UnsupportedError(
-                f"the gradient of {home.name} is on NVMe and was clipped in this step already: clip once a step, or keep "
-                "gradients in memory: manager.offload(..., gradients='host')"
-            )
+    def zero(self, home: _Home) -> None:
+        """Have the gradient zero. What its pages hold is wanted no more."""
+        self._finish_update()
+        home.content = Content(zero=True)
+        self._forget([home])
+
+    def _finish_update(self) -> None:
+        """A gradient is about to be changed that a step which is still open may be going to use."""
+        if (
+            torch._C._current_graph_task_id() == -1
+        ):  # else a hook changes its own, or autograd makes more: neither is open then
+            self.finish_update()
+
+    def _whole(self, home: _Home) -> torch.Tensor:
+        """Return a gradient in memory, as it is."""
+        slot = home.place.slot
+        whole = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
+        flat = whole.view(-1)
+        for view, begin, end in self._pages(home):
+            flat[begin:end] = home.content.of(view)
+        return whole
+
+    def before_step(self) -> None:
+        """The sweep leases the pages of every gradient: have something there where one was zeroed and nothing came since."""
+        for home in self._homes.values():
+            if home.content.zero and type(home.parameter.grad) is ColdGradient:
+                for view, _, _ in self._pages(home):
+                    view.zero_()
+                home.content.zero = False
 
     # --- when the layout changes ----------------------------------------------------------------------------------
 
@@ -175,23 +179,19 @@ class PagedGradients:
         self.restore()
         return [home.name for home in self._homes.values() if type(home.parameter.grad) is ColdGradient]
 
-    def notes(self, name: str) -> GradientNotes:
-        home = self._home_of(name)
-        return GradientNotes(home.norm, home.factor, home.limit, home.failure)
+    def content(self, name: str) -> Content:
+        return self._by_name[name].content
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a gradient in order, flat, piece by piece: to be read, or to be made anew."""
-        for view, _, _ in self._pages(self._home_of(name)):
+        """Yield what a gradient's pages hold, in order, flat, piece by piece: to be read, or to be made anew."""
+        for view, _, _ in self._pages(self._by_name[name]):
             yield view
 
-    def present_again(self, name: str, notes: GradientNotes) -> None:
-        """What was put into the gradient's `parts` is the parameter's gradient."""
-        home = self._home_of(name)
-        home.norm, home.factor, home.limit, home.failure = notes.norm, notes.factor, notes.limit, notes.failure
+    def present_again(self, name: str, content: Content) -> None:
+        """With what was put into its `parts`, `content` is the parameter's gradient."""
+        home = self._by_name[name]
+        home.content = content
         home.parameter.grad = self._make_cold(home)
-
-    def _home_of(self, name: str) -> _Home:
-        return self._by_name[name]
 
     # --- as autograd accumulates ----------------------------------------------------------------------------------
 
@@ -243,12 +243,12 @@ class PagedGradients:
         note_freed(gradient.nbytes)
         before = home.stash
         if before is None:
-            home.failure = None
+            home.content = Content()
         try:
             _check_whole(home)
             self._move(home, gradient.detach().contiguous(), adding=before is not None)
         except BaseException as error:
-            home.failure = home.failure or error
+            home.content.failure = home.content.failure or error
             raise
         finally:
             home.parameter.grad, home.stash = before if before is not None else self._make_cold(home), None
@@ -259,16 +259,18 @@ class PagedGradients:
         for view, begin, end in self._pages(home):
             part = flat[begin:end]
             if adding:
-                part.add_(_clipped(home, view))
+                part.add_(home.content.of(view))
             view.copy_(part)
-        home.norm = torch.linalg.vector_norm(gradient, 2.0)
-        home.factor = home.limit = None
+        norms = {norm_type: torch.linalg.vector_norm(gradient, norm_type) for norm_type in self._norm_types}
+        is_finite = bool(norms[USUAL_NORM].isfinite()) or bool(torch.isfinite(gradient).all())  # squares may overflow
+        home.content = Content(norms=norms, finite=is_finite)
 
     def _make_cold(self, home: _Home) -> torch.Tensor:
         here = home.place.section.tensor(home.place.slot)
         here.__class__ = ColdGradient
         here.swapper_name = home.name  # type: ignore[attr-defined]
         home.here = weakref.ref(here, lambda _: self._let_go.append(home))
+        here.swapper_gradient = _finder(weakref.ref(self), id(home.parameter), home.here)  # type: ignore[attr-defined]
         return here
 
     def _pages(self, home: _Home) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -292,11 +294,13 @@ class PagedGradients:
 
     def forget_what_was_let_go(self) -> None:
         """Act upon `zero_grad`. A ColdGradient may die anywhere, at a collection within the pager even: here it is safe to act."""
+        homes, self._let_go[:] = list(self._let_go), []
+        self._forget(h for h in homes if h.stash is None and type(h.parameter.grad) is not ColdGradient)
+
+    def _forget(self, homes: Iterable[_Home]) -> None:
+        """Nobody wants what the pages hold of these gradients."""
         empty = []
-        while self._let_go:
-            home = self._let_go.pop()
-            if home.stash is not None or type(home.parameter.grad) is ColdGradient:
-                continue  # there is another one meanwhile
+        for home in homes:
             slot = home.place.slot
             for page in home.place.section.pages_of(slot.offset, slot.end):
                 users = self._users.get(page.index, set())
@@ -307,15 +311,43 @@ class PagedGradients:
             self._pager.forget(empty)
 
 
-def _clipped(home: _Home, part: torch.Tensor) -> torch.Tensor:
-    """Return what clipping was to make of a part of the gradient."""
-    if home.factor is not None:
-        part = part.mul(home.factor)
-    return part if home.limit is None else part.clamp(-home.limit, home.limit)
+@dataclass(frozen=True, slots=True)
+class _PagedGradient:
+    """What a ColdGradient stands for."""
+
+    owner: PagedGradients
+    home: _Home
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        return self.owner.norm(self.home, norm_type)
+
+    def is_finite(self) -> bool:
+        return self.owner.is_finite(self.home)
+
+    def change(self, change: Change) -> None:
+        self.owner.change(self.home, change)
+
+    def zero(self) -> None:
+        self.owner.zero(self.home)
+
+
+def _finder(
+    owner: weakref.ref[PagedGradients], key: int, here: weakref.ref[torch.Tensor]
+) -> Callable[[], _PagedGradient | None]:
+    """Return what finds the gradient that a ColdGradient stands for; None where the parameter has another one, or none."""
+
+    def find() -> _PagedGradient | None:
+        gradients, tensor = owner(), here()
+        home = None if gradients is None else gradients._homes[key]
+        is_its = home is not None and (home.parameter.grad is tensor or home.stash is tensor)
+        return _PagedGradient(gradients, home) if gradients is not None and home is not None and is_its else None
+
+    return find
 
 
 def _check_whole(home: _Home) -> None:
-    if home.failure is not None:
+    failure = home.content.failure
+    if failure is not None:
         raise StateError(
-            f"the gradient of {home.name} did not reach its pages whole ({home.failure}): call zero_grad and run the backward again"
-        ) from home.failure
+            f"the gradient of {home.name} did not reach its pages whole ({failure}): call zero_grad and run the backward again"
+        ) from failure

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from swapper.errors import IoError
-from swapper.train.paged_grads import GradientNotes, PagedGradients
+from swapper.train.paged_grads import Content, PagedGradients
 
 
 class ParkedGradients:
@@ -25,7 +25,7 @@ class ParkedGradients:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
-        self._places: dict[str, tuple[int, GradientNotes]] = {}
+        self._places: dict[str, tuple[int, Content]] = {}
         self._end = 0
 
     def fill(self, gradients: PagedGradients) -> None:
@@ -35,7 +35,7 @@ class ParkedGradients:
             IoError: it cannot be read, or the drive is full.
         """
         for name in gradients.present():
-            self._places[name] = self._end, gradients.notes(name)
+            self._places[name] = self._end, gradients.content(name)
             for part in gradients.parts(name):
                 self._end += self._write(part)
 
@@ -45,11 +45,11 @@ class ParkedGradients:
         Raises:
             IoError: a transfer failed.
         """
-        for name, (at, notes) in self._places.items():
+        for name, (at, content) in self._places.items():
             for part in gradients.parts(name):
                 self._read(part, at)
                 at += part.nbytes
-            gradients.present_again(name, notes)
+            gradients.present_again(name, content)
 
     def close(self) -> None:
         self._file.close()

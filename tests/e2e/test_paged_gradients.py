@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import swapper
-from e2e.twins import Twins
-from swapper.train.paged_grads import ColdGradient
+from e2e.twins import Twins, adamw
+from swapper.train.cold_grad import ColdGradient
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 256
@@ -138,19 +138,112 @@ def test_a_gradient_on_nvme_tells_its_shape_and_refuses_the_rest(paged: MakeTwin
     for use in (torch.norm, torch.clone, lambda g: g * 2, lambda g: g.add_(1), lambda g: g.tolist()):
         with pytest.raises(swapper.ColdParameterError, match=r"layers\.1\.weight.*clip_grad_norm_"):
             use(weight.grad)
-    for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-        with pytest.raises(swapper.ColdParameterError, match=r"manager\.clip_grad_norm_"):
-            clip(pair.swapped.parameters(), 1.0)
+    kept = weight.grad
     pair.swapped.zero_grad()
     assert weight.grad is None
-
-
-def test_clipping_twice_is_refused(paged: MakeTwins) -> None:
-    pair = paged()
     backward(pair.swapped)
-    pair.manager.clip_grad_norm_(1.0)
-    with pytest.raises(swapper.UnsupportedError, match="once a step"):
-        pair.manager.clip_grad_norm_(1.0)
+    with pytest.raises(swapper.ColdParameterError, match=r"was the gradient of layers\.1\.weight"):
+        kept.mul_(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("order", [1.0, 3.0, 0.5, float("inf"), float("-inf")])
+def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: float, dtype: torch.dtype) -> None:
+    """The first norm of an order is taken of what is read back, later ones as gradients leave."""
+    pair = paged(Layers().to(dtype), master=dtype is torch.bfloat16)
+
+    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        backward(model, 0.5)
+        loss = backward(model)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-2, norm_type=order)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack([loss, norm.float()])
+
+    pair.train(clipped, steps=3)
+    read = pair.manager.counters.read_bytes["grad"]
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+    pair.both(lambda model, _: backward(model))
+    before = pair.manager.counters.read_bytes["grad"]
+    pair.manager.clip_grad_norm_(1.0, order)
+    assert read and pair.manager.counters.read_bytes["grad"] == before, "a known norm was read back for"
+
+
+def test_clipping_again_and_again_is_bit_equal(paged: MakeTwins) -> None:
+    pair = paged()
+
+    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        backward(model)
+        parameters = list(model.parameters())
+        norms = [nn.utils.clip_grad_norm_(parameters, 1e-2)]
+        nn.utils.clip_grad_value_(parameters, 1e-4)
+        norms.append(nn.utils.clip_grad_norm_(parameters, 5e-3, norm_type=1.0))
+        backward(model)  # on top of what was clipped
+        norms.append(nn.utils.clip_grad_norm_(parameters, 1e-2))
+        optimizer.step()
+        return torch.stack(norms)
+
+    pair.train(clipped, steps=4)
+    pair.both(lambda model, optimizer: optimizer.zero_grad())
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, update: str, foreach: bool) -> None:
+    """They are gradients still: the optimizer's step updates with them, and -0 is added to 0."""
+    pair = paged(
+        make_optimizer=lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=foreach), update=update, room_bytes=4 << 20
+    )
+
+    def zeroed(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        loss = backward(model)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if loss > 0.5:
+            optimizer.step()  # by what is zero
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return torch.stack([loss, norm])
+
+    pair.train(zeroed, steps=4)
+    pair.both(lambda model, optimizer: optimizer.zero_grad())
+    pair.train(step, steps=2)
+    pair.assert_same_parameters()
+    pair.assert_same_state()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_a_grad_scaler_is_bit_equal(paged: MakeTwins, unscale: bool, dtype: torch.dtype) -> None:
+    pair = paged(Layers().to(dtype), make_optimizer=adamw, master=False, room_bytes=8 << 20)
+    scalers = {
+        id(model): torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        for model in (pair.plain, pair.swapped)
+    }
+    skipped = []
+
+    def scaled(model: nn.Module, optimizer: Any) -> tuple[torch.Tensor, float]:
+        scaler = scalers[id(model)]
+        data = torch.randn(4, WIDTH, dtype=dtype)
+        loss = model(data).float().square().mean()
+        if scaler._growth_tracker is not None and len(skipped) in (4, 5):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        skipped.append(scaler.get_scale())
+        return loss.detach(), scaler.get_scale()
+
+    pair.train(scaled, steps=5)
+    assert skipped[4] == skipped[0] < skipped[2], "the scale was to grow, and to shrink where the loss was infinite"
+    pair.assert_same_parameters()
+    pair.assert_same_state()
 
 
 def test_a_backward_that_computes_gradients_apart_leaves_those_that_are_there(paged: MakeTwins) -> None:
@@ -203,3 +296,20 @@ def test_a_gradient_that_did_not_reach_its_pages_is_not_used(paged: MakeTwins) -
     pair.train(step, steps=2)
     pair.assert_same_parameters()
     pair.assert_same_state()
+
+
+def test_a_gradient_that_was_used_in_backward_cannot_be_changed(paged: MakeTwins) -> None:
+    pair = paged(update="backward", room_bytes=4 << 20)
+    pair.train(step, steps=2)
+    backward(pair.swapped)
+    parameters = list(pair.swapped.parameters())
+    for change in (
+        lambda: nn.utils.clip_grad_norm_(parameters, 1e-3),
+        lambda: nn.utils.clip_grad_value_(parameters, 1e-3),
+        lambda: pair.optimizer.zero_grad(set_to_none=False),
+    ):
+        with pytest.raises(swapper.StateError, match="update='backward'"):
+            change()
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    pair.close()

@@ -1,0 +1,160 @@
+"""The tensor that `parameter.grad` is while the gradient lies on NVMe.
+
+It says that there is a gradient, of what shape and dtype. What changes every element by itself, as clipping and unscaling do, is
+noted, to be done when the gradient is used: element by element that gives the same bits. What can be told of it (its norms,
+whether it is finite) is told, from what was noted as it left or by reading it. All else that needs its data raises an error that
+names the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from swapper.errors import ColdParameterError
+from swapper.modules.cold import METADATA
+
+ADVICE = (
+    "clip with clip_grad_norm_ or clip_grad_value_, let go of it with zero_grad, or keep gradients in memory: "
+    "manager.offload(..., gradients='host')"
+)
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""What is to become of elements of a gradient; returns new ones. It must do the same wherever an element is."""
+
+
+class Gradient(Protocol):
+    """What a ColdGradient stands for."""
+
+    def norm(self, norm_type: float) -> torch.Tensor:
+        """Return its norm, as torch.linalg.vector_norm gives it."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Return whether all of its elements are."""
+        ...
+
+    def change(self, change: Change) -> None:
+        """Have its elements changed."""
+        ...
+
+    def zero(self) -> None:
+        """Have it zero."""
+        ...
+
+
+class ColdGradient(torch.Tensor):
+    """A gradient that lies on NVMe. Never made by anyone: a tensor's class is set to it.
+
+    Attributes:
+        swapper_name: the parameter's.
+        swapper_gradient: returns what it stands for; None if that is gone.
+    """
+
+    swapper_name = ""
+    swapper_gradient: Callable[[], Gradient | None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        action = _ACTIONS.get(func)
+        done = NotImplemented if action is None else action(*args, **(kwargs or {}))
+        if done is NotImplemented:
+            name = next((a.swapper_name for a in args if type(a) is ColdGradient), "")
+            raise ColdParameterError(
+                f"the gradient of {name or 'a parameter'} is on NVMe and {getattr(func, '__name__', func)} needs its data: {ADVICE}"
+            )
+        return done
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"ColdGradient(on NVMe, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _of(tensor: Any) -> Gradient | None:
+    if type(tensor) is not ColdGradient:
+        return None
+    gradient = tensor.swapper_gradient()
+    if gradient is None:
+        raise ColdParameterError(
+            f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: look at parameter.grad"
+        )
+    return gradient
+
+
+def _change(tensor: torch.Tensor, gradient: Gradient, change: Change) -> torch.Tensor:
+    gradient.change(change)
+    torch.autograd.graph.increment_version([tensor])
+    return tensor
+
+
+def _vector_norm(tensor: Any, ord: Any = 2, *others: Any, **named: Any) -> Any:  # as torch has it
+    gradient = _of(tensor)
+    if gradient is None or others or named or isinstance(ord, torch.Tensor):
+        return NotImplemented
+    return gradient.norm(float(ord))
+
+
+def _mul(tensor: Any, other: Any) -> Any:
+    gradient = _of(tensor)
+    if gradient is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
+        return NotImplemented
+    factor = other.detach().clone() if isinstance(other, torch.Tensor) else other
+    return _change(tensor, gradient, lambda part: part.mul(factor))
+
+
+def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:
+    gradient = _of(tensor)
+    if gradient is None or isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
+        return NotImplemented
+    return _change(tensor, gradient, lambda part: part.clamp(min, max))
+
+
+def _zero(tensor: Any) -> Any:
+    gradient = _of(tensor)
+    if gradient is None:
+        return NotImplemented
+    gradient.zero()
+    torch.autograd.graph.increment_version([tensor])
+    return tensor
+
+
+def _zero_all(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.zero_()
+
+
+def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """As torch.amp.GradScaler calls it: note in `found_inf` if anything is not finite, and multiply all by `inv_scale`."""
+    plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    factor = inv_scale.detach().clone()
+
+    def unscale(part: torch.Tensor) -> torch.Tensor:
+        changed = part.clone()
+        torch._amp_foreach_non_finite_check_and_unscale_([changed], torch.zeros_like(found_inf), factor)
+        return changed
+
+    for tensor in tensors:
+        gradient = _of(tensor)
+        if gradient is not None:
+            if not gradient.is_finite():
+                found_inf.fill_(1.0)
+            _change(tensor, gradient, unscale)
+
+
+_ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.linalg.vector_norm: _vector_norm,
+    torch.Tensor.mul_: _mul,
+    torch.Tensor.clamp_: _clamp,
+    torch.Tensor.zero_: _zero,
+    torch._foreach_zero_: _zero_all,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
+}
