@@ -9,8 +9,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from swapper.errors import ConfigError
 
 PLACEMENTS = ("device", "host", "nvme", "auto")
@@ -51,6 +49,8 @@ def parse_bytes(value: int | str, option: str) -> int:
 def parse_host_memory(value: int | str) -> int:
     """Return the host budget in bytes; "auto" is half of what the machine and this process's cgroup leave free."""
     if value == "auto":
+        import psutil  # where a budget is said, it is not needed
+
         return min(int(psutil.virtual_memory().available), _cgroup_headroom_bytes()) // 2
     return parse_bytes(value, "host_memory")
 

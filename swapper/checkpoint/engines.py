@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from swapper import _C
 from swapper.errors import IoError
 
@@ -67,6 +65,8 @@ def is_in_memory(path: Path) -> bool:
         raise IoError("open", str(path), 0, 0, error.errno or 0) from error
     if os.major(device):
         return False
+    import psutil  # here, so that what needs no mounts needs it not
+
     mounts = [m for m in psutil.disk_partitions(all=True) if m.fstype in _IN_MEMORY]
     return any(_device_of(m.mountpoint) == device for m in mounts)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, DeviceError
+from swapper.io.registered import register, unregister
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
 
@@ -112,11 +113,10 @@ class Device:
 
         To be called in a thread that does nothing else with the device: CUDA keeps an error for the thread's next call.
         """
-        code = int(self._module.cudart().cudaHostRegister(address, nbytes, 1))  # portable: for all devices
-        return "" if code == 0 else f"cudaHostRegister of {nbytes} bytes: error {code}"
+        return "" if register(address, nbytes) else f"{nbytes} bytes of the pool were refused; see the log"
 
     def unregister(self, address: int) -> None:
-        self._module.cudart().cudaHostUnregister(address)
+        unregister(address)
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:

@@ -3,26 +3,75 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from torch import nn
 
 import swapper
-from infer.test_load import CONFIG, TOKENS, make, on_meta, total_bytes
 from swapper.checkpoint.exporting import export
-from swapper.cli.gpt import GptConfig
 from swapper.device import tier
 
 pytestmark = pytest.mark.gpu
 MIB = 1 << 20
-LARGE = GptConfig(vocabulary=4096, context=128, layers=8, width=1024)
+
+
+@dataclass(frozen=True)
+class Config:
+    vocabulary: int
+    context: int
+    layers: int
+    width: int
+
+
+LARGE = Config(vocabulary=4096, context=128, layers=8, width=1024)
 """About 430 MB in fp32."""
+SMALL = Config(vocabulary=512, context=32, layers=6, width=256)
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (8, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.layers = nn.ModuleList(Layer(config.width) for _ in range(config.layers))
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * self.scale.to(self.head.weight.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make(dtype=torch.float32, config=SMALL):
+    torch.manual_seed(0)
+    return Model(config).to(dtype).eval()
+
+
+def on_meta(config=SMALL, dtype=torch.float32):
+    with swapper.without_weights():
+        return Model(config).to(dtype).eval()
 
 
 @pytest.fixture
 def path(tmp_path):
-    save_file(make(config=LARGE).state_dict(), tmp_path / "model")
+    torch.save(make(config=LARGE).state_dict(), tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -133,16 +182,16 @@ def test_quantised_weights(path, tmp_path, scheme):
 
 
 def test_many_batches_for_one_copy(tmp_path):
-    save_file(make(torch.bfloat16).state_dict(), tmp_path / "model")
-    model = load(tmp_path / "model", CONFIG, torch.bfloat16, host_memory="4MiB", device_memory="3MiB")
+    torch.save(make(torch.bfloat16).state_dict(), tmp_path / "model")
+    model = load(tmp_path / "model", SMALL, torch.bfloat16, host_memory="4MiB", device_memory="3MiB")
     reference = make(torch.bfloat16).cuda()
-    batches = [(TOKENS + number).cuda() % CONFIG.vocabulary for number in range(6)]
+    batches = [(tokens(SMALL) + number) % SMALL.vocabulary for number in range(6)]
     loaded = swapper.loaded(model)
     run(model, batches[0])
     before = loaded.counters.uploaded_bytes
     with torch.no_grad():
         found = loaded.map(model, batches)
-    assert loaded.counters.uploaded_bytes - before < 3 * total_bytes(reference)
+    assert loaded.counters.uploaded_bytes - before < 3 * sum(p.nbytes for p in reference.parameters())
     assert all(torch.equal(a, run(reference, b)) for a, b in zip(found, batches, strict=True))
     loaded.unload()
 

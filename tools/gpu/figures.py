@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from gpu import checkpoints, copies, drive, kernels
+from gpu import checkpoints, copies, drive, inference, kernels
 from gpu.bench import Measurement
 
 FIGURES: dict[str, tuple[Measurement, tuple[str, ...]]] = {
     "copies": (copies.arena_copies, (copies.UP, copies.DOWN)),
     "adamw": (kernels.adamw_kernel, kernels.ADAMW),
+    "inference": (inference.passes, inference.PASSES),
     "staged": (drive.through_host_memory, drive.STAGED),
     "cufile": (drive.by_cufile, drive.DIRECT),
     "gdsfile": (drive.by_gds_file, drive.FILE),
