@@ -65,6 +65,11 @@ class Device:
         with self._named("a copy"):
             return bool(event.query())
 
+    def synchronize(self) -> None:
+        """Wait, in this thread, until all that was queued is done."""
+        with self._named("what was queued"):
+            self._module.synchronize(self.device)
+
     def wait_for(self, event: Any) -> None:
         """Wait, in this thread."""
         with self._named("a copy"):
@@ -80,6 +85,15 @@ class Device:
         """
         with self._named(f"memory of {nbytes} bytes"):
             storage.resize_(nbytes)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return memory of any content: uint8 of shape (nbytes,).
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        with self._named(f"memory of {nbytes} bytes"):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Queue a copy on `stream`. Neither may be used for something else before an event that is recorded after it."""

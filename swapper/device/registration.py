@@ -8,12 +8,14 @@ same thread.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
 from swapper.device.device import Device
-from swapper.errors import IoError
+from swapper.errors import DeviceError, IoError
 
 SLAB_BYTES = 256 << 20
 THREADS = 2
@@ -41,6 +43,8 @@ class Registration:
         self._device = device
         self._memory = memory
         self._slabs: list[int] = []  # addresses of what is registered
+        finalizer = weakref.finalize(self, _forget, device, self._slabs, memory)  # of a model that nobody unloads
+        finalizer.atexit = False
         self._lock = threading.Lock()
         self._reason = "" if device.can_register else f"torch cannot register memory with {device}"
         self._is_closing = False
@@ -71,7 +75,7 @@ class Registration:
         self.wait()
         for address in self._slabs:
             self._device.unregister(address)
-        self._slabs = []
+        self._slabs.clear()
 
     def _work(self) -> None:
         for offset, nbytes in self._next():
@@ -93,3 +97,12 @@ class Registration:
             if slab is None:
                 return
             yield slab
+
+
+def _forget(device: Device, slabs: list[int], memory: Memory) -> None:
+    """`memory` is here so that it lives until now."""
+    with contextlib.suppress(DeviceError):
+        if slabs:
+            device.synchronize()
+    for address in slabs:
+        device.unregister(address)

@@ -20,7 +20,7 @@ from swapper.device.device import Device
 
 
 class DeviceStorage:
-    """Owns the storage of one group. Made without memory.
+    """Owns the storage of one group. Made with memory, so that views of it can be made; then `free` it.
 
     Args:
         device: where.
@@ -34,7 +34,7 @@ class DeviceStorage:
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
         self.nbytes = nbytes
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device.device)
+        self._memory = device.empty(nbytes)
         self._storage = self._memory.untyped_storage()
         # With a version counter of its own: filling it changes no parameter.
         self._filling = torch.empty(0, dtype=torch.uint8, device=device.device).set_(self._storage, 0, (nbytes,), (1,))

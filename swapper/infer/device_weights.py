@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.device.tier import DeviceTier, Image
+from swapper.errors import BudgetError
 from swapper.infer.weights import GroupWeights, PagedWeight
 from swapper.modules.cold import Keeper
 
@@ -98,6 +99,18 @@ class DeviceGroup(GroupWeights):
         """The image was to stay and must go."""
         self._stays_warm = False
         self._chill()
+
+
+class LargerThanDevice(GroupWeights):
+    """A group of which rows or parts are read, and that the device has no room for as a whole; or one without weights."""
+
+    def lease(self) -> bool:
+        if self.paged:
+            raise BudgetError(
+                f"parameter {self.weights[0].name} is used as a whole, and is larger than what device_memory leaves for weights; "
+                "only its rows or parts can be used. Raise device_memory"
+            )
+        return super().lease()
 
 
 def _nothing() -> None: ...

@@ -29,7 +29,7 @@ from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
-from swapper.infer.device_weights import DeviceGroup
+from swapper.infer.device_weights import DeviceGroup, LargerThanDevice
 from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
 from swapper.infer.fitting import Fit
 from swapper.infer.hooks import Hooks
@@ -261,7 +261,7 @@ class LoadedModel:
             image: Image | None = None
             if self._on_device is None:
                 located = locate(group.runs, sections, group.weights)
-            elif group.index in apart or not group.weights:
+            elif group.index in apart or not group.weights or not self._on_device.has_room_for(group):
                 located = [[] for _ in group.weights]
             else:
                 image, located = self._on_device.image(group, sections, kept)
@@ -277,6 +277,9 @@ class LoadedModel:
             if image is not None and self._on_device is not None:
                 tier = self._on_device.tier
                 self._groups.append(DeviceGroup(group.index, weights, image, tier, self._streaming.pager, self))
+                continue
+            if self._on_device is not None:
+                self._groups.append(LargerThanDevice(group.index, weights, (), (), self._streaming.pager, self))
                 continue
             self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
         for embedding, recipe in blueprint.lookups:

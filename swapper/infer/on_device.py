@@ -75,6 +75,10 @@ class OnDevice:
         self.tier.add(image)
         return image, located
 
+    def has_room_for(self, group: StreamedGroup) -> bool:
+        """Whether all of it can be on the device. What is read by rows or parts may be larger."""
+        return group.image_bytes <= self._placement.image_bytes
+
     def stays(self, group: int) -> bool:
         return group in self._placement.staying
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from infer.host_device import HostDevice
+from infer.host_device import HostDevice, Registering
 
 from swapper.core.layout import SECTOR_BYTES
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
@@ -112,28 +112,6 @@ def test_a_storage_keeps_its_tensors_while_its_memory_comes_and_goes():
         assert view._version == version
         storage.free()
     assert device.used_bytes == 0
-
-
-class Registering(HostDevice):
-    """Notes what is registered, and refuses what it is told to."""
-
-    can_register = True
-
-    def __init__(self, refused=frozenset()):
-        super().__init__()
-        self.registered = {}
-        self.threads = set()
-        self.refused = refused
-
-    def register(self, address, nbytes):
-        self.threads.add(threading.current_thread())
-        if address in self.refused:
-            return "error 2"
-        self.registered[address] = nbytes
-        return ""
-
-    def unregister(self, address):
-        del self.registered[address]
 
 
 class Memory:

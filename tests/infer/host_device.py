@@ -10,6 +10,7 @@ others have come, as it learns it from events.
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from collections import Counter
 from contextlib import contextmanager
@@ -133,6 +134,14 @@ class HostDevice(Device):
     def used_bytes(self):
         return self._module.used_bytes
 
+    def empty(self, nbytes):
+        if self._module.used_bytes + nbytes > self._module.capacity_bytes:
+            raise torch.OutOfMemoryError("out of memory, as asked for")
+        return super().empty(nbytes)
+
+    def synchronize(self):
+        pass
+
     def resize(self, storage, nbytes):
         stream, key = self._module.current, storage._cdata
         if nbytes == 0:
@@ -164,3 +173,25 @@ class HostDevice(Device):
         stream.add(run)
         if self.is_immediate:
             stream.run(len(stream.operations))
+
+
+class Registering(HostDevice):
+    """Notes what is registered, and refuses what it is told to."""
+
+    can_register = True
+
+    def __init__(self, refused=frozenset()):
+        super().__init__()
+        self.registered = {}
+        self.threads = set()
+        self.refused = refused
+
+    def register(self, address, nbytes):
+        self.threads.add(threading.current_thread())
+        if address in self.refused:
+            return "error 2"
+        self.registered[address] = nbytes
+        return ""
+
+    def unregister(self, address):
+        del self.registered[address]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import swapper
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import ORDERS, HostDevice, Registering
 from infer.test_load import CONFIG, TOKENS, make, on_meta, total_bytes
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
@@ -265,6 +265,31 @@ def test_many_batches_go_through_each_group_together(saved, device, opened):
         for given, batch in zip(loaded.map(model, batches), batches, strict=True):
             assert torch.equal(given, reference(batch))
     check(model)
+
+
+def test_two_models_on_one_device(saved, device, opened):
+    reference = make()
+    path = saved(reference)
+    one, other = load(path, device, opened), load(path, device, opened, budget=9 * MIB)
+    for _ in range(3):
+        assert torch.equal(run(one), run(reference))
+        assert torch.equal(run(other), run(reference))
+    swapper.loaded(one).unload()
+    assert torch.equal(run(other), run(reference))
+    assert device.peak_bytes <= 13 * MIB
+
+
+def test_a_model_that_is_forgotten_goes_with_what_it_had(saved):
+    device = Registering()
+    model = load(saved(make()), device, [])
+    run(model)
+    swapper.loaded(model)._streaming._registration.wait()
+    assert device.registered
+    ghost = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ghost() is None
+    assert device.registered == {}
 
 
 def test_a_user_who_changes_streams(saved, device, opened):

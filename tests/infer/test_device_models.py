@@ -36,6 +36,12 @@ def with_least_memory(load, order="late", share=0):
     return load(device=device, **budgets), device, budgets["device_memory"]
 
 
+def smaller(device, nbytes):
+    """The device, without room for a tensor of `nbytes`."""
+    device.module.capacity_bytes = nbytes - 1
+    return device
+
+
 def unload(model):
     swapper.loaded(model)._on_device.tier.finish()
     swapper.loaded(model)._streaming.pager.check()
@@ -106,11 +112,19 @@ def test_a_matrix_that_is_larger_than_the_device_is_multiplied_by_parts(tmp_path
     reference = wide.make(*arguments)
     wide.save(reference, tmp_path / "model")
     model, device, budget = with_least_memory(
-        lambda **options: swapper.load(wide.empty(*arguments), tmp_path / "model", **options)
+        lambda device, **options: swapper.load(
+            wide.empty(*arguments), tmp_path / "model", device=smaller(device, reference.head.weight.nbytes), **options
+        )
     )
     assert budget < reference.head.weight.nbytes
     with torch.no_grad():
         for ids in wide.inputs_of(8192):
             assert torch.equal(model(ids), reference(ids))
+        with pytest.raises(swapper.ColdParameterError):
+            model.head.weight.sum()
+        model.inner.register_forward_pre_hook(lambda *_: model.embedding.weight.sum())
+        model.register_forward_pre_hook(lambda *_: None)
+        with pytest.raises(swapper.BudgetError, match=r"embedding\.weight is used as a whole"):
+            model(ids)
     assert device.peak_bytes <= budget
     unload(model)
