@@ -41,7 +41,7 @@ class DeviceStorage:
         self._stream: Any = device.current_stream()
         self.room_since: Any = None
         self.filled_at: Any = None
-        self._last_copy: Any = None
+        self._filler: Any = None  # the stream that has queued copies since `allocate`
 
     @property
     def memory(self) -> torch.Tensor:
@@ -62,22 +62,22 @@ class DeviceStorage:
         self._device.resize(self._storage, self.nbytes)
         self.room_since = self._device.record(self._stream)
 
-    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> Any:
-        """Queue copies on `stream`, which waits for the memory itself. Returns an event that passes after them.
+    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> None:
+        """Queue copies on `stream`, which waits for the memory itself. Of one `allocate` all copies are on one stream.
 
         Args:
             pieces: where in the storage, in bytes, and what: uint8, on the host.
         """
-        self._device.let_wait(stream, self.room_since)
+        if self._filler is None:
+            self._device.let_wait(stream, self.room_since)
+            self._filler = stream
         with torch.inference_mode(False), torch.no_grad():
             for target, source in pieces:
                 self._device.copy(self._filling[target : target + source.numel()], source, stream)
-        self._last_copy = self._device.record(stream)
-        return self._last_copy
 
     def all_is_queued(self) -> None:
         """No copy is missing any more."""
-        self.filled_at = self._last_copy or self.room_since
+        self.filled_at = self.room_since if self._filler is None else self._device.record(self._filler)
 
     def let_compute_use(self) -> None:
         """Have the current stream wait until the content is there. It must be filled, as far as this thread knows."""
@@ -94,7 +94,7 @@ class DeviceStorage:
         current = self._device.current_stream()
         if current != self._stream:
             self._device.let_wait(self._stream, self._device.record(current))
-        if self._last_copy is not None:
-            self._device.let_wait(self._stream, self._last_copy)
-        self.room_since = self.filled_at = self._last_copy = None
+        if self._filler is not None:
+            self._device.let_wait(self._stream, self.filled_at or self._device.record(self._filler))
+        self.room_since = self.filled_at = self._filler = None
         self._device.resize(self._storage, 0)

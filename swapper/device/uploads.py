@@ -96,7 +96,8 @@ class Uploads:
         try:
             frame = self._source(copy.page)
             pieces = [(span.target, frame[span.begin : span.begin + span.nbytes]) for span in copy.spans]
-            event = storage.fill(pieces, self._stream)
+            storage.fill(pieces, self._stream)
+            event = None if copy.is_held else self._device.record(self._stream)
         except BaseException:
             if not copy.is_held:
                 self.finish()  # a part of it may be queued

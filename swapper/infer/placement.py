@@ -112,6 +112,10 @@ def _cheapest(sizes: Iterable[int], pool_bytes: int, demand: Demand) -> Placemen
             continue
         read = [min(pages, placement.streamed) for pages in _pages(demand.groups, page_bytes)]
         cost = sum(read) * (page_bytes + PAGE_COST_BYTES)
+        if demand.held is not None:
+            cost += (
+                sum(_pages(demand.groups, page_bytes)) * PAGE_COST_BYTES
+            )  # those that stay are copied in each pass too
         if best is None or cost < best_cost:
             best, best_cost = placement, cost
     return best

@@ -387,7 +387,7 @@ def test_memory_that_is_given_back_while_it_is_filled_is_noticed():
     storage.free()
     storage.allocate()
     storage.fill([(0, torch.ones(512, dtype=torch.uint8))], device.new_stream())
-    storage._last_copy = None
+    storage._filler = None
     with pytest.raises(AssertionError, match="given back while a copy into it may still run"):
         storage.free()
 
