@@ -203,6 +203,7 @@ class Run:
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
             self._manager.describe, model_part, self.publisher, origin.committed, last, origin.fallback,
         )  # fmt: skip
+        model_part.changed_in_pass = self.committer.changed_in_pass
         self._model = model_part
 
     def _note_sizes(self, plan: Plan) -> None:

@@ -183,6 +183,19 @@ class Committer:
             snapshot.ticket.finish(error)
             raise
 
+    def changed_in_pass(self) -> None:
+        """A forward has changed parameters. What is not yet committed of the step before it cannot be any more."""
+        self._committed = None
+        if self._due is not None:
+            self._drain()
+            self._due = self._record = None
+            self._end_snapshot("a forward changed parameters before the step was written: take it again")
+
+    def _end_snapshot(self, why: str) -> None:
+        if self._snapshot is not None:
+            self._snapshot.ticket.finish(StateError(f"snapshot {self._snapshot.path} was not taken: {why}"))
+            self._snapshot = None
+
     def changed_from_outside(self) -> None:
         """The last commit does not have what there is now, and will not be gone back to."""
         self._committed = None
@@ -214,11 +227,7 @@ class Committer:
         """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
         self._due = None
         self._drain()
-        if self._snapshot is not None:
-            self._snapshot.ticket.finish(
-                StateError(f"the manager was closed before the step of snapshot {self._snapshot.path} was written")
-            )
-            self._snapshot = None
+        self._end_snapshot("the manager was closed before its step was written")
 
     def _drain(self) -> None:
         """Wait for the writes of resident sections, whatever comes of them, and forget them."""

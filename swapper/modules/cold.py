@@ -47,7 +47,7 @@ class Keeper(Protocol):
         ...
 
     def note_change(self, group: Any, names: list[str]) -> None:
-        """A forward or backward changed parameters of `group` in place; their pages are being written back."""
+        """A forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
         ...
 
     def describe(self, parameter: nn.Parameter) -> str:

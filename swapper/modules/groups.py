@@ -129,6 +129,12 @@ def looked_at(module: nn.Module) -> list[nn.Parameter]:
     return own
 
 
+def changes_itself(model: nn.Module) -> bool:
+    """Whether it is known of a module in `model` that its forward changes parameters. Others are found out when they do it."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    return any(table.max_norm is not None for table in tables)
+
+
 def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
     """Return groups and units as `partition` does, but as fine as can be: each module is a unit with what its own forward looks at.
 

@@ -17,6 +17,7 @@ from swapper.core.section import Section
 from swapper.errors import StateError
 from swapper.interrupts import held_back, surely
 from swapper.modules.cold import aliases, is_cold
+from swapper.modules.groups import changes_itself
 from swapper.modules.several import Models
 from swapper.stats import StepClock
 from swapper.train.conditions import Conditions
@@ -117,6 +118,8 @@ class OffloadedModel:
             self.updates = DeferredStep(self._sweep, self.groups, self._undo_update)
         elif update == "backward":
             self.updates = StepInBackward(self._sweep, self.groups, self._begin_early, self._undo_update, enter)
+        self._changes_itself = changes_itself(model)
+        self.changed_in_pass: Callable[[], None] = lambda: None  # to be told when a forward has changed parameters
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = (
             None  # settings and entries before the last step
         )
@@ -199,6 +202,8 @@ class OffloadedModel:
             self.finish_update(in_order=True)
         else:
             self.updates.pass_begins()
+        if self._changes_itself and not is_backward:
+            self._enter_to_write()
         self._enter()
         if self._gradients is not None and not is_backward:
             self._gradients.entered()
@@ -384,7 +389,12 @@ class OffloadedModel:
         return None
 
     def note_change(self, group: GroupParameters, names: list[str]) -> None:
-        """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass."""
+        """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass.
+
+        From now on a step is committed before the next forward begins.
+        """
+        self._changes_itself = True
+        self.changed_in_pass()
         mastered = {places.name for _, places in self._trained() if places.has_master}
         for name in names:
             if name in mastered:

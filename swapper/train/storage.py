@@ -93,15 +93,18 @@ class GroupParameters:
 
     def release(self) -> None:
         self._leases -= 1
-        if self._leases == 0 and self.paged:
-            changed = self._changed()
+        if self._leases:
+            return
+        changed = self._changed()
+        if self.paged:
             if changed:
                 self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
             self._chill()
             self._pager.release(self.access)
             if changed:
                 self._pager.release(self._write_access, self._write_access.writes)
-                self._keeper.note_change(self, changed)
+        if changed:
+            self._keeper.note_change(self, changed)
 
     def _changed(self) -> list[str]:
         """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
