@@ -41,7 +41,7 @@ class Device:
         return self._module.current_stream(self.device)
 
     def new_stream(self) -> Any:
-        with self._named("a new stream"):
+        with self.named("a new stream"):
             return self._module.Stream(device=self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -51,28 +51,28 @@ class Device:
 
     def record(self, stream: Any) -> Any:
         """Return an event that has passed when all that is queued on `stream` by now is done."""
-        with self._named("an event"):
+        with self.named("an event"):
             event = self._module.Event()
             event.record(stream)
         return event
 
     def let_wait(self, stream: Any, event: Any) -> None:
         """Have what is queued on `stream` from now on wait for `event`. This thread does not."""
-        with self._named("an event"):
+        with self.named("an event"):
             stream.wait_event(event)
 
     def has_passed(self, event: Any) -> bool:
-        with self._named("a copy"):
+        with self.named("a copy"):
             return bool(event.query())
 
     def synchronize(self) -> None:
         """Wait, in this thread, until all that was queued is done."""
-        with self._named("what was queued"):
+        with self.named("what was queued"):
             self._module.synchronize(self.device)
 
     def wait_for(self, event: Any) -> None:
         """Wait, in this thread."""
-        with self._named("a copy"):
+        with self.named("a copy"):
             event.synchronize()
 
     # --- memory ---------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Device:
         Raises:
             torch.OutOfMemoryError: the allocator has none.
         """
-        with self._named(f"memory of {nbytes} bytes"):
+        with self.named(f"memory of {nbytes} bytes"):
             storage.resize_(nbytes)
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -92,17 +92,17 @@ class Device:
         Raises:
             torch.OutOfMemoryError: there is none.
         """
-        with self._named(f"memory of {nbytes} bytes"):
+        with self.named(f"memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
         """Queue a copy on `stream`. Neither may be used for something else before an event that is recorded after it."""
-        with self._named(f"a copy of {source.nbytes} bytes"), self.on(stream):
+        with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
             target.copy_(source, non_blocking=True)
 
     def free_bytes(self) -> int:
         """Return what could still be allocated: what nobody has, and what torch's allocator keeps for its next tensors."""
-        with self._named("the memory's size"):
+        with self.named("the memory's size"):
             free_bytes, _ = self._module.mem_get_info(self.device)
             kept_bytes = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
         return int(free_bytes) + int(kept_bytes)
@@ -133,7 +133,8 @@ class Device:
         unregister(address)
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def named(self, what: str) -> Iterator[None]:
+        """Within it, what the device raises comes out as a DeviceError that says where."""
         try:
             yield
         except OUT_OF_MEMORY:

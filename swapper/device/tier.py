@@ -10,6 +10,7 @@ the allocation is tried once more; they are brought for each use from then on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from swapper.config import format_bytes
@@ -17,7 +18,7 @@ from swapper.counters import Counters
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.storage import DeviceStorage
 from swapper.device.uploads import PageCopy, Uploads
-from swapper.errors import BudgetError
+from swapper.errors import BudgetError, DeviceError
 
 LEAST_FREE_BYTES = 256 << 20
 """Less than this on the device, when a pass begins, and images that stay are given up, as many as are missing."""
@@ -117,9 +118,10 @@ class DeviceTier:
             self._end_lease(image, is_whole=image.is_filled)
 
     def drop(self, image: Image) -> None:
-        """Nobody will use it any more."""
+        """Nobody will use it any more. A device that failed keeps the memory until the process ends."""
         image.leases = 0
-        self._free(image)
+        with contextlib.suppress(DeviceError):
+            self._free(image)
 
     def _end_lease(self, image: Image, is_whole: bool) -> None:
         image.leases -= 1

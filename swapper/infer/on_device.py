@@ -6,6 +6,7 @@ memory can hold, and the rest is read in each pass. Small weights, buffers and w
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from swapper.device.layout import Span, place_in_storage, spans_of_page
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier, Image
 from swapper.device.uploads import COPIES_IN_FLIGHT, PageCopy, Uploads
+from swapper.errors import DeviceError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import StreamedGroup
 from swapper.infer.device_placement import DevicePlacement
@@ -99,13 +101,14 @@ class OnDevice:
                     self._buffers.append((module, name))
 
     def move_back(self) -> None:
-        """What was moved is the model's own: it has it on the CPU again."""
-        for parameter in self._moved:
-            parameter.data = parameter.data.cpu()
-        for module, name in self._buffers:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.device == self.device.device:
-                module._buffers[name] = buffer.cpu()
+        """What was moved is the model's own: it has it on the CPU again, unless the device failed."""
+        with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
+            for parameter in self._moved:
+                parameter.data = parameter.data.cpu()
+            for module, name in self._buffers:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.device == self.device.device:
+                    module._buffers[name] = buffer.cpu()
         self._moved, self._buffers = [], []
 
     def close(self) -> None:

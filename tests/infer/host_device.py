@@ -58,19 +58,22 @@ class Stream:
 
 
 class Event:
-    def __init__(self, chance=None):
-        self.chance = chance
+    def __init__(self, module):
+        self.module = module
+        module.check()
 
     def record(self, stream):
         stream.tick()
         self.stream, self.end, self.clock = stream, len(stream.operations), Counter(stream.clock)
 
     def query(self):
-        if self.chance is not None and self.chance.random() < 0.5:
+        if self.module.chance is not None and self.module.chance.random() < 0.5:
             self.synchronize()
+        self.module.check()
         return self.stream.done >= self.end
 
     def synchronize(self):
+        self.module.check()
         self.stream.run(self.end)
 
 
@@ -83,12 +86,17 @@ class Module:
         self.current = Stream(is_compute=True)
         self.used_bytes = 0
         self.times_emptied = 0
+        self.is_lost = False
 
     def Stream(self, device=None):
         return Stream()
 
     def Event(self):
-        return Event(self.chance)
+        return Event(self)
+
+    def check(self):
+        if self.is_lost:
+            raise RuntimeError("device-side assert triggered, as asked for")
 
     def current_stream(self, device):
         return self.current

@@ -237,6 +237,26 @@ def test_a_file_that_ends_in_the_middle_of_a_pass(saved, device, opened):
         run(model)
 
 
+@pytest.mark.parametrize("budget", [4 * MIB, 12 * MIB])
+def test_a_device_that_is_lost_is_named_and_nothing_hangs(saved, device, opened, budget):
+    """As after a failed assertion in a kernel: every call of CUDA's fails from then on."""
+    path = saved(make())
+    model = load(path, device, opened, budget=budget)
+    loaded = swapper.loaded(model)
+    run(model)
+    model.layers[2].register_forward_pre_hook(lambda *_: setattr(device.module, "is_lost", True))
+    for _ in range(2):
+        with pytest.raises(swapper.DeviceError, match=r"cpu failed at .*as asked for.*new process"):
+            run(model)
+    loaded._on_device.tier.finish()
+    loaded._streaming.pager.check()
+    loaded.unload()
+    assert all(p.is_meta for p in model.parameters())
+    again = swapper.load(on_meta(), path, host_memory=HOST)
+    assert torch.equal(run(again), run(make()))
+    swapper.loaded(again).unload()
+
+
 def test_unloading_gives_everything_back(saved, device, opened):
     reference = make()
     model = load(saved(reference), device, opened, budget=12 * MIB)
