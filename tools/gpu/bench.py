@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+QUEUED = 8
 ROOMY_BYTES = 22_000_000_000
 LONG_S = 0.05
 """From here on the clock counts: what a host thread does beside the device's stream, as the engine, is in it too."""
@@ -58,7 +59,7 @@ class Bench:
             return rehearsed
         room = torch.cuda.get_device_properties(0).total_memory
         while room < ROOMY_BYTES:
-            real, room = real // 2, room * 2
+            real, room = max(real // 2, 1), room * 2
         return real
 
     def synchronize(self) -> None:
@@ -68,6 +69,15 @@ class Bench:
     def seconds(self, act: Callable[[], object], rounds: int = 10, warmup: int = 2) -> float:
         """The shortest of `rounds` times of what `act` does, on the device too."""
         return self.seconds_by_turns([act], rounds, warmup)[0]
+
+    def queued_seconds(self, act: Callable[[], object], rounds: int = 5) -> float:
+        """The same of what only queues kernels: several together, so that the device does not wait for Python to queue them."""
+
+        def several() -> None:
+            for _ in range(self.size(QUEUED, 1)):
+                act()
+
+        return self.seconds(several, rounds) / self.size(QUEUED, 1)
 
     def seconds_by_turns(self, acts: list[Callable[[], object]], rounds: int = 10, warmup: int = 2) -> list[float]:
         """The same for several that are compared with each other: a disturbance hits one as well as the other."""

@@ -22,7 +22,7 @@ def copy_bandwidth(bench: Bench) -> float:
     """Bytes read and written a second."""
     nbytes = bench.size(2 << 30, 1 << 20)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
-    return 2 * nbytes / bench.seconds(lambda: target.copy_(source))
+    return 2 * nbytes / bench.queued_seconds(lambda: target.copy_(source))
 
 
 def adamw_kernel(bench: Bench) -> Iterator[Row]:
@@ -33,18 +33,18 @@ def adamw_kernel(bench: Bench) -> Iterator[Row]:
     factor, skip = torch.ones(1, device=bench.device), torch.zeros(1, device=bench.device)
     for figure, seed, bar in ((ADAMW[0], None, 0.85), (ADAMW[1], 1, None)):
         step = adamw.AdamWStep(1, seed=seed)
-        taken = bench.seconds(partial(adamw.update_, part, step, factor, skip))
+        taken = bench.queued_seconds(partial(adamw.update_, part, step, factor, skip))
         yield ratio(figure, part.bytes_moved, taken, limit, COPY, bar)
     parameter = torch.nn.Parameter(state[0])
     parameter.grad = state[1]
     optimizer = torch.optim.AdamW([parameter], fused=True)
-    yield ratio(ADAMW[2], count * 28, bench.seconds(optimizer.step), limit, COPY, None)
+    yield ratio(ADAMW[2], count * 28, bench.queued_seconds(optimizer.step), limit, COPY, None)
 
 
 def norm_kernel(bench: Bench) -> Iterator[Row]:
     limit = copy_bandwidth(bench)
     gradient = torch.randn(bench.size(1 << 30, 8192), device=bench.device, dtype=torch.bfloat16)
-    taken = bench.seconds(lambda: gradients.total([gradients.partials(gradient)]))
+    taken = bench.queued_seconds(lambda: gradients.total([gradients.partials(gradient)]))
     yield ratio(NORM, gradients.bytes_moved(gradient), taken, limit, COPY, None)
 
 
@@ -57,9 +57,9 @@ def quantised_kernels(bench: Bench) -> Iterator[Row]:
         if overflown.item() != 0:
             raise AssertionError("values that are finite were taken for others")
         nbytes = quantized.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
-        taken = bench.seconds(partial(quantized.quantise, rows, bits, block))
+        taken = bench.queued_seconds(partial(quantized.quantise, rows, bits, block))
         yield ratio(f"quantise {bits} bits", nbytes, taken, limit, COPY, None)
-        taken = bench.seconds(partial(quantized.dequantise_, stored, out, bits, block))
+        taken = bench.queued_seconds(partial(quantized.dequantise_, stored, out, bits, block))
         yield ratio(f"dequantise {bits} bits", nbytes, taken, limit, COPY, None)
 
 
@@ -68,9 +68,9 @@ def page_kernels(bench: Bench) -> Iterator[Row]:
     tensors = [torch.randn(4096, device=bench.device, dtype=torch.bfloat16) for _ in range(count)]
     packing = Packing(tensors, [n * 8192 for n in range(count)])
     page = torch.zeros(count * 8192, dtype=torch.uint8, device=bench.device)
-    taken = bench.seconds(lambda: packing.gather(page))
+    taken = bench.queued_seconds(lambda: packing.gather(page))
     yield ratio(PAGES[0], packing.bytes_moved, taken, limit, COPY, None)
-    taken = bench.seconds(lambda: packing.scatter(page))
+    taken = bench.queued_seconds(lambda: packing.scatter(page))
     yield ratio(PAGES[1], packing.bytes_moved, taken, limit, COPY, None)
-    taken = bench.seconds(lambda: packing.reference(page, into_page=True), rounds=3)
+    taken = bench.queued_seconds(lambda: packing.reference(page, into_page=True), rounds=3)
     yield ratio(PAGES[2], packing.bytes_moved, taken, limit, COPY, None)
