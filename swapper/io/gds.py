@@ -159,7 +159,12 @@ class GdsHandle(AioHandle):
         def stage(begin: int, nbytes: int) -> StagedTransfer:
             return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
 
-        return GdsTransfer(begin_pieces(self._threads, file, kind, flat, offset, stage), file.close)
+        try:
+            pieces = begin_pieces(self._threads, file, kind, flat, offset, stage)
+        except BaseException:  # nothing has begun: the threads are gone
+            file.close()
+            raise
+        return GdsTransfer(pieces, file.close)
 
     def _registered(self, kind: str, opened: Opened) -> CuFileFile | None:
         """The file as cuFile has it, to be closed after the transfer; None where it goes through host memory.
