@@ -363,7 +363,7 @@ def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
             if id(parameter) not in known:
                 raise UnsupportedError(
                     f"parameter {number} of the optimizer's group {index} (shape {list(parameter.shape)}) is not one of the "
-                    "model's: build the optimizer from model.parameters()"
+                    "model's: build the optimizer from model.parameters(), or offload all models, offload([model, other], ...)"
                 )
             settings[id(parameter)] = index
     return settings

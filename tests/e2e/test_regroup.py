@@ -78,8 +78,36 @@ def test_progressive_unfreezing_is_bit_equal(
     pair.finish(paged=False)
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "not cut": lambda parameters: torch.optim.Adafactor(parameters),
+    "state from the start": lambda parameters: torch.optim.Adagrad(parameters),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_with_other_optimizers_and_a_scheduler_it_is_bit_equal(twins: MakeTwins, name: str) -> None:
+    pair = twins(freeze_body(Net()), OPTIMIZERS[name], room_bytes=8 << 20)
+    schedulers = {
+        id(model): torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for model, optimizer in ((pair.plain, pair.plain_optimizer), (pair.swapped, pair.optimizer))
+    }
+    pair.manager.register(scheduler=schedulers[id(pair.swapped)])
+
+    def step(model: Any, optimizer: Any) -> tuple[torch.Tensor, list[float]]:
+        loss = train_step(model, optimizer)
+        schedulers[id(model)].step()
+        return loss, [group["lr"] for group in optimizer.param_groups]
+
+    pair.train(step, steps=2)
+    pair.both(unfreeze(1, lr=1e-2))
+    pair.train(step, steps=2)
+    pair.finish(paged=False)
+
+
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
-@pytest.mark.parametrize("update", ["step", "deferred"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_with_masters_it_is_bit_equal(twins: MakeTwins, update: str, gradients: str) -> None:
     model = freeze_body(Net()).to(torch.bfloat16)
     pair = twins(model, master=True, room_bytes=8 << 20, gradients=gradients, update=update)
