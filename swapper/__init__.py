@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.plan import Plan
+    from swapper.train.activations import offload_activations
 
 __all__ = [
     "AioHandle",
@@ -55,6 +56,7 @@ __all__ = [
     "gds_register_buffer",
     "load",
     "loaded",
+    "offload_activations",
     "shared_memory",
     "without_weights",
 ]
@@ -70,6 +72,7 @@ _LATER = {
     "gds_register_buffer": "swapper.io",
     "load": "swapper.infer.loading",
     "loaded": "swapper.infer.loaded",
+    "offload_activations": "swapper.train.activations",
     "shared_memory": "swapper.infer.sharing",
     "without_weights": "swapper.infer.empty",
 }

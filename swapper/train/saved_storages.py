@@ -1,0 +1,362 @@
+"""Where the storages of saved activations are: in memory, on their way to a scratch file, there, or on their way back.
+
+A storage enters in the order of the forward, and backward wants the newest first. So the oldest leave, and what lies before the one
+that is wanted is read ahead. A storage is written from where it lies, uncopied, and let go when the write is done; it comes back
+into memory of its own. What its file has stays valid until the storage is forgotten, so that a restored one can be let go at once
+where others need the room, and be read again (retain_graph).
+
+[Note: what may be freed when] Storages are forgotten by Python's garbage collector, at any moment and in any thread, while a
+transfer may be under way: `Stored.__del__` only hands memory, ticket and place over to a queue. They are freed when the ticket is
+done, by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.core.extents import Extents
+from swapper.core.layout import SECTOR_BYTES
+from swapper.errors import IoError
+from swapper.interrupts import SteadyLock
+
+_numbers = count()
+
+
+class Where(enum.Enum):
+    """HERE → LEAVING → AWAY → COMING → BACK → AWAY; a write that fails goes back to HERE, a read that fails to AWAY."""
+
+    HERE = "in memory only"
+    LEAVING = "in memory, being written"
+    AWAY = "on the drive only"
+    COMING = "being read"
+    BACK = "in memory and on the drive"
+
+
+@dataclass
+class ActivationCounters:
+    """What was done so far.
+
+    Attributes:
+        saved: tensors that autograd saved and that were taken over.
+        storages: different ones among them; each is moved once.
+        left_alone: tensors that were not: small ones, parameters and their views, those of special kinds.
+        written_bytes, read_bytes: moved, as submitted.
+        waits: how many times backward waited for a storage.
+        held_bytes: what storages have in memory now.
+        peak_bytes: the most that they had at one time.
+    """
+
+    saved: int = 0
+    storages: int = 0
+    left_alone: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    waits: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Stored:
+    """One storage's content. Lives as long as anything saved refers to it.
+
+    Attributes:
+        number: its place in the order of the forward.
+        nbytes: its size.
+        memory: the bytes, uint8; None while they are only on the drive.
+        offset: of its place in the file, from when it is first written.
+        ticket: of the transfer under way.
+        error: why it could not be written.
+        origin: keeps whatever tells that it is this storage, for whoever looks it up.
+        uses_left: how many saved tensors refer to it and were not restored yet.
+    """
+
+    def __init__(self, shelf: Shelf, number: int, memory: torch.Tensor) -> None:
+        self._shelf = shelf
+        self.number = number
+        self.nbytes = memory.nbytes
+        self.where = Where.HERE
+        self.memory: torch.Tensor | None = memory
+        self.offset: int | None = None
+        self.ticket: Any = None
+        self.error: IoError | None = None
+        self.origin: object = None
+        self.uses_left = 0
+
+    def bytes(self) -> torch.Tensor:
+        """Return all of its bytes, uint8, to be kept by whoever uses them. Raises IoError."""
+        return self._shelf.fetch(self)
+
+    def __del__(self) -> None:
+        self._shelf.forgotten.append(_Remains(self.number, self.nbytes, self.memory, self.offset, self.ticket))
+
+
+@dataclass(frozen=True)
+class _Remains:
+    """What is left to be freed of a storage that nobody wants any more."""
+
+    number: int
+    nbytes: int
+    memory: torch.Tensor | None
+    offset: int | None
+    ticket: Any
+
+
+class Shelf:
+    """Owns the scratch file, and decides which storages are in memory.
+
+    Args:
+        directory: on the drive that shall hold the file. It has no name and is gone with the process.
+        find_engine: gives the engine that does the transfers; asked each time. Raises where there is none any more.
+        limit_bytes: the most that storages may have in memory, beside the one that is saved or used at the moment.
+        keep_bytes: what stays in memory and is not written at all, of these.
+    """
+
+    def __init__(self, directory: Path, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int) -> None:
+        self._find_engine = find_engine
+        self._limit_bytes = limit_bytes
+        self._keep_bytes = keep_bytes
+        self._directory = directory
+        self._file: Any = None
+        self._extents = Extents()
+        self._allocated_bytes = 0
+        self._lock = SteadyLock()
+        self._order = count()
+        self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
+        self._here: deque[int] = deque()  # numbers of what was never written, oldest first
+        self._moving: dict[int, weakref.ref[Stored]] = {}
+        self._restored: dict[int, weakref.ref[Stored]] = {}  # BACK, or COMING
+        self.forgotten: deque[_Remains] = deque()
+        self._ending: list[_Remains] = []  # forgotten, their tickets not done
+        self._failure: IoError | None = None  # of a write, not told to anyone
+        self._first = 0  # number of the first storage of the forward under way
+        self._pid = os.getpid()
+        self.counters = ActivationCounters()
+
+    # --- the forward ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward begins."""
+        with self._lock:
+            self._settle()
+            self._first, self._failure = next(self._order), None
+
+    def keep(self, memory: torch.Tensor) -> Stored:
+        """Take over the content of a storage, uint8, which nobody changes any more.
+
+        Raises:
+            IoError: the drive is full, or an earlier storage of this forward could not be written.
+        """
+        with self._lock:
+            self._settle()
+            if self._failure is not None:
+                failure, self._failure = self._failure, None
+                raise failure
+            stored = Stored(self, next(self._order), memory)
+            self._live[stored.number] = weakref.ref(stored)
+            self._here.append(stored.number)
+            self.counters.storages += 1
+            self._add(stored.nbytes)
+            self._send_away()
+            self._wait_for_room()
+        return stored
+
+    def _send_away(self) -> None:
+        """Have the oldest written, until what stays in memory is no more than may."""
+        staying = sum(s.nbytes for n in self._here if (s := self._alive(n)) is not None)
+        while self._here and staying > self._keep_bytes:
+            stored = self._alive(self._here[0])
+            if stored is not None:
+                self._write(stored)
+                staying -= stored.nbytes
+            self._here.popleft()
+
+    def _write(self, stored: Stored) -> None:
+        assert stored.memory is not None
+        engine, file = self._find_engine(), self._open()
+        offset = self._extents.take(stored.nbytes)
+        try:
+            if self._extents.end > self._allocated_bytes:
+                file.allocate(self._extents.end)
+                self._allocated_bytes = self._extents.end
+            ticket = engine.write(file, offset, stored.memory.data_ptr(), stored.nbytes)
+        except BaseException:
+            self._extents.give(offset, stored.nbytes)
+            raise
+        stored.offset, stored.ticket, stored.where = offset, ticket, Where.LEAVING
+        self._moving[stored.number] = weakref.ref(stored)
+        self.counters.written_bytes += stored.nbytes
+
+    def _wait_for_room(self) -> None:
+        """What is restored and not in use goes first; then the oldest write is waited for."""
+        while self.counters.held_bytes > self._limit_bytes:
+            if self._drop_restored(None):
+                continue
+            tickets = [
+                s.ticket for s in map(_call, self._moving.values()) if s is not None and s.where is Where.LEAVING
+            ]
+            tickets += [remains.ticket for remains in self._ending]
+            if not tickets:
+                return
+            tickets[0].exception()
+            self._settle()
+
+    # --- the backward ---------------------------------------------------------------------------------------------
+
+    def fetch(self, stored: Stored) -> torch.Tensor:
+        """Return the bytes of `stored`, and have those that backward wants next read.
+
+        Raises:
+            IoError: it could not be written, or cannot be read.
+        """
+        with self._lock:
+            self._settle()
+            if stored.error is not None:
+                self._failure = None if self._failure is stored.error else self._failure
+                raise stored.error
+            if stored.where is Where.AWAY:
+                while self._lacks_room(stored) and self._drop_restored(stored):
+                    pass
+                self._read(stored)
+            self._restored.pop(stored.number, None)  # the newest use comes last
+            if stored.offset is not None:
+                self._restored[stored.number] = weakref.ref(stored)
+            self._read_ahead(stored)
+            if stored.where is Where.COMING:
+                self.counters.waits += not stored.ticket.done
+                stored.ticket.exception()
+                error = self._settle_one(stored)
+                if error is not None:
+                    raise error
+            assert stored.memory is not None
+            return stored.memory
+
+    def _read(self, stored: Stored) -> None:
+        assert stored.offset is not None
+        memory = _page_aligned(stored.nbytes)
+        stored.ticket = self._find_engine().read(self._file, stored.offset, memory.data_ptr(), stored.nbytes)
+        stored.memory, stored.where = memory, Where.COMING
+        self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
+        self.counters.read_bytes += stored.nbytes
+        self._add(stored.nbytes)
+
+    def _read_ahead(self, current: Stored) -> None:
+        """Read what was saved before `current`, as far as there is room."""
+        for number in reversed(self._live):
+            stored = self._alive(number)
+            if stored is None or number >= current.number or stored.where is not Where.AWAY:
+                continue
+            while self._lacks_room(stored):
+                if not self._drop_restored(current, only_used=True):
+                    return
+            self._read(stored)
+
+    def _lacks_room(self, stored: Stored) -> bool:
+        return self.counters.held_bytes + stored.nbytes > self._limit_bytes
+
+    def _drop_restored(self, wanted: Stored | None, only_used: bool = False) -> bool:
+        """Let go of the memory of one that is on the drive too, the one that was used longest ago; not of `wanted`.
+
+        `only_used`: not of one that something will ask for in this backward.
+        """
+        for reference in list(self._restored.values()):
+            stored = reference()
+            if stored is None or stored is wanted or stored.where is not Where.BACK or (only_used and stored.uses_left):
+                continue
+            del self._restored[stored.number]
+            self._let_go(stored)
+            return True
+        return False
+
+    # --- what is over -----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Take note of every transfer that is over and of everything that was forgotten."""
+        for number, reference in list(self._moving.items()):
+            stored = reference()
+            if stored is None:
+                del self._moving[number]
+            elif stored.ticket.done:
+                self._settle_one(stored)
+        while self.forgotten:
+            self._ending.append(self.forgotten.popleft())
+        ending, self._ending = self._ending, []
+        for remains in ending:
+            if remains.ticket is not None and not remains.ticket.done:
+                self._ending.append(remains)
+            else:
+                self._free(remains)
+
+    def _settle_one(self, stored: Stored) -> IoError | None:
+        """The transfer of `stored` is over."""
+        self._moving.pop(stored.number, None)
+        ticket, stored.ticket = stored.ticket, None
+        error: IoError | None = ticket.error
+        if stored.where is Where.LEAVING and error is not None:
+            stored.where, stored.error = Where.HERE, error
+            if stored.number >= self._first:  # of an earlier forward its backward is told
+                self._failure = self._failure or error
+        elif stored.where is Where.COMING and error is None:
+            stored.where = Where.BACK
+        else:
+            self._let_go(stored)
+        return error
+
+    def _let_go(self, stored: Stored) -> None:
+        stored.memory, stored.where = None, Where.AWAY
+        self.counters.held_bytes -= stored.nbytes
+
+    def _free(self, remains: _Remains) -> None:
+        self._live.pop(remains.number, None)
+        self._restored.pop(remains.number, None)
+        if remains.memory is not None:
+            self.counters.held_bytes -= remains.nbytes
+        if remains.offset is not None:
+            self._extents.give(remains.offset, remains.nbytes)
+
+    def __del__(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        for remains in (*self.forgotten, *self._ending):
+            if remains.ticket is not None:
+                remains.ticket.exception()
+        if self._file is not None:
+            self._file.close()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> Any:
+        if self._file is None:
+            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
+            self._file = _C.File(str(path), create=True)
+            path.unlink()
+        return self._file
+
+    def _alive(self, number: int) -> Stored | None:
+        reference = self._live.get(number)
+        return None if reference is None else reference()
+
+    def _add(self, nbytes: int) -> None:
+        self.counters.held_bytes += nbytes
+        self.counters.peak_bytes = max(self.counters.peak_bytes, self.counters.held_bytes)
+
+
+def _call(reference: weakref.ref[Stored]) -> Stored | None:
+    return reference()
+
+
+def _page_aligned(nbytes: int) -> torch.Tensor:
+    """Return uint8 memory that begins at a page, so that a drive writes straight into it."""
+    raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
+    shift = -raw.data_ptr() % SECTOR_BYTES
+    return raw[shift : shift + nbytes]

@@ -1,0 +1,298 @@
+"""`swapper.offload_activations`: saved activations wait on the drive, and gradients are plain torch's, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import swapper
+from e2e.models import Net, train_step
+from e2e.twins import Twins
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 256
+SMALL = {"to": "nvme", "host_memory": "1MiB", "min_bytes": "4KiB"}
+
+
+@pytest.fixture
+def manager(tmp_path: Path):
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as made:
+        yield made
+
+
+class Residual(nn.Module):
+    """Blocks whose activations are 256 KiB and more: views of one storage, dropout, a tensor that is used late and early."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth))
+        self.narrow = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        for wide, narrow in zip(self.wide, self.narrow, strict=True):
+            a, b, c = wide(value).chunk(3, dim=-1)
+            value = (
+                value + F.dropout(narrow(torch.tanh(a) * b.transpose(0, 1).sigmoid().transpose(0, 1)), 0.1) * c.exp()
+            )
+        return value
+
+
+def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    run().backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("to, host_memory", [("nvme", "1MiB"), ("nvme", 1), ("auto", "2MiB"), ("auto", "1GiB")])
+def test_gradients_are_plain_torchs(manager: swapper.SwapManager, to: str, host_memory: Any) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    expected = gradients(model, lambda: model(value).square().mean())
+    activations = swapper.offload_activations(manager, to=to, host_memory=host_memory, min_bytes="64KiB")
+    for _ in range(3):
+        with activations:
+            assert_equal(gradients(model, lambda: model(value).square().mean()), expected)
+    counters = activations.counters
+    assert counters.saved > counters.storages > 0
+    assert (counters.written_bytes > 0) == (host_memory != "1GiB")
+    assert (counters.read_bytes > 0) == (host_memory != "1GiB")
+
+
+def test_backward_may_come_after_the_context(manager: swapper.SwapManager) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    expected = gradients(model, lambda: model(value).square().mean())
+
+    def run() -> torch.Tensor:
+        with swapper.offload_activations(manager, **SMALL):
+            return model(value).square().mean()
+
+    assert_equal(gradients(model, run), expected)
+
+
+def swapped_only(pair: Twins, activations: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step`, under `activations` for the swapped model."""
+
+    def run(model: nn.Module, optimizer: Any) -> Any:
+        with activations if model is pair.swapped else contextlib.nullcontext():
+            return step(model, optimizer)
+
+    return run
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True])
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_together_with_the_pager(twins: MakeTwins, checkpointing: bool | None, update: str) -> None:
+    pair = twins(Net(depth=6, dropout=0.1, checkpointing=checkpointing), update=update)
+    activations = swapper.offload_activations(pair.manager, **SMALL)
+    pair.train(swapped_only(pair, activations, train_step), steps=3)
+    assert activations.counters.written_bytes > 0
+    pair.finish()
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_architectures(twins: MakeTwins, name: str) -> None:
+    pytest.importorskip("transformers")
+    from e2e.architectures import MODELS, Size
+
+    make, loss = MODELS[name]
+    pair = twins(make(Size()).train())
+    activations = swapper.offload_activations(pair.manager, **SMALL)
+
+    def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+        value = loss(model)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    pair.train(swapped_only(pair, activations, step), steps=3)
+    assert activations.counters.written_bytes > 0
+    pair.finish()
+
+
+def test_a_storage_is_moved_once(manager: swapper.SwapManager) -> None:
+    value = torch.randn(64, 64, requires_grad=True)
+    with swapper.offload_activations(manager, **SMALL) as activations:
+        hidden = value * 1.0
+        kept = [hidden.sin(), hidden[:32].sin(), hidden.t().sin(), hidden.view(16, 256).sin()]
+    assert (activations.counters.saved, activations.counters.storages) == (4, 1)
+    assert activations.counters.written_bytes == hidden.nbytes
+    del kept
+
+
+def test_views_come_back_as_they_were(manager: swapper.SwapManager) -> None:
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, *values: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(*values)
+            return values[0].sum()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> Any:
+            seen.extend(context.saved_tensors)
+            return (gradient.expand(seen[0].shape), *([None] * (len(seen) - 1)))
+
+    whole = torch.randn(4, 8, 32, 32, requires_grad=True) * 1
+    other = torch.randint(0, 9, (64, 64))
+    values = [whole, whole[1:3, :, 4], whole.permute(0, 2, 3, 1), whole.contiguous(memory_format=torch.channels_last)]
+    values += [
+        other,
+        other.t() > 4,
+        whole[:, :1].expand(4, 8, 32, 32),
+        whole.bfloat16(),
+        torch.view_as_complex(whole.view(-1, 2)),
+    ]
+    with swapper.offload_activations(manager, **SMALL):
+        result = Look.apply(*values)
+    result.backward()
+    assert len(seen) == len(values)
+    for one, value in zip(seen, values, strict=True):
+        assert torch.equal(one, value)
+        assert (one.dtype, one.shape, one.stride()) == (value.dtype, value.shape, value.stride())
+
+
+def test_parameters_and_what_shares_their_memory_stay(twins: MakeTwins) -> None:
+    pair = twins(Net(depth=6))
+    model = pair.swapped
+    with swapper.offload_activations(pair.manager, **SMALL) as activations:
+        with pair.manager.gather(model.blocks[0]):
+            bound = torch.randn(2, 512, requires_grad=True) * 1
+            for weight in (
+                model.blocks[0].down.weight,
+                model.blocks[0].down.weight.detach(),
+                model.blocks[0].down.weight[:64],
+            ):
+                F.linear(bound[:, : weight.shape[1]], weight)
+    assert activations.counters.left_alone == 3
+
+
+def test_retain_graph_and_double_backward(manager: swapper.SwapManager) -> None:
+    value = torch.randn(64, 64, requires_grad=True)
+
+    def run() -> list[torch.Tensor]:
+        hidden = (value * 2).tanh()
+        result = (hidden.exp() * hidden).sum()
+        [first] = torch.autograd.grad(result, value, retain_graph=True)
+        [second] = torch.autograd.grad(result, value, create_graph=True)
+        [third] = torch.autograd.grad(second.square().sum(), value)
+        return [first, second.detach(), third]
+
+    expected = run()
+    with swapper.offload_activations(manager, to="nvme", host_memory=1, min_bytes="4KiB") as activations:
+        assert_equal(run(), expected)
+    assert activations.counters.read_bytes > activations.counters.written_bytes > 0
+
+
+@pytest.mark.parametrize("nbytes", ["4KiB", "1MiB"])  # moved, and left alone
+def test_a_change_in_place_is_noticed(manager: swapper.SwapManager, nbytes: str) -> None:
+    value = torch.randn(64, 64, requires_grad=True)
+    with swapper.offload_activations(manager, to="nvme", min_bytes=nbytes):
+        hidden = value * 2
+        result = hidden.sin().sum()
+        hidden.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result.backward()
+        hidden = value * 2
+        once = hidden.relu_().sum()  # the result is what is saved
+        once.backward()
+
+
+def test_what_is_changed_between_two_saves_is_saved_twice(manager: swapper.SwapManager) -> None:
+    value = torch.randn(64, 64)
+    first, second = (torch.randn(64, 64, requires_grad=True) for _ in range(2))
+    with swapper.offload_activations(manager, **SMALL) as activations:
+        other = (second * value).sum()
+        value.add_(1)
+        result = (first * value).sum()
+    assert activations.counters.storages == 2
+    result.backward()
+    assert torch.equal(first.grad, value)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.backward()
+
+
+def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    activations = swapper.offload_activations(manager, **SMALL)
+    with activations:
+        for _ in range(3):
+            result = model(value).sum()  # never run backward
+            assert len(activations._known) > 0
+            del result
+            assert len(activations._known) == 0  # at once, without the garbage collector
+    start = value.clone().requires_grad_() * 1
+    start.register_hook(lambda _: 1 / 0)
+    with activations, pytest.raises(ZeroDivisionError):
+        model(start).sum().backward()
+    del start
+    with activations:
+        model(value).sum().backward()
+    gc.collect()
+    activations._shelf._find_engine().drain()
+    with activations:
+        pass
+    assert activations.counters.held_bytes == 0
+    assert activations._shelf._extents.used_bytes == 0
+    assert activations._shelf._allocated_bytes < 3 * activations.counters.written_bytes / 4
+
+
+def test_no_more_in_memory_than_asked_for(manager: swapper.SwapManager) -> None:
+    model, value = Residual(8), torch.randn(2, 128, WIDTH)
+    largest = 2 * 128 * 3 * WIDTH * 4
+    for to in ("auto", "nvme"):
+        activations = swapper.offload_activations(manager, to=to, host_memory="2MiB", min_bytes="4KiB")
+        with activations:
+            model(value).sum().backward()
+        assert activations.counters.peak_bytes <= (2 << 20) + largest < activations.counters.written_bytes
+
+
+def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
+    model, value = Residual(8), torch.randn(2, 128, WIDTH)
+    with swapper.SwapManager(small_tmpfs, host_memory="64MiB") as manager:
+        activations = swapper.offload_activations(manager, **SMALL)
+
+        def fail() -> None:
+            with activations, pytest.raises(swapper.IoError, match="No space left"):
+                model(value).sum()
+
+        for _ in range(2):
+            fail()
+        gc.collect()  # the error's traceback has the forward's tensors
+        with activations:  # what there is room for can be done
+            small = Residual(1)
+            actual = gradients(small, lambda: small(value).sum())
+        assert_equal(actual, gradients(small, lambda: small(value).sum()))
+
+
+def test_a_closed_manager_is_named(tmp_path: Path) -> None:
+    value = torch.randn(64, 64, requires_grad=True)
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        activations = swapper.offload_activations(manager, to="nvme", host_memory=1, min_bytes=1)
+        with activations:
+            result = (value * 2).sin().sum()
+    with pytest.raises(swapper.StateError, match="closed"):
+        result.backward()
+    with pytest.raises(swapper.StateError, match="closed"):
+        activations.__enter__()
+
+
+def test_options_are_checked(manager: swapper.SwapManager) -> None:
+    for options in ({"to": "moon"}, {"host_memory": 0}, {"min_bytes": "many"}):
+        with pytest.raises(swapper.ConfigError):
+            swapper.offload_activations(manager, **options)
