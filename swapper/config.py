@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from swapper.errors import ConfigError
+from swapper.headroom import headroom_bytes
 
 PLACEMENTS = ("device", "host", "nvme", "auto")
 UPDATES = ("step", "deferred", "backward")
@@ -47,11 +47,9 @@ def parse_bytes(value: int | str, option: str) -> int:
 
 
 def parse_host_memory(value: int | str) -> int:
-    """Return the host budget in bytes; "auto" is half of what the machine and this process's cgroup leave free."""
+    """Return the host budget in bytes; "auto" is half of what the machine and this process's control groups leave free."""
     if value == "auto":
-        import psutil  # where a budget is said, it is not needed
-
-        return min(int(psutil.virtual_memory().available), _cgroup_headroom_bytes()) // 2
+        return headroom_bytes() // 2
     return parse_bytes(value, "host_memory")
 
 
@@ -70,29 +68,3 @@ def format_bytes(nbytes: int | float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _cgroup_headroom_bytes() -> int:
-    """Memory that this process's cgroup (v2 or v1) still grants; a very large number where there is no limit."""
-    unlimited = 1 << 62
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root, limit_name, used_name = (
-                Path("/sys/fs/cgroup/memory"),
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
-        else:
-            continue
-        folder = root / path.lstrip("/")
-        try:
-            limit = (folder / limit_name).read_text().strip()
-            used = int((folder / used_name).read_text())
-        except (OSError, ValueError):
-            continue
-        if limit != "max" and int(limit) < unlimited:
-            return max(int(limit) - used, 0)
-    return unlimited

@@ -26,7 +26,8 @@ from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
 from swapper.config import format_bytes
-from swapper.core.memory import HostMemory, bound_free_memory, return_free_memory
+from swapper.core.heap import return_free_memory, watch_free_memory
+from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
@@ -155,7 +156,7 @@ class Run:
     def _open_storage(self, plan: Plan, origin: Origin, backend: str) -> None:
         self._directory.require_space((plan.turns - len(origin.files)) * plan.layout.tail_offset + plan.scratch_bytes)
         paged_grads = [section for section in self._grad_sections if section.pages]
-        bound_free_memory(plan.host_bytes)
+        watch_free_memory(plan.host_bytes)
         arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
         self.engine = _C.Engine(backend=backend, arena=arena)
         self._store = Store(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,12 +11,6 @@ from swapper import _C
 from swapper.core.budget import resident_bytes
 from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.core.section import NoWindow, Section
-
-FREE_SHARE = 16
-"""Of the budget: that much may be freed before free memory is given back, which takes 2 to 4 ms."""
-LEAST_FREE_BYTES, MOST_FREE_BYTES = 4 << 20, 64 << 20
-HEAP_TENSOR_BYTES = 32 << 20
-"""glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
 
 
 class HostMemory:
@@ -71,35 +64,3 @@ class HostMemory:
         for arena in self._arenas:
             arena.close()
         self._arenas.clear()
-
-
-class _Heap:
-    """The process's heap: how much of it was freed since free memory was given back, and how much may be."""
-
-    freed_bytes = 0
-    limit_bytes = MOST_FREE_BYTES
-
-
-def bound_free_memory(budget_bytes: int) -> None:
-    """From now on have no more freed memory lie about than fits this budget. The newest run's counts: a process has one heap."""
-    _Heap.limit_bytes = min(max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES), MOST_FREE_BYTES)
-
-
-def note_freed(nbytes: int) -> None:
-    """A tensor of so many bytes is about to be freed: every so many, give what is free back to the system.
-
-    glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps what is freed below something
-    that lives on: gradients and temporaries that come and go would leave holes of half their sum.
-    """
-    if nbytes < HEAP_TENSOR_BYTES:
-        _Heap.freed_bytes += nbytes
-    if _Heap.freed_bytes >= _Heap.limit_bytes:
-        _Heap.freed_bytes = 0
-        return_free_memory()
-
-
-def return_free_memory() -> None:
-    """Have the C library give freed heap memory back to the system, where it can (glibc): it keeps hundreds of MB otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

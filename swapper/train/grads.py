@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.core.memory import note_freed
+from swapper.core.heap import note_freed
 from swapper.core.pager import Pager
 from swapper.core.section import Section
 from swapper.errors import UnsupportedError

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.core.memory import note_freed
+from swapper.core.heap import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.errors import StateError, UnsupportedError
