@@ -26,6 +26,7 @@ import torch
 
 from swapper import _C
 from swapper.core.extents import Extents
+from swapper.core.heap import note_freed
 from swapper.core.layout import SECTOR_BYTES
 from swapper.errors import IoError
 from swapper.interrupts import SteadyLock
@@ -161,7 +162,7 @@ class Shelf:
             self._settle()
             if self._failure is not None:
                 failure, self._failure = self._failure, None
-                raise failure
+                raise _again(failure)
             stored = Stored(self, next(self._order), memory)
             self._live[stored.number] = weakref.ref(stored)
             self._here.append(stored.number)
@@ -223,7 +224,7 @@ class Shelf:
             self._settle()
             if stored.error is not None:
                 self._failure = None if self._failure is stored.error else self._failure
-                raise stored.error
+                raise _again(stored.error)
             if stored.where is Where.AWAY:
                 while self._lacks_room(stored) and self._drop_restored(stored):
                     pass
@@ -313,6 +314,7 @@ class Shelf:
         return error
 
     def _let_go(self, stored: Stored) -> None:
+        note_freed(stored.nbytes)
         stored.memory, stored.where = None, Where.AWAY
         self.counters.held_bytes -= stored.nbytes
 
@@ -320,6 +322,7 @@ class Shelf:
         self._live.pop(remains.number, None)
         self._restored.pop(remains.number, None)
         if remains.memory is not None:
+            note_freed(remains.nbytes)
             self.counters.held_bytes -= remains.nbytes
         if remains.offset is not None:
             self._extents.give(remains.offset, remains.nbytes)
@@ -353,6 +356,11 @@ class Shelf:
 
 def _call(reference: weakref.ref[Stored]) -> Stored | None:
     return reference()
+
+
+def _again(error: IoError) -> IoError:
+    """Return the same error anew: its traceback, which has the graph, must not hang on something that the graph has."""
+    return IoError(error.op, error.path, error.offset, error.nbytes, error.errno or 0, error.detail)
 
 
 def _page_aligned(nbytes: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import swapper
 from e2e.models import Net, train_step
 from e2e.twins import Twins
+from swapper import _C
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 256
@@ -278,6 +279,28 @@ def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
             small = Residual(1)
             actual = gradients(small, lambda: small(value).sum())
         assert_equal(actual, gradients(small, lambda: small(value).sum()))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.SwapManager, seed: int) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    expected = gradients(model, lambda: model(value).square().mean())
+    activations = swapper.offload_activations(manager, **SMALL)
+    chaos = {"seed": seed, "eio": 0.05, "enospc": 0.02, "short": 0.2, "reorder": 0.3}
+    activations._engines._own = _C.Engine(backend="chaos", chaos=chaos)
+    failures = 0
+    for _ in range(6):
+        try:
+            with activations:
+                actual = gradients(model, lambda: model(value).square().mean())
+        except swapper.IoError:
+            failures += 1
+        else:
+            assert_equal(actual, expected)
+    assert failures > 0
+    activations._engines._own = None
+    with activations:
+        assert_equal(gradients(model, lambda: model(value).square().mean()), expected)
 
 
 def test_a_closed_manager_is_named(tmp_path: Path) -> None:
