@@ -15,6 +15,9 @@ ARENA_ALIGNMENT_BYTES = 2 << 20
 READ_AHEAD_BYTES = 128 << 20
 """Reads and the writes that they wait for keep a drive busy in both directions with this much under way."""
 
+RESIDENT_SLICE_BYTES = 32 << 20
+"""Where there are no pages at all, updates are cut as if they were so large."""
+
 SMALL_SECTION_BYTES = 64 << 10
 """A section this small (step counters) always stays in memory: a page of its own would waste a frame."""
 
@@ -56,7 +59,7 @@ def divide(
     if not paged:
         if kept_bytes > host_bytes:
             raise _too_small(host_bytes, kept_bytes, kept_bytes, explain)
-        return Budget(kept_bytes, SECTOR_BYTES, 0)
+        return Budget(kept_bytes, page_bytes or RESIDENT_SLICE_BYTES, 0)
     pool_bytes = (
         (host_bytes - kept_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
     )  # the arena takes whole ones
