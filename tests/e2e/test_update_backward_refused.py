@@ -325,3 +325,15 @@ def test_ddp_is_refused(tmp_path: Path) -> None:
                 manager.offload(model, AdamW(model.parameters()), update="backward")
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["clipping", "clipping values", "zeroing in place"])
+def test_gradients_on_nvme_cannot_be_changed_between_backward_and_step(backward: MakeTwins, name: str) -> None:
+    pair = backward(Net(), gradients="nvme")
+    make_gradients(pair)
+    with pytest.raises(swapper.StateError, match=r"backward has updated.*manager.accumulate\(\)"):
+        LOOKS[name](pair)
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
