@@ -12,7 +12,7 @@ import swapper
 from e2e.models import Net, train_step
 
 
-def main(directory: str) -> None:
+def main(directory: str, update: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     models = []
@@ -23,7 +23,7 @@ def main(directory: str) -> None:
     wrapped = [DistributedDataParallel(model) for model in models]  # before offload: it sends the weights around
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
     with swapper.SwapManager(directory, host_memory="9MiB") as manager:
-        _, optimizer = manager.offload(wrapped[1], optimizers[1], params="nvme", optimizer_state="nvme")
+        _, optimizer = manager.offload(wrapped[1], optimizers[1], params="nvme", optimizer_state="nvme", update=update)
         for step in range(3):
             torch.manual_seed(10 * step + rank)  # each rank has batches of its own
             expected = train_step(wrapped[0], optimizers[0])
@@ -38,4 +38,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

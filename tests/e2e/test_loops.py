@@ -171,9 +171,11 @@ def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeT
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
-def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path, update: str) -> None:
     script = Path(__file__).with_name("ddp_run.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, tmp_path]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, script, tmp_path, update]
     done = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, env=environment(), timeout=LONG_S, check=False
     )
