@@ -17,7 +17,7 @@ from e2e.models import VOCABULARY, WIDTH, Block, Net, train_step
 from e2e.twins import Twins, send_away
 
 MakeTwins = Callable[..., Twins]
-STEPS = 6
+STEPS = 4
 
 
 class Renormed(Net):
