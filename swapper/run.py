@@ -26,7 +26,7 @@ from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
 from swapper.config import format_bytes
-from swapper.core.heap import return_free_memory, watch_free_memory
+from swapper.core.heap import watch_free_memory
 from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
@@ -156,7 +156,6 @@ class Run:
     def _open_storage(self, plan: Plan, origin: Origin, backend: str) -> None:
         self._directory.require_space((plan.turns - len(origin.files)) * plan.layout.tail_offset + plan.scratch_bytes)
         paged_grads = [section for section in self._grad_sections if section.pages]
-        watch_free_memory(plan.host_bytes)
         arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
         self.engine = _C.Engine(backend=backend, arena=arena)
         self._store = Store(
@@ -291,7 +290,7 @@ class Run:
 
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
-        return_free_memory()  # where the parameters were; the gradients' memory comes after it, not on top of it
+        watch_free_memory(self.plan.host_bytes)  # without the parameters; the gradients' memory comes where they were
         self._memory.attach([section for section in self._grad_sections if section.resident], 0)
         self.model.start()
         if values is not None:

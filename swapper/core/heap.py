@@ -1,42 +1,83 @@
 """What the C library's heap keeps of freed memory, and when that goes back to the system.
 
 [Note: free memory] glibc takes even tensors of megabytes from its heap, once one of that size was freed, and keeps what is freed
-below something that lives on: gradients and temporaries that come and go leave holes of up to half their sum. To give them back
-and to take them again costs up to a tenth of a step whose computing is long, so it is done only where the system or a control
-group has come close to its limit: what the peak of one step needed, the next one will need again.
+below something that lives on: gradients and temporaries that come and go leave holes of up to half their sum. To give free memory
+back whenever there is some, and to take it again, costs up to a tenth of a step whose computing is long: most of it is where
+activations were, and the next forward needs it. So it goes back only where the process has more memory than what was in use at one
+time plus a little, which are holes; or where the system or a control group has come close to its limit.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 from swapper.headroom import UNLIMITED, headroom_bytes
 
 FREE_SHARE = 16
-"""Of the budget: after so much was freed there is a look at how much memory is left."""
+"""Of the budget: after so much was freed there is a look at how much memory is free, and how much is left."""
 LEAST_FREE_BYTES, MOST_FREE_BYTES = 4 << 20, 64 << 20
 SHORT = 4
 """Memory is short if at some time there was room for less than so many times that."""
+HOLES = 2
+"""So many times that may lie in holes."""
 HEAP_TENSOR_BYTES = 32 << 20
 """glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None)
+
+
+class _MallocInfo(ctypes.Structure):
+    """mallinfo2(3). `uordblks` is in use in heaps, `hblkhd` in mappings of their own."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
+
 
 class _Heap:
-    """The process's: how much was freed since the last look, after how much there is one, and the least room that one found."""
+    """The process's.
+
+    Attributes:
+        freed_bytes: since the last look.
+        look_bytes: after so much there is one.
+        least_room_bytes: the least that a look found.
+        most_used_bytes: the most that a look found in use.
+        other_bytes: what the process has besides its heap.
+    """
 
     freed_bytes = 0
     look_bytes = MOST_FREE_BYTES
     least_room_bytes = UNLIMITED
+    most_used_bytes = 0
+    other_bytes = 0
 
 
 def watch_free_memory(budget_bytes: int) -> None:
     """A run with this budget begins. The newest run's counts: a process has one heap."""
+    return_free_memory()
     _Heap.look_bytes = min(max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES), MOST_FREE_BYTES)
     _Heap.least_room_bytes = UNLIMITED
+    _Heap.most_used_bytes = _used_bytes()
+    _Heap.other_bytes = max(_anonymous_bytes() - _Heap.most_used_bytes, 0)
 
 
 def note_freed(nbytes: int) -> None:
-    """A tensor of so many bytes is about to be freed: where memory is short, have free memory go back now and then.
+    """A tensor of so many bytes is about to be freed: have free memory go back where there is too much of it.
 
     [Note: free memory]
     """
@@ -45,13 +86,31 @@ def note_freed(nbytes: int) -> None:
     if _Heap.freed_bytes < _Heap.look_bytes:
         return
     _Heap.freed_bytes = 0
+    _Heap.most_used_bytes = max(_Heap.most_used_bytes, _used_bytes())
     _Heap.least_room_bytes = min(_Heap.least_room_bytes, headroom_bytes())
-    if _Heap.least_room_bytes < SHORT * _Heap.look_bytes:
+    holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.most_used_bytes
+    if holes_bytes > HOLES * _Heap.look_bytes or _Heap.least_room_bytes < SHORT * _Heap.look_bytes:
         return_free_memory()
 
 
 def return_free_memory() -> None:
     """Have the C library give freed heap memory back to the system, where it can (glibc): it keeps hundreds of MB otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _used_bytes() -> int:
+    """What the C library has given out. 0 where it does not say: then all that the process took since counts as holes."""
+    describe = getattr(_libc, "mallinfo2", None)
+    if describe is None:
+        return 0
+    describe.restype = _MallocInfo
+    found = describe()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _anonymous_bytes() -> int:
+    """What the process has of memory that is neither shared nor of a file."""
+    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    return (int(resident) - int(shared)) * _PAGE_BYTES
