@@ -126,6 +126,8 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     except OSError as error:
         temporary.unlink(missing_ok=True)
         detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
+        if name != COMMIT_NAME:
+            detail = "the snapshot is not taken: make room on the drive and take it again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
 
 

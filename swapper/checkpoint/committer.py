@@ -288,8 +288,12 @@ class Committer:
             self._store.commit() if self._every is not None else self._store.release_frozen()
             if self._snapshot is not None:
                 snapshot, self._snapshot = self._snapshot, None
-                self._keep_before()
-                self._publisher.start(snapshot)
+                try:
+                    self._keep_before()
+                except IoError as error:
+                    snapshot.ticket.finish(error)  # no snapshot without a way back; the run goes on
+                else:
+                    self._publisher.start(snapshot)
 
     def _commit(self, record: CommitRecord) -> None:
         if self._durable:
@@ -322,7 +326,7 @@ class Committer:
                 raise CheckpointError(
                     f"{path} was changed from outside ({faults[0].what}): it is the same file as a snapshot that was published "
                     f"by hard link, and the run needs it for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}. "
-                    f"{self._ways_on()}"
+                    + self._ways_on()
                 )
             log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
             self._store.accept(number)

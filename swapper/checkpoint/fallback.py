@@ -18,6 +18,7 @@ from pathlib import Path
 from swapper.checkpoint.commit import CommitRecord, encode_commit, publish_commit, read_commit
 from swapper.checkpoint.verify import Fault, find_damage
 from swapper.directory import FALLBACK_NAME
+from swapper.errors import CheckpointError
 
 log = logging.getLogger("swapper")
 
@@ -60,9 +61,9 @@ def find_whole_commit(directory: Path) -> tuple[CommitRecord | None, Commit | No
     """Return the commit to go on from, None if there is none, and the one before it, if that is still a way back.
 
     Raises:
-        CheckpointError: a record is damaged, or of another version.
+        CheckpointError: the last commit's record is damaged, or of another version.
     """
-    record, before = read_commit(directory), read_commit(directory, FALLBACK_NAME)
+    record, before = read_commit(directory), _read_fallback(directory)
     if record is None or before is None:
         return record, None
     needed = files_of(before)
@@ -76,6 +77,14 @@ def find_whole_commit(directory: Path) -> tuple[CommitRecord | None, Commit | No
         publish_commit(directory, encode_commit(record), durable=True)
     drop_fallback(directory)
     return record, None
+
+
+def _read_fallback(directory: Path) -> CommitRecord | None:
+    try:
+        return read_commit(directory, FALLBACK_NAME)
+    except CheckpointError as error:  # it may never be needed
+        log.warning("there is no way back to the commit before: %s", str(error))
+        return None
 
 
 def _say(faults: Sequence[Fault]) -> str:

@@ -242,6 +242,35 @@ def test_a_snapshot_that_is_whole_costs_no_step_and_the_way_back_stays(tmp_path:
     assert losses == losses_of_an_unharmed_run(5)
 
 
+def test_a_damaged_record_of_the_commit_before_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Run(tmp_path)
+    losses = first.train(4)
+    first.manager.snapshot(tmp_path / "a.pt").result()
+    first.manager.close()
+    (first.swap_files / FALLBACK_NAME).write_bytes(b"torn")
+    second = Run(tmp_path)
+    assert second.manager.step == 4
+    assert "there is no way back" in caplog.text
+    losses += second.train(1)
+    second.manager.close()
+    assert not (second.swap_files / FALLBACK_NAME).exists()
+    assert losses == losses_of_an_unharmed_run(5)
+
+
+def test_where_the_commit_before_cannot_be_kept_the_snapshot_fails_and_not_the_run(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    losses = run.train(3)
+    (run.swap_files / f"{FALLBACK_NAME}.partial").symlink_to(
+        tmp_path / "missing" / "file"
+    )  # nothing can be written there
+    with pytest.raises(swapper.IoError, match="take it again"):
+        run.manager.snapshot(tmp_path / "a.pt").result()
+    assert not (tmp_path / "a.pt").exists()
+    losses += run.train(2)
+    run.manager.close()
+    assert losses == losses_of_an_unharmed_run(5)
+
+
 def test_the_commit_before_goes_with_the_next_commit(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(3)
