@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam
+from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from e2e.early import train, updated_early
 from e2e.models import WIDTH, Net, loss_of, tokens, train_step
+from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -28,17 +29,6 @@ def backward(twins: MakeTwins) -> MakeTwins:
         return twins(model or Net(), *arguments, update="backward", **options)
 
     return make
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw": partial(AdamW, lr=1e-3),
-    "adamw fused": partial(AdamW, lr=1e-3, fused=True),
-    "adamw tensor lr": lambda parameters: AdamW(parameters, lr=torch.tensor(1e-3)),
-    "sgd": partial(SGD, lr=1e-2, momentum=0.9),
-    "nadam": partial(NAdam, lr=1e-3),
-    "adagrad": partial(Adagrad, lr=1e-2),
-    "adafactor": partial(Adafactor, lr=1e-3),
-}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,0 +1,20 @@
+"""Optimizers of every kind: fused or not, settings that are tensors, state per element or by rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": partial(AdamW, lr=1e-3),
+    "adamw fused": partial(AdamW, lr=1e-3, fused=True),
+    "adamw tensor lr": lambda parameters: AdamW(parameters, lr=torch.tensor(1e-3)),
+    "sgd": partial(SGD, lr=1e-2, momentum=0.9),
+    "nadam": partial(NAdam, lr=1e-3),
+    "adagrad": partial(Adagrad, lr=1e-2),
+    "adafactor": partial(Adafactor, lr=1e-3),
+}
