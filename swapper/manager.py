@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,19 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.checkpoint.commit import (
-    CommitRecord,
-    boot_id,
     check_same,
-    check_state,
     check_trained,
     describe_plans,
 )
 from swapper.checkpoint.fallback import find_whole_commit
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
-from swapper.checkpoint.rng import rng_states, set_rng_states
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import parse_choice, parse_host_memory
-from swapper.core.section import Section
 from swapper.counters import Counters
+from swapper.current import Current
 from swapper.directory import RESUME_CHOICES, RunDirectory
-from swapper.errors import CheckpointError, ConfigError, StateError
+from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning
 from swapper.plan import Plan
@@ -40,12 +36,13 @@ from swapper.regroup import Changeover
 from swapper.request import Request
 from swapper.run import Callbacks, Origin, Run
 from swapper.stats import StepClock, StepStats
+from swapper.steps import Steps
 from swapper.trace import MOST_SPANS, Trace, asked_for
 from swapper.train.content import GivenContent
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import Inventory
-from swapper.train.model import OffloadedModel
-from swapper.train.optim import PagedOptimizer, packed_groups
+from swapper.train.optim import PagedOptimizer
+from swapper.user_state import UserState
 
 log = logging.getLogger("swapper")
 
@@ -74,6 +71,7 @@ class SwapManager:
     Attributes:
         extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
             snapshot, and there again in a run that goes on. As of the next use after the step, so set it where schedulers step.
+        current: the run that there is; for swapper's other parts.
 
     Raises:
         ConfigError: an option is not known.
@@ -101,21 +99,13 @@ class SwapManager:
             raise ConfigError(f"commit_every={commit_every!r} needs crash_resume=True: leave one of them out")
         self._commit_every = commit_every if crash_resume else None
         self._fsync = fsync
-        self._rng: dict[str, Any] | None = None
-        self._keeps_rng = rng
-        self._backend = parse_choice(backend, "backend", ("auto", "uring", "threads"))
+        parse_choice(backend, "backend", ("auto", "uring", "threads"))
         if stall_s is not None and not stall_s > 0:
             raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
         self._stall_s = stall_s
-        self._pid = os.getpid()
-        self._closed = False
         self._recording = ExitStack()  # of the trace that the environment asks for
-        self._failure: BaseException | None = None
-        self._failed_step = 0
         self._counters = Counters()
         self._clock = StepClock(self._counters)
-        self._registered: dict[str, Any] = {}
-        self._run: Run | None = None
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size)
         try:
@@ -125,7 +115,9 @@ class SwapManager:
             raise
         self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
         self._counters.step = self._resumed.step if self._resumed is not None else 0
-        self.extra: dict[str, Any] = dict(self._resumed.extra) if self._resumed is not None else {}
+        self._user = UserState(rng, self._resumed)
+        self.current = Current(self._directory, backend)
+        self._steps = Steps(self.current, self._clock, self._user, lambda: self._train_more(lambda: None))
 
     _request: Request
     _optimizer: PagedOptimizer
@@ -174,8 +166,8 @@ class SwapManager:
             DirectoryError: the drive has not enough room.
             StateError: the manager is closed or has a model already.
         """
-        self._enter()
-        if self._run is not None:
+        self.current.enter()
+        if self.current.run is not None:
             raise StateError(
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
@@ -187,9 +179,9 @@ class SwapManager:
             paged = self._open(inventory, request, init)
             return model, None if optimizer is None else paged
         except BaseException:
-            if self._run is not None:
-                self._run.close()
-            self._run = None
+            if self.current.run is not None:
+                self.current.run.close()
+            self.current.run = None
             self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
             raise
 
@@ -208,28 +200,14 @@ class SwapManager:
 
         Raises: as `offload` does.
         """
-        self._check_usable()
+        self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, self._host_bytes, self._commit_every
         request = Request.parse(model, optimizer, *asked)
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning(self._directory.path))
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
-        for name, value in objects.items():
-            if not callable(getattr(value, "state_dict", None)) or not callable(
-                getattr(value, "load_state_dict", None)
-            ):
-                raise ConfigError(f"register({name}=...) needs an object with state_dict() and load_state_dict()")
-            state = value.state_dict()
-            if self._resumed is not None and name in self._resumed.registered:
-                value.load_state_dict(self._resumed.registered[name])
-            try:
-                check_state(state)
-            except CheckpointError as error:
-                raise ConfigError(
-                    f"the state of {name!r} cannot be kept in a form that torch.load(weights_only=True) reads: {error}"
-                ) from error
-            self._registered[name] = value
+        self._user.register(objects)
 
     @contextmanager
     def gather(self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False) -> Iterator[Any]:
@@ -243,8 +221,8 @@ class SwapManager:
             BudgetError: they do not fit into the pool at one time.
             StateError: parameters were changed without `write=True`, or are not of the offloaded model.
         """
-        self._enter()
-        run = self._running("gather")
+        self.current.enter()
+        run = self.current.running("gather")
         run.model.finish_update()
         if isinstance(target, nn.Module):
             parameters = list(target.parameters())
@@ -253,7 +231,7 @@ class SwapManager:
         else:
             parameters = list(target)
         if write:
-            self._enter_to_write()
+            self.current.enter_to_write()
         with run.model.gather(parameters, write):
             yield target
 
@@ -262,19 +240,19 @@ class SwapManager:
 
         Needed with `update="backward"`, which updates in every other backward; else it does nothing.
         """
-        return self._running("accumulate").model.updates.accumulating()
+        return self.current.running("accumulate").model.updates.accumulating()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
-        self._enter()
-        model = self._running("clip_grad_norm_").model
+        self.current.enter()
+        model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
         return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
-        self._enter()
-        model = self._running("clip_grad_value_").model
+        self.current.enter()
+        model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
         model.gradients.clip_value(model.model.parameters(), clip_value)
 
@@ -307,48 +285,21 @@ class SwapManager:
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
-        self._enter()
-        run = self._running("snapshot")
+        self.current.enter()
+        run = self.current.running("snapshot")
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
-        if run.model.is_gathered:
-            raise StateError("snapshot inside manager.gather: leave the gather first")
         parse_choice(frozen, "frozen", ("include", "reference"))
-        run.publisher.raise_failure()
-        with held_back:
-            run.model.abandon_pass()
-            run.model.finish_update()
-            if run.committer.has_snapshot:
-                run.committer.finish()
-            snapshot = run.publisher.capture(
-                Path(path).absolute(),
-                self._content(run.model, extra or {}),
-                keep,
-                frozen == "include",
-                self._counters.step,
-                self._finish_snapshots,
-            )
-            run.pager.write_back()
-            run.committer.add_snapshot(self._counters.step, snapshot)
-            atexit.unregister(self.close)
-            atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
-        ticket: SnapshotTicket = snapshot.ticket
+        content = partial(self._user.in_snapshot, extra or {})
+        ticket = run.snapshot(Path(path).absolute(), content, keep, frozen == "include", self._finish_snapshots)
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         return ticket
-
-    def _content(self, model: OffloadedModel, extra: dict[str, Any]) -> dict[str, Any]:
-        """Return what a snapshot has."""
-        content = model.checkpoint()
-        content["registered"] = {name: value.state_dict() for name, value in self._registered.items()}
-        content["extra"] = {**self.extra, **extra}
-        if self._rng is not None:
-            content["rng"] = self._rng
-        content["swapper"] = {"format": 1, "step": self._counters.step}
-        return content
 
     def _finish_snapshots(self) -> None:
         """A snapshot is waited for: have it started."""
-        self._check_usable()
-        self._running("snapshot").committer.finish()
+        self.current.check_usable()
+        self.current.running("snapshot").committer.finish()
 
     def stats(self) -> StepStats:
         """Return where the time of the last step went and what it moved, by phase. `print` it; its `brief` is for a progress bar.
@@ -359,7 +310,7 @@ class SwapManager:
 
     def dump(self) -> str:
         """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names."""
-        return self._running("dump").describe()
+        return self.current.running("dump").describe()
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str], most_spans: int = MOST_SPANS) -> Iterator[None]:
@@ -390,8 +341,8 @@ class SwapManager:
     @property
     def counters(self) -> Counters:
         """What was done so far, in numbers that only grow."""
-        if self._run is not None:
-            self._run.count_bytes()
+        if self.current.run is not None:
+            self.current.run.count_bytes()
         return self._counters
 
     @property
@@ -400,9 +351,17 @@ class SwapManager:
 
         Where a script adds groups or unfreezes parameters in the middle of a run, this says whether the run has them already.
         """
-        if self._run is not None:
-            return frozenset(self._run.plan.inventory.forms)
+        if self.current.run is not None:
+            return frozenset(self.current.run.plan.inventory.forms)
         return frozenset(self._resumed.state_entries["of"] if self._resumed is not None else ())
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        return self._user.extra
+
+    @extra.setter
+    def extra(self, values: dict[str, Any]) -> None:
+        self._user.extra = values
 
     @property
     def step(self) -> int:
@@ -414,22 +373,22 @@ class SwapManager:
 
         Parameters that live on NVMe stay away: take a snapshot first, or gather them, to use the model without the manager.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self.current.is_over:
             return
+        run = self.current.run
         try:
-            if self._run is not None and self._failure is None:
-                self._run.finish()
+            if run is not None and not self.current.has_failed:
+                run.finish()
         finally:
             with held_back:
-                self._closed = True
-                self._failure = None  # its traceback may hold a forward's tensors, and they our hooks
+                self.current.end()
                 atexit.unregister(self.close)
-                if self._run is not None:
-                    self._run.close()
+                if run is not None:
+                    run.close()
                 self._directory.close()
         self._recording.close()
-        if self._run is not None:
-            self._run.publisher.raise_failure()
+        if run is not None:
+            run.publisher.raise_failure()
 
     def __enter__(self) -> SwapManager:
         return self
@@ -449,154 +408,49 @@ class SwapManager:
             check_buffers(model)
             places = follow_placement(record, request.params, request.optimizer_state)
             plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
-        run = self._run = self._open_run(plan, Origin.of(record, self._fallback))
+        run = self.current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = Values(init, model, run.engine) if init is not None and record is None else None
         if record is not None:
             self._counters.step = record.step
         run.adopt(GivenContent(optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(optimizer, self._run_step, self._train_more)
+        self._optimizer = PagedOptimizer(optimizer, self._steps.take, self._train_more)
         self._optimizer.bind(run.model)
-        if record is None or record.rng is None:
-            self._note_rng()
-        elif self._keeps_rng:
-            self._rng = record.rng
+        self._user.begin_rng()
         if record is None:
             run.committer.step_done(0)
         run.begin(values)
-        if self._rng is not None and record is not None:
-            set_rng_states(self._rng)
+        self._user.restore_rng()
         self._clock.start(find_tuning(self._directory.path))
         if (path := asked_for(self._directory.rank)) is not None:
             self._recording.enter_context(self.trace(path))
         return self._optimizer
 
     def _open_run(self, plan: Plan, origin: Origin) -> Run:
+        request, directory, current, steps = self._request, self._directory, self.current, self._steps
         described = describe_plans(plan.inventory.plans)
         return Run(
-            self._request.model, self._request.optimizer, plan, self._directory, origin, self._clock,
+            request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
-                self._enter, self._enter_to_write, self._begin_step, self._undo_update,
-                lambda step: self._describe_commit(step, described, plan.places),
+                current.enter, current.enter_to_write, steps.begin, steps.undo_update,
+                lambda step: self._user.in_commit(step, directory, request, plan.places, described),
             ),
-            backend=self._backend, fsync=self._fsync, stall_s=self._stall_s,
+            backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
         )  # fmt: skip
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
-        self._enter()
-        change = Changeover(self._running("add_param_group"), self._request, self._directory, self._open_run)
-        self._run = None
+        current = self.current
+        current.enter()
+        change = Changeover(current.running("add_param_group"), self._request, self._directory, self._open_run)
+        current.run = None
         self._optimizer.bind(None)
         try:
             change.train_more(add, self._counters.step)
         except BaseException as error:
             if change.run is None:
-                self._failure, self._failed_step = error, self._counters.step
+                current.fail(self._counters.step, error)
             raise
         finally:
-            self._run = change.run
-            if self._run is not None:
-                self._optimizer.bind(self._run.model)
-
-    def _running(self, verb: str) -> Run:
-        """Return the run; for verbs that need an offloaded model."""
-        if self._run is None:
-            raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
-        return self._run
-
-    # --- a step ---------------------------------------------------------------------------------------------------
-
-    def _run_step(self) -> None:
-        self._check_usable()
-        run = self._running("optimizer.step()")
-        with self._clock.phase("step"):
-            self._step(run)
-        self._clock.end_step()
-
-    def _step(self, run: Run) -> None:
-        if run.model.is_gathered:
-            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
-        run.model.abandon_pass()
-        run.model.finish_update(in_order=True)
-        if run.model.has_more_to_train:
-            self._train_more(lambda: None)
-            run = self._running("optimizer.step()")
-        run.model.check_step()
-        if not run.model.updates.has_begun_early:
-            self._begin_step()
-        learn = run.model.updates.in_order
-        try:
-            run.model.update()
-            run.pager.end_step(learn)
-        except BaseException as error:
-            self._undo(self._counters.step + 1, error)
-            run.model.step_undone()
-            raise
-        self._counters.step += 1
-        self._note_rng()
-        run.committer.step_done(self._counters.step)
-
-    def _begin_step(self) -> None:
-        """Parameters and state are about to be changed; the writes of the step before are long done."""
-        self._running("a step").committer.before_step()
-
-    def _undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
-        """Updates outside of `optimizer.step()` failed half-way: have groups as they were before the step."""
-        return self._undo(self._counters.step + ahead, error, sections)
-
-    def _undo(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
-        """`step` failed half-way: have `sections`, or all, as before it. Where that cannot be, only closing is left."""
-        self._failure, self._failed_step = error, step
-        if self._running("a step").roll_back(step - 1, sections):
-            self._failure = None
-        return self._failure is None
-
-    def _note_rng(self) -> None:
-        """At the end of a step: what draws random numbers from here on belongs to the next one."""
-        if self._keeps_rng:
-            self._rng = rng_states()
-
-    def _enter(self) -> None:
-        """What every use begins with: check, and commit the step before if it is due and its writes are done."""
-        self._check_usable()
-        if self._run is not None:
-            self._run.committer.enter()
-
-    def _enter_to_write(self) -> None:
-        """As `_enter`, where something is about to be changed from outside: the step before is committed as it was."""
-        self._check_usable()
-        if self._run is not None:
-            self._run.committer.finish()
-            self._run.committer.changed_from_outside()
-
-    def _describe_commit(self, step: int, plans: list[str], places: dict[str, str]) -> CommitRecord:
-        return CommitRecord(
-            step=step,
-            rank=self._directory.rank,
-            world_size=self._directory.world_size,
-            boot_id=boot_id(),
-            optimizer=self._request.kind,
-            placement=places,
-            plans=plans,
-            files={},
-            sections=[],
-            param_groups=copy.deepcopy(packed_groups(self._request.optimizer.param_groups)),
-            state_entries={},
-            registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
-            extra=copy.deepcopy(self.extra),
-            rng=self._rng,
-        )
-
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
-            raise StateError(
-                "the manager was touched in a forked child: it works only in the process that made it. "
-                "Keep the model out of DataLoader workers, or start them by spawn"
-            )
-        if self._closed:
-            raise StateError("the manager is closed: make a new one")
-        if self._failure is not None:
-            raise StateError(
-                f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
-                "Close the manager and go on from the last commit (resume='auto') or snapshot"
-            ) from self._failure
+            current.run = change.run
+            if change.run is not None:
+                self._optimizer.bind(change.run.model)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ from swapper.checkpoint.fallback import Commit
 from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
+from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import format_bytes
 from swapper.core.heap import watch_free_memory
 from swapper.core.memory import HostMemory
@@ -35,7 +37,7 @@ from swapper.core.scratch import ScratchFile, Stores
 from swapper.core.section import Page, Section
 from swapper.core.store import Store
 from swapper.directory import RunDirectory
-from swapper.errors import SwapperError
+from swapper.errors import StateError, SwapperError
 from swapper.interrupts import held_back
 from swapper.plan import Plan
 from swapper.stats import StepClock
@@ -233,6 +235,11 @@ class Run:
         assert self._model is not None
         return self._model
 
+    @property
+    def has_model(self) -> bool:
+        """False where the model was left to another run, or never adopted."""
+        return self._model is not None
+
     def adopt(self, content: Content | None) -> None:
         """Move the model to its places, which `content` fills; None where they have theirs already."""
         self.model.adopt(content)
@@ -295,6 +302,37 @@ class Run:
         self.model.start()
         if values is not None:
             self.model.initialise(values)
+
+    def snapshot(
+        self,
+        path: Path,
+        more: Callable[[], dict[str, Any]],
+        keep: int | None,
+        has_frozen: bool,
+        start: Callable[[], None],
+    ) -> SnapshotTicket:
+        """Take a snapshot as of the last step. See `SwapManager.snapshot`.
+
+        Args:
+            more: returns what it has besides the model and the optimizer.
+            has_frozen: with parameters that are not trained.
+            start: called when somebody waits for it; has it started at once.
+        """
+        if self.model.is_gathered:
+            raise StateError("snapshot inside manager.gather: leave the gather first")
+        self.publisher.raise_failure()
+        step = self._counters.step
+        with held_back:
+            self.model.abandon_pass()
+            self.model.finish_update()
+            if self.committer.has_snapshot:
+                self.committer.finish()
+            content = {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+            snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
+            self.pager.write_back()
+            self.committer.add_snapshot(step, snapshot)
+        ticket: SnapshotTicket = snapshot.ticket
+        return ticket
 
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
         """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""

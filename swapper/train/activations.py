@@ -117,13 +117,14 @@ class offload_activations:  # used as a function, like torch.no_grad
         host_memory: int | str = "256MiB",
         min_bytes: int | str = "1MiB",
     ) -> None:
-        manager._check_usable()
-        self._manager = weakref.ref(manager)
+        current = manager.current
+        current.check_usable()
+        self._current = weakref.ref(current)
         parse_choice(to, "to", DESTINATIONS)
         limit_bytes = parse_bytes(host_memory, "host_memory")
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
-        self._engines = _Engines(self._manager)
-        directory: Path = manager._directory.path
+        self._engines = _Engines(self._current)
+        directory: Path = current.directory.path
         self._shelf = Shelf(directory, self._engines.find, limit_bytes, limit_bytes // 2 if to == "auto" else 0)
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored] = weakref.WeakValueDictionary()
         self._of_model: frozenset[int] = frozenset()
@@ -135,10 +136,10 @@ class offload_activations:  # used as a function, like torch.no_grad
         return self._shelf.counters
 
     def __enter__(self) -> offload_activations:
-        manager = self._manager()
-        if manager is None:
+        current = self._current()
+        if current is None:
             raise StateError("offload_activations outlived its manager: make both anew")
-        manager._check_usable()
+        current.check_usable()
         self._shelf.begin()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
@@ -182,9 +183,9 @@ class offload_activations:  # used as a function, like torch.no_grad
 
     def _storages_of_model(self) -> frozenset[int]:
         """Storages of the manager's model, in memory and away."""
-        manager = self._manager()
-        run = None if manager is None else manager._run
-        if run is None or run._model is None:
+        current = self._current()
+        run = None if current is None else current.run
+        if run is None or not run.has_model:
             return frozenset()
         if self._run is None or self._run() is not run:
             model = run.model.model
@@ -213,17 +214,17 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
 class _Engines:
     """Gives the engine of the manager's run, or one of its own where nothing was offloaded."""
 
-    def __init__(self, manager: weakref.ref[Any]) -> None:
-        self._manager = manager
+    def __init__(self, current: weakref.ref[Any]) -> None:
+        self._current = current
         self._own: Any = None
 
     def find(self) -> Any:
-        manager = self._manager()
-        if manager is None:
+        current = self._current()
+        if current is None:
             raise StateError("the manager is gone, and activations of this graph are on its drive: run backward before")
-        manager._check_usable()
-        if manager._run is not None and manager._run.engine is not None:
-            return manager._run.engine
+        current.check_usable()
+        if current.run is not None and current.run.engine is not None:
+            return current.run.engine
         if self._own is None:
-            self._own = _C.Engine(backend=manager._backend)
+            self._own = _C.Engine(backend=current.backend)
         return self._own

@@ -108,7 +108,7 @@ def test_whatever_comes_after_a_failed_backward_works(twins: MakeTwins, after: s
     elif after == "gather":
         with pair.manager.gather(pair.swapped.head):
             assert torch.equal(pair.swapped.head.weight, pair.plain.head.weight)
-        pair.manager._run.model.abandon_pass()
+        pair.manager.current.run.model.abandon_pass()
     elif after == "snapshot":
         state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())["model"]
         assert torch.equal(state["head.weight"], pair.plain.head.weight)
@@ -126,7 +126,7 @@ def test_a_failed_backward_keeps_the_gradients_that_plain_torch_keeps(twins: Mak
     pair.train(train_step, steps=1)
     fail(pair, 1, "backward, at the end")
     pair.assert_same_parameters()
-    pair.manager._run.model.abandon_pass()
+    pair.manager.current.run.model.abandon_pass()
     pair.both(lambda model, _: loss_of(model, tokens()).backward())  # accumulates on top of them
     pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad())[1])
     pair.train(train_step, steps=1)
@@ -190,7 +190,7 @@ def test_a_step_that_fails_can_be_taken_again(twins: MakeTwins, options: dict[st
     pair = twins(Net().bfloat16() if options else Net(), **options)
     pair.train(train_step, steps=2)
     pair.both(lambda model, _: loss_of(model, tokens()).backward())
-    sweep = pair.manager._run.model._sweep
+    sweep = pair.manager.current.run.model._sweep
     apply, calls = sweep._apply, iter(range(1000))
 
     def fail_in_the_middle(*arguments: Any) -> None:
@@ -213,8 +213,8 @@ def test_a_step_whose_writes_fail_can_be_taken_again(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=2)
     pair.both(lambda model, _: loss_of(model, tokens()).backward())
-    pair.manager._run.pager.flush()
-    frames = pair.manager._run.pager._frames
+    pair.manager.current.run.pager.flush()
+    frames = pair.manager.current.run.pager._frames
     write, calls = frames.write, iter(range(1000))
 
     def fail_once(page: Any) -> None:
@@ -247,7 +247,7 @@ def test_a_step_that_fails_and_cannot_be_taken_again_ends_the_run_and_says_so(
     def fail(*_: Any) -> None:
         raise Trouble
 
-    pair.manager._run.model._sweep._apply = fail
+    pair.manager.current.run.model._sweep._apply = fail
     with pytest.raises(Trouble):
         pair.optimizer.step()
     for use in (
@@ -257,4 +257,4 @@ def test_a_step_that_fails_and_cannot_be_taken_again_ends_the_run_and_says_so(
     ):
         with pytest.raises(RuntimeError, match=r"failed half-way .* go on from the last .*snapshot"):
             use()
-    pair.manager._run.pager.check()
+    pair.manager.current.run.pager.check()

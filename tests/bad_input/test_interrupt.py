@@ -52,7 +52,7 @@ optimizer.zero_grad()
 if sys.argv[3] == "goes on":
     where = ""
     train_step(model, optimizer)
-    print("went on", manager.step, all(page.leases == 0 for page in manager._run.pager._pages), flush=True)
+    print("went on", manager.step, all(page.leases == 0 for page in manager.current.run.pager._pages), flush=True)
 manager.close()
 print("closed", flush=True)
 """

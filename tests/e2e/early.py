@@ -10,7 +10,7 @@ from e2e.twins import Twins
 
 def updated_early(pair: Twins) -> set[int]:
     """Return the groups that are updated before `optimizer.step()` is called."""
-    return set(pair.manager._run.model.updates._done)
+    return set(pair.manager.current.run.model.updates._done)
 
 
 def train(pair: Twins, run: Callable[[Any, Any], Any], steps: int) -> list[set[int]]:

@@ -122,7 +122,7 @@ def test_a_step_that_fails_is_not_undone_without_what_the_forward_changed(
         def fail(*_: Any) -> None:
             raise swapper.IoError("read", "the drive", 0, 4096, 5)
 
-        monkeypatch.setattr(type(manager._run.model._sweep), "end", fail)
+        monkeypatch.setattr(type(manager.current.run.model._sweep), "end", fail)
         with pytest.raises(swapper.IoError):
             go(model, optimizer, range(3, 4))
         monkeypatch.undo()

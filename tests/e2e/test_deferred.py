@@ -255,7 +255,7 @@ def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come
 def open_step(pair: Twins) -> None:
     """Train so that a step is open whose updates are all still to be done."""
     pair.train(train_step, steps=3)
-    assert pair.manager._run.model.update_is_open
+    assert pair.manager.current.run.model.update_is_open
 
 
 def test_gather_finishes_the_step(deferred: MakeTwins) -> None:
@@ -305,7 +305,7 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 def test_parameters_in_memory_are_never_seen_before_their_update(deferred: MakeTwins, name: str) -> None:
     pair = deferred(Net(depth=2), params="host")
     pair.train(never_zero, steps=2)
-    assert pair.manager._run.model.update_is_open
+    assert pair.manager.current.run.model.update_is_open
     pair.both(lambda model, _: LOOKS[name](model))
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
@@ -352,7 +352,7 @@ def test_a_run_that_is_closed_goes_on_from_its_last_step(tmp_path: Path) -> None
 
 def fail_in_the_middle(pair: Twins) -> None:
     """Have the update of one of the next runs of elements fail, once."""
-    sweep = pair.manager._run.model._sweep
+    sweep = pair.manager.current.run.model._sweep
     apply, calls = sweep._apply, iter(range(100))
 
     def fail_once(run: Any) -> None:
@@ -372,7 +372,7 @@ def test_an_update_that_fails_in_a_forward_can_be_done_again(deferred: MakeTwins
     with pytest.raises(RuntimeError, match="in the middle"):
         pair.swapped(tokens())
     pair.check_pager()
-    assert pair.manager._run.model.update_is_open
+    assert pair.manager.current.run.model.update_is_open
     pair.train(train_step, steps=2)
     pair.finish()
 

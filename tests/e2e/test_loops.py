@@ -127,7 +127,7 @@ def test_frozen_weights_beside_adapters_are_never_written(twins: MakeTwins) -> N
         block.up, block.down = Adapted(block.up), Adapted(block.down)
     pair = twins(model)
     frozen = [
-        page for section in pair.manager._run.sections for page in section.pages if section.plan.family == "param"
+        page for section in pair.manager.current.run.sections for page in section.pages if section.plan.family == "param"
         and all(not pair.swapped.get_parameter(slot.spec.owner).requires_grad for slot in section.plan.slots)
     ]  # fmt: skip
     places = [(page.location, page.crc32) for page in frozen]

@@ -473,7 +473,7 @@ def test_a_branch_by_data_is_bit_equal(twins: MakeTwins) -> None:
 
     pair = twins(Mixture(), partial(torch.optim.AdamW, lr=0.03))
     pair.train(run, steps=10)
-    pair.manager._run.pager.check()
+    pair.manager.current.run.pager.check()
     pair.assert_same_parameters()
     pair.assert_same_state()
     assert pair.manager.counters.bytes_read > 0

@@ -278,17 +278,17 @@ def test_a_gradient_that_did_not_reach_its_pages_is_not_used(paged: MakeTwins) -
     pair = paged()
     pair.train(step, steps=2)
     backward(pair.swapped)
-    acquire = pair.manager._run.pager.acquire
+    acquire = pair.manager.current.run.pager.acquire
 
     def fail(access: Any) -> None:
         if access.key == ("grad", "layers.3.weight", 1):
             raise swapper.IoError("read", "scratch", 0, 4096, 5)
         acquire(access)
 
-    pair.manager._run.pager.acquire = fail
+    pair.manager.current.run.pager.acquire = fail
     with pytest.raises(swapper.IoError):
         backward(pair.swapped)
-    pair.manager._run.pager.acquire = acquire
+    pair.manager.current.run.pager.acquire = acquire
     for use in (lambda: pair.manager.clip_grad_norm_(1.0), lambda: backward(pair.swapped)):
         with pytest.raises(swapper.StateError, match=r"layers\.3\.weight did not reach its pages whole .* zero_grad"):
             use()

@@ -46,19 +46,19 @@ def test_a_pool_that_holds_everything_reads_nothing_back(twins: MakeTwins) -> No
 def test_every_backend_is_bit_equal(twins: MakeTwins, backend: str) -> None:
     pair = twins(Net(), backend=backend)
     pair.train(train_step, steps=5)
-    assert pair.manager._run.engine.backend == backend
+    assert pair.manager.current.run.engine.backend == backend
     pair.finish()
 
 
 def test_a_step_reads_and_writes_what_the_pool_cannot_hold_and_no_more(twins: MakeTwins) -> None:
     pair = twins(Net())
     pair.train(train_step, steps=3)
-    pair.manager._run.pager.flush()
+    pair.manager.current.run.pager.flush()
     before = pair.manager.counters.snapshot()
     pair.train(train_step, steps=4)
-    pair.manager._run.pager.flush()
+    pair.manager.current.run.pager.flush()
     after = pair.manager.counters.snapshot()
-    sections = pair.manager._run.sections
+    sections = pair.manager.current.run.sections
     params = sum(p.nbytes for s in sections if s.plan.family == "param" for p in s.pages)
     state = sum(p.nbytes for s in sections if s.plan.family == "state" for p in s.pages)
     small = sum(section.plan.nbytes for section in sections if section.resident)  # written by each commit

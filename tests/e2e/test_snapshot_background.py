@@ -51,7 +51,7 @@ def test_nothing_is_written_by_the_call_and_no_payload_by_the_snapshot(tmp_path:
             if snapshots:
                 before = run.manager.counters.bytes_written
                 ticket = run.manager.snapshot(tmp_path / f"{number}.pt")
-                resident = sum(section.plan.nbytes for section in run.manager._run.sections if section.resident)
+                resident = sum(section.plan.nbytes for section in run.manager.current.run.sections if section.resident)
                 assert run.manager.counters.bytes_written - before <= resident or not ticket.done
         run.manager.close()
         written.append(run.manager.counters.bytes_written)
@@ -86,7 +86,7 @@ def test_a_failure_nobody_asked_for_is_raised_by_the_next_snapshot_or_by_close(t
         run.manager.snapshot(folder / "a.pt")
         folder.rmdir()
         run.train(2)
-        run.manager._run.publisher.finish()
+        run.manager.current.run.publisher.finish()
         with pytest.raises(swapper.CheckpointError, match="was removed"):
             run.manager.snapshot(tmp_path / "b.pt") if again else run.manager.close()
         assert not (tmp_path / "b.pt").exists()
@@ -203,8 +203,8 @@ def test_without_crash_resume_it_takes_half_the_space_and_snapshots_work(tmp_pat
         path = manager.snapshot(tmp_path / "a.pt").result()
         for number in range(3, 6):
             killed_run.train_step(model, optimizer, scheduler, number)
-        manager._run.pager.flush()  # without commits pages are written when their frame is needed
-        manager._run.committer.finish()
+        manager.current.run.pager.flush()  # without commits pages are written when their frame is needed
+        manager.current.run.committer.finish()
         assert len(list(files.glob("*.swap"))) == 1
         assert not (files / "commit.pt").exists()
         assert verify(path)[0].faults == []

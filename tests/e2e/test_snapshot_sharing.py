@@ -60,10 +60,10 @@ def losses_of_an_unharmed_run(steps: int) -> list[float]:
 def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
-    run.manager._run.committer.finish()
+    run.manager.current.run.committer.finish()
     written = run.manager.counters.bytes_written
     path = run.manager.snapshot(tmp_path / "a.pt").result()
-    resident = sum(section.plan.nbytes for section in run.manager._run.sections if section.resident)
+    resident = sum(section.plan.nbytes for section in run.manager.current.run.sections if section.resident)
     assert run.manager.counters.bytes_written - written == resident
     assert path.stat().st_nlink == 2
     assert path.stat().st_ino in {file.stat().st_ino for file in run.swap_files.glob("*.swap")}
@@ -79,7 +79,7 @@ def test_training_on_does_not_change_it_and_lets_the_file_go(tmp_path: Path) -> 
         before = [digest(path) for path, _ in paths]
         run.train(3)
         assert [digest(path) for path, _ in paths] == before
-    run.manager._run.committer.finish()
+    run.manager.current.run.committer.finish()
     assert len(run.names()) == 2
     assert all(path.stat().st_nlink == 1 for path, _ in paths)
     for path, step in paths:
@@ -105,7 +105,7 @@ def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Pa
     run.train(2)
     path = run.manager.snapshot(tmp_path / "a.pt").result()
     run.train(3)
-    run.manager._run.committer.finish()
+    run.manager.current.run.committer.finish()
     assert len(run.names()) == 3  # the frozen parameters are in the snapshot's file only
     path.chmod(0o600)
     with path.open("r+b") as file:
@@ -122,7 +122,7 @@ def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
     """While it reads what the last commit names, there is no other commit, and no step writes there."""
     run = Run(tmp_path, freeze=True)
     run.train(3)
-    run.manager._run.committer.finish()
+    run.manager.current.run.committer.finish()
     go_on, reached = threading.Event(), threading.Event()
 
     def copy_late(*arguments: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
         losses += run.train(1)
     else:
         losses += run.train(1)  # everything is written anew; what is in the snapshot is needed by the last commit only
-        run.manager._run.pager.flush()
+        run.manager.current.run.pager.flush()
         with path.open("r+b") as file:
             file.truncate(100_000)
     losses += run.train(2)
@@ -276,7 +276,7 @@ def test_the_commit_before_goes_with_the_next_commit(tmp_path: Path) -> None:
     run.train(3)
     run.manager.snapshot(tmp_path / "a.pt").result()
     run.train(1)
-    run.manager._run.committer.finish()
+    run.manager.current.run.committer.finish()
     assert not (run.swap_files / FALLBACK_NAME).exists()
     assert len(run.names()) == 2
     run.manager.close()

@@ -31,7 +31,7 @@ def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
     before = pair.manager.counters.read_bytes["param"]
     pair.train(run, steps=3)
     read = pair.manager.counters.read_bytes["param"] - before
-    params = sum(p.nbytes for s in pair.manager._run.sections if s.plan.family == "param" for p in s.pages)
+    params = sum(p.nbytes for s in pair.manager.current.run.sections if s.plan.family == "param" for p in s.pages)
     return read / 3 / params
 
 

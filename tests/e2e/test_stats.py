@@ -63,7 +63,7 @@ def test_bytes_by_kind_and_phase_are_those_that_the_engine_moved(twins: MakeTwin
     for _ in range(8):
         pair.both(step)
         steps.append(manager.stats())
-    manager._run.engine.drain()  # what was submitted is done
+    manager.current.run.engine.drain()  # what was submitted is done
     counters = manager.counters
     assert sum(counters.read_bytes.values()) == counters.bytes_read
     assert sum(counters.written_bytes.values()) == counters.bytes_written

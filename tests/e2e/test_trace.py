@@ -48,13 +48,13 @@ def test_a_trace_has_every_transfer_phase_and_update_of_its_time(twins: MakeTwin
     manager = pair.manager
     assert manager is not None
     pair.train(train_step, steps=2)
-    manager._run.engine.drain()
-    manager._run.pager.flush()
+    manager.current.run.engine.drain()
+    manager.current.run.pager.flush()
     before = manager.counters.snapshot()
     with manager.trace(tmp_path / "trace.json"):
         pair.train(train_step, steps=2)
-        manager._run.engine.drain()
-        manager._run.pager.wait_for_writes()
+        manager.current.run.engine.drain()
+        manager.current.run.pager.wait_for_writes()
     after = manager.counters.snapshot()
     spans = spans_of(tmp_path / "trace.json")
     moved = {track: sum(s["args"]["nbytes"] for s in spans if s["cat"] == track) for track in ("reads", "writes")}

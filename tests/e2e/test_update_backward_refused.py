@@ -237,7 +237,7 @@ def test_a_backward_that_fails_is_undone(backward: MakeTwins, next_use: str) -> 
 
 def fail_in_the_middle(pair: Twins) -> None:
     """Have the update of one of the next runs of elements fail, once."""
-    sweep = pair.manager._run.model._sweep
+    sweep = pair.manager.current.run.model._sweep
     apply, calls = sweep._apply, iter(range(100))
 
     def fail_once(run: Any) -> None:
@@ -303,7 +303,7 @@ def test_a_run_that_is_closed_between_backward_and_step_goes_on_from_the_step_be
                 losses.append(train_step(model, optimizer))
             if more:
                 loss_of(model, tokens()).backward()
-                assert manager._run.model.update_is_open
+                assert manager.current.run.model.update_is_open
         return losses
 
     torch.manual_seed(0)

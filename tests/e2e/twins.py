@@ -155,14 +155,14 @@ class Twins:
     def check_pager(self) -> None:
         """Assert that no lease is left and that every frame is accounted for."""
         assert self.manager is not None
-        self.manager._run.pager.check()
+        self.manager.current.run.pager.check()
         assert leased_pages(self.manager) == []
 
     def assert_paged(self) -> None:
         """Assert that the run was one: what lives on the drive is larger than the pool, and came from there."""
         assert self.manager is not None
         stats = self.manager.counters
-        on_drive = sum(page.nbytes for section in self.manager._run.sections for page in section.pages)
+        on_drive = sum(page.nbytes for section in self.manager.current.run.sections for page in section.pages)
         assert on_drive > 1.5 * stats.pool_bytes, f"{on_drive} bytes on the drive, {stats.pool_bytes} of pool"
         # Each step uses all of it, and no more than the pool can stay from one to the next.
         assert stats.bytes_read >= (stats.step - 1) * (on_drive - stats.pool_bytes) > 0, stats
@@ -217,7 +217,7 @@ def named_budget(error: swapper.BudgetError) -> int:
 
 def send_away(manager: swapper.SwapManager) -> None:
     """Evict every page: what is not gathered or gone for by a module is not in memory by chance either."""
-    pager = manager._run.pager
+    pager = manager.current.run.pager
     pager.flush()
     while any(page.residency is not Residency.COLD for page in pager._pages):
         with pager._lock:
@@ -229,7 +229,7 @@ def send_away(manager: swapper.SwapManager) -> None:
 
 
 def leased_pages(manager: swapper.SwapManager) -> list[Any]:
-    return [page for page in manager._run.pager._pages if page.leases]
+    return [page for page in manager.current.run.pager._pages if page.leases]
 
 
 def assert_same(actual: Any, expected: Any, where: str = "result") -> None:

@@ -1,8 +1,8 @@
 """Who may import whom. The architecture is one-way; these rules keep it so.
 
 Python: errors, config, headroom, counters, stats, trace, watchdog, interrupts, directory and the data plane (_C), then io, core,
-device, modules, then train, infer and checkpoint side by side, then the plan, the request, the run, its changes (regroup), the
-manager (and with it `import swapper`), then integrations and cli. C++: base, cuda, memory, io, bindings, tests.
+device, modules, then train, infer and checkpoint side by side, then the plan, the request, the run, its changes (regroup), its
+steps, the manager (and with it `import swapper`), then integrations and cli. C++: base, cuda, memory, io, bindings, tests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ PYTHON_LAYERS = [
     {"train", "infer", "checkpoint"},
     {"plan"},
     {"request"},
-    {"run"},
-    {"regroup"},
+    {"user_state", "run"},
+    {"current", "regroup"},
+    {"steps"},
     {"manager", "swapper"},
     {"integrations", "cli"},
 ]
