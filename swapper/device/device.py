@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, DeviceError
-from swapper.io.registered import register, unregister
+from swapper.io.registered import CUDA
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
 
@@ -123,14 +123,12 @@ class Device:
         return self.device.type == "cuda"  # ROCm too; torch has no such call for others
 
     def register(self, address: int, nbytes: int) -> str:
-        """Register host memory. Returns "", or why it is not.
-
-        To be called in a thread that does nothing else with the device: CUDA keeps an error for the thread's next call.
-        """
-        return "" if register(address, nbytes) else f"{nbytes} bytes of the pool were refused; see the log"
+        """Register host memory. Returns "", or why it is not. For `swapper.io.registered.Registration` and its threads."""
+        with self._module.device(self.device):  # a thread begins with the first device, and would use memory there
+            return CUDA.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        unregister(address)
+        CUDA.unregister(address)
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:

@@ -17,7 +17,6 @@ from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
 from swapper.counters import Counters
 from swapper.device.device import Device
-from swapper.device.registration import Registration
 from swapper.errors import InvariantError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import Blueprint
@@ -25,6 +24,7 @@ from swapper.infer.files import WeightFiles
 from swapper.infer.matching import Recipe
 from swapper.infer.placement import Placement
 from swapper.infer.runs import Run
+from swapper.io.registered import Registration, slabs
 
 HEAD_BYTES = 32 << 20
 """Of the frames' memory, what is taken before the first read; the rest is taken while the first pass reads."""
@@ -80,9 +80,8 @@ class Streaming:
             self._pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
             if device is not None:
                 self._frames = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
-                self._registration = Registration(
-                    device, arena, pool_offset, placement.page_bytes, placement.frame_count
-                )
+                parts = slabs(pool_offset, placement.frame_count * placement.page_bytes, placement.page_bytes)
+                self._registration = Registration(device, arena, parts)
             self._pager = Pager(pages, self._pool, self._files, Schedule(self.cycle), counters)
             source.check_unchanged()
         except BaseException:

@@ -1,48 +1,186 @@
 """Host memory that CUDA knows, so that copies between it and a device are a single transfer by the device.
 
 What the kernel alone has locked is copied once more by CUDA, into locked memory of its own, at a fraction of the speed. Memory is
-registered once and for long, never for a transfer.
+registered once and for long, never for a transfer: an arena in slabs, by threads, behind those that take it from the system. So
+nobody waits for it, and memory that is not registered yet is copied all the same, more slowly.
+
+[Note: slabs] A copy must not go across the border of two registrations: CUDA refuses it. So a slab is of whole units (frames,
+slots), and what copies runs without units cuts them there.
+
+[Note: own threads] CUDA keeps the error of a refused registration for the next call of the same thread. The threads here do
+nothing else with the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import Any
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from swapper.errors import IoError
+
 logger = logging.getLogger("swapper.io")
+
+SLAB_BYTES = 256 << 20
+THREADS = 2
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
-def register(address: int, nbytes: int) -> bool:
-    """Registers host memory with CUDA. False, and a line in the log with the reason, where it is refused.
+class Registrar(Protocol):
+    """What knows how to have a device know host memory: CUDA, or a `swapper.device.device.Device`."""
 
-    Take it back by `unregister` before the memory goes.
+    @property
+    def can_register(self) -> bool: ...
+    def register(self, address: int, nbytes: int) -> str:
+        """Return "", or why it is refused."""
+        ...
+
+    def unregister(self, address: int) -> None: ...
+    def synchronize(self) -> None:
+        """Wait until nothing is copied any more."""
+        ...
+
+
+class Memory(Protocol):
+    """What is needed of an arena (`swapper._C.Arena`)."""
+
+    @property
+    def address(self) -> int: ...
+    def wait_taken(self, nbytes: int, /) -> None: ...
+
+
+class CudaRegistrar:
+    """CUDA's own registration, for all of its devices; ROCm's is the same.
+
+    Args:
+        runtime: torch's binding of CUDA's runtime, looked up when it is first needed.
     """
-    if not torch.cuda.is_available():
-        return False
-    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cuda.cudaHostRegister(address, nbytes, _PORTABLE))
-    if status == 0:
-        return True
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the error stays behind for the next kernel's launch to find: let it be this one
-        torch.zeros(1, device="cuda")
-    logger.warning(
-        "CUDA does not register %d bytes of host memory: error %d; copies to and from devices will be slow",
-        nbytes,
-        status,
-    )
-    return False
+
+    def __init__(self, runtime: Any = None) -> None:
+        self._given = runtime
+
+    @property
+    def can_register(self) -> bool:
+        return self._given is not None or torch.cuda.is_available()
+
+    @property
+    def _runtime(self) -> Any:
+        return self._given if self._given is not None else torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def register(self, address: int, nbytes: int) -> str:
+        status = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        return "" if status == 0 else f"CUDA does not register {nbytes} bytes of host memory: error {status}"
+
+    def unregister(self, address: int) -> None:
+        status = int(self._runtime.cudaHostUnregister(address))
+        if status != 0:
+            logger.warning("CUDA does not end the registration of host memory: error %d", status)
+
+    def synchronize(self) -> None:
+        if self._given is None:
+            torch.cuda.synchronize()
 
 
-def unregister(address: int) -> None:
-    """Ends a registration. No copy may be under way."""
-    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cuda.cudaHostUnregister(address))
-    if status != 0:
-        logger.warning("CUDA does not end the registration of host memory: error %d", status)
+CUDA = CudaRegistrar()
+
+
+def slabs(offset: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int]]:
+    """Return [offset, offset + nbytes) in slabs of whole units, as (offset, bytes) each; pure. [Note: slabs]"""
+    step = max(SLAB_BYTES // unit_bytes, 1) * unit_bytes
+    return [(offset + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+
+
+class Registration:
+    """Owns what is registered of one arena, until `close`.
+
+    Args:
+        registrar: with whom.
+        memory: the arena.
+        parts: what of it, as `slabs` gives it.
+    """
+
+    def __init__(self, registrar: Registrar, memory: Memory, parts: Sequence[tuple[int, int]]) -> None:
+        self._registrar = registrar
+        self._memory = memory
+        self._addresses: list[int] = []  # of what is registered
+        finalizer = weakref.finalize(
+            self, _forget, registrar, self._addresses, memory
+        )  # of an owner that nobody closes
+        finalizer.atexit = False
+        self._lock = threading.Lock()
+        self._reason = "" if registrar.can_register else f"torch cannot register memory with {registrar}"
+        self._is_closing = False
+        self._left = iter(parts)
+        count = min(THREADS, len(parts)) if registrar.can_register else 0
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def describe(self) -> str:
+        """Return "registered", or why some of it is not."""
+        with self._lock:
+            return self._reason or "registered"
+
+    def wait(self) -> None:
+        """Wait until all of it is registered, or was refused."""
+        for thread in self._threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Nothing is copied any more: let the device forget the memory."""
+        self._is_closing = True
+        self.wait()
+        _unregister(self._registrar, self._addresses)
+
+    def _work(self) -> None:
+        for offset, nbytes in self._next():
+            try:
+                self._memory.wait_taken(offset + nbytes)
+                reason = self._registrar.register(self._memory.address + offset, nbytes)
+            except (IoError, RuntimeError) as error:
+                reason = str(error)
+            with self._lock:
+                if not reason:
+                    self._addresses.append(self._memory.address + offset)
+                    continue
+                if not self._reason:
+                    logger.warning("%s; copies to and from devices will be slow", reason)
+                self._reason = self._reason or reason
+
+    def _next(self) -> Iterator[tuple[int, int]]:
+        while not self._is_closing:
+            with self._lock:
+                part = next(self._left, None)
+            if part is None:
+                return
+            yield part
+
+
+def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:
+    """`memory` is here so that it lives until now."""
+    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing; when Python ends, no thread begins
+        if addresses:
+            registrar.synchronize()
+    with contextlib.suppress(RuntimeError):
+        _unregister(registrar, addresses)
+
+
+def _unregister(registrar: Registrar, addresses: list[int]) -> None:
+    """[Note: own threads]"""
+
+    def work() -> None:
+        for address in addresses:
+            with contextlib.suppress(RuntimeError):
+                registrar.unregister(address)
+
+    if addresses:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join()
+    addresses.clear()

@@ -20,7 +20,7 @@ import torch
 from swapper import _C
 from swapper.errors import IoError
 from swapper.io.elements import copy_in, copy_out
-from swapper.io.registered import register, unregister
+from swapper.io.registered import CUDA, Registrar, Registration, slabs
 
 SLOTS = 4
 SLOT_BYTES = 4 << 20
@@ -117,12 +117,14 @@ class StagedTransfer:
 
 
 class Staging:
-    """The ring and its thread. `close` waits for what was submitted."""
+    """The ring and its thread. `close` waits for what was submitted. CUDA learns of the slots with the first of its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self, registrar: Registrar = CUDA, device_type: str = "cuda") -> None:
         self._worker = ThreadPoolExecutor(1, "swapper-staging")
         self._slots: list[Slot] = []
-        self._registered: int | None = None  # the address by which CUDA knows the slots
+        self._registrar = registrar
+        self._device_type = device_type
+        self._registration: Registration | None = None
 
     def write(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
         """Writes the elements in row-major order from file offset `offset` on."""
@@ -140,9 +142,9 @@ class Staging:
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)
-        if self._registered is not None:
-            unregister(self._registered)
-            self._registered = None
+        if self._registration is not None:
+            self._registration.close()
+            self._registration = None
         self._slots = []
 
     def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
@@ -190,13 +192,13 @@ class Staging:
 
     def _ring(self, device: torch.device) -> list[Slot]:
         if not self._slots:
-            arena = _C.Arena(SLOTS * SLOT_BYTES)
-            memory = torch.frombuffer(arena.view(0, SLOTS * SLOT_BYTES), dtype=torch.uint8)
+            self._arena = _C.Arena(SLOTS * SLOT_BYTES)
+            memory = torch.frombuffer(self._arena.view(0, SLOTS * SLOT_BYTES), dtype=torch.uint8)
             starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
-            self._slots = [Slot(arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
-        address = self._slots[0].address
-        if device.type == "cuda" and self._registered is None and register(address, SLOTS * SLOT_BYTES):
-            self._registered = address
+            self._slots = [Slot(self._arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
+        if device.type == self._device_type and self._registration is None:
+            self._registration = Registration(self._registrar, self._arena, slabs(0, SLOTS * SLOT_BYTES, SLOT_BYTES))
+            self._registration.wait()
         return self._slots
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swapper import _C, AioHandle, GdsFile, GdsHandle, checkpoint
-from swapper.io.registered import register, unregister
+from swapper.io.registered import CUDA, Registration, slabs
 
 pytestmark = pytest.mark.gpu
 
@@ -105,17 +105,26 @@ def test_checkpoints_of_device_tensors_are_torchs(tmp_path: Path, is_pinned: boo
 def test_an_arena_is_registered_and_copied_from_at_once() -> None:
     nbytes = 8 << 20
     arena = _C.Arena(nbytes)
-    assert register(arena.address, nbytes)
+    registration = Registration(CUDA, arena, slabs(0, nbytes, 4096))
+    registration.wait()
+    assert registration.describe() == "registered"
     memory = torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8)
     assert memory.is_pinned()
     memory.copy_(noise(nbytes))
     on_device = memory.to("cuda", non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(on_device.cpu(), memory)
-    unregister(arena.address)
+    registration.close()
     assert not memory.is_pinned()
 
 
 def test_memory_that_cannot_be_registered_leaves_no_error_behind() -> None:
-    assert not register(4096, 4096)
+    class Nowhere:
+        address = 4096
+
+        def wait_taken(self, nbytes: int, /) -> None: ...
+
+    registration = Registration(CUDA, Nowhere(), [(0, 4096)])
+    registration.wait()
+    assert "error" in registration.describe()
     assert torch.ones(10, device="cuda").sum().item() == 10

@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from infer.host_device import HostDevice, Registering
 
+from swapper import _C
 from swapper.core.layout import SECTOR_BYTES
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
-from swapper.device.registration import SLAB_BYTES, Registration
 from swapper.device.storage import DeviceStorage
 from swapper.errors import BudgetError, IoError
 from swapper.infer.device_placement import place_on_device
 from swapper.infer.placement import Demand, place
+from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
+from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
 
 SIZES = st.lists(st.integers(0, 20_000), min_size=1, max_size=12)
 
@@ -130,14 +132,14 @@ class Memory:
 @pytest.mark.parametrize("frame_bytes", [1 << 20, 3 << 20, SLAB_BYTES + 4096])
 def test_all_frames_are_registered_and_none_lies_in_two_slabs(frame_bytes):
     device, offset, count = Registering(), 8192, 1000
-    registration = Registration(device, Memory(), offset, frame_bytes, count)
+    registration = Registration(device, Memory(), slabs(offset, count * frame_bytes, frame_bytes))
     registration.wait()
     assert registration.describe() == "registered"
-    slabs = sorted(device.registered.items())
-    assert slabs[0][0] == Memory.address + offset
-    assert sum(nbytes for _, nbytes in slabs) == count * frame_bytes
-    assert all(a + nbytes == b for (a, nbytes), (b, _) in pairwise(slabs))
-    assert all(nbytes % frame_bytes == 0 for _, nbytes in slabs)
+    registered = sorted(device.registered.items())
+    assert registered[0][0] == Memory.address + offset
+    assert sum(nbytes for _, nbytes in registered) == count * frame_bytes
+    assert all(a + nbytes == b for (a, nbytes), (b, _) in pairwise(registered))
+    assert all(nbytes % frame_bytes == 0 for _, nbytes in registered)
     assert threading.current_thread() not in device.threads
     registration.close()
     assert device.registered == {}
@@ -146,7 +148,7 @@ def test_all_frames_are_registered_and_none_lies_in_two_slabs(frame_bytes):
 def test_a_refused_registration_is_told_and_the_rest_goes_on():
     frame = SLAB_BYTES // 2
     device = Registering(refused={Memory.address + 2 * frame})
-    registration = Registration(device, Memory(), 0, frame, 8)
+    registration = Registration(device, Memory(), slabs(0, 8 * frame, frame))
     registration.wait()
     assert len(device.registered) == 3
     assert "error 2" in registration.describe()
@@ -156,8 +158,77 @@ def test_a_refused_registration_is_told_and_the_rest_goes_on():
 
 def test_memory_that_the_system_refuses_is_not_registered():
     device = Registering()
-    registration = Registration(device, Memory(most=SLAB_BYTES), 0, SLAB_BYTES, 3)
+    registration = Registration(device, Memory(most=SLAB_BYTES), slabs(0, 3 * SLAB_BYTES, SLAB_BYTES))
     registration.wait()
     assert list(device.registered.values()) == [SLAB_BYTES]
     assert "take" in registration.describe()
     registration.close()
+
+
+class Runtime:
+    """CUDA's runtime as torch binds it; `refused` registrations get an error."""
+
+    def __init__(self, refused=frozenset(), foreign=frozenset()):
+        self.refused, self.foreign = refused, foreign
+        self.registered = {}
+        self.threads = set()
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.threads.add(threading.current_thread())
+        assert flags == 1, "registered for one device only"
+        if address in self.refused:
+            return 712
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address):
+        self.threads.add(threading.current_thread())
+        return 713 if self.registered.pop(address, None) is None or address in self.foreign else 0
+
+
+def test_what_cuda_refuses_is_told_by_its_number_and_no_error_stays_in_the_users_thread(caplog):
+    runtime = Runtime(refused={Memory.address + SLAB_BYTES}, foreign={Memory.address})
+    registration = Registration(CudaRegistrar(runtime), Memory(), slabs(0, 3 * SLAB_BYTES, 4096))
+    registration.wait()
+    assert registration.describe() == f"CUDA does not register {SLAB_BYTES} bytes of host memory: error 712"
+    assert len(runtime.registered) == 2
+    registration.close()
+    assert runtime.registered == {}
+    assert threading.current_thread() not in runtime.threads
+    assert "error 712; copies to and from devices will be slow" in caplog.text
+    assert "does not end the registration of host memory: error 713" in caplog.text
+
+
+def test_what_nobody_closes_is_forgotten_with_its_owner():
+    runtime = Runtime()
+    registration = Registration(CudaRegistrar(runtime), Memory(), slabs(0, SLAB_BYTES, 4096))
+    registration.wait()
+    assert len(runtime.registered) == 1
+    del registration
+    assert runtime.registered == {}
+
+
+def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_path):
+    runtime, engine = Runtime(), _C.Engine(backend="threads")
+    staging = Staging(CudaRegistrar(runtime), device_type="cpu")
+    file = _C.File(str(tmp_path / "x"), create=True)
+
+    def move(offset, address, nbytes):
+        yield engine.write(file, offset, address, nbytes)
+
+    matrix = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    for _ in range(2):
+        staging.write(matrix.t(), 0, "x", move).wait()
+        assert list(runtime.registered.values()) == [SLOTS * SLOT_BYTES]
+    staging.close()
+    assert runtime.registered == {}
+    assert (tmp_path / "x").read_bytes() == bytes(matrix.t().flatten().tolist())
+
+
+@given(st.integers(0, 1 << 40), st.integers(1, 200), st.sampled_from([4096, 5 << 20, SLAB_BYTES, SLAB_BYTES + 4096]))
+def test_slabs_hold_whole_units_and_all_of_them(offset, count, unit_bytes):
+    parts = slabs(offset, count * unit_bytes, unit_bytes)
+    assert parts[0][0] == offset and sum(nbytes for _, nbytes in parts) == count * unit_bytes
+    assert all(begin + nbytes == after for (begin, nbytes), (after, _) in pairwise(parts))
+    assert all(nbytes % unit_bytes == 0 for _, nbytes in parts)
+    assert all(nbytes <= max(SLAB_BYTES, unit_bytes) for _, nbytes in parts)

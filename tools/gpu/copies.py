@@ -8,7 +8,7 @@ import torch
 
 from gpu.bench import Bench, Row, check_equal, ratio
 from swapper import _C
-from swapper.io.registered import register, unregister
+from swapper.io.registered import CUDA, Registration, slabs
 
 UP, DOWN = "arena -> device", "device -> arena"
 BAR = 0.95
@@ -22,8 +22,10 @@ def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
 def arena_copies(bench: Bench) -> Iterator[Row]:
     nbytes = bench.size(1 << 30, 1 << 20)
     arena = _C.Arena(nbytes)
-    if not bench.is_rehearsal and not register(arena.address, nbytes):
-        reason = "CUDA does not register the arena; the log says why"
+    registration = Registration(CUDA, arena, slabs(0, nbytes, nbytes))  # one slab: the copy is one
+    registration.wait()
+    if not bench.is_rehearsal and registration.describe() != "registered":
+        reason = registration.describe()
         yield from (Row(figure, f"{BAR} of the best pinned copy", reason=reason) for figure in (UP, DOWN))
         return
     ours, theirs = torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8), pinned(bench, nbytes)
@@ -42,8 +44,7 @@ def arena_copies(bench: Bench) -> Iterator[Row]:
     )
     check_equal(ours, wanted, DOWN)
     yield ratio(DOWN, nbytes, down[1], nbytes / down[0], "the best pinned copy", BAR)
-    if not bench.is_rehearsal:
-        unregister(arena.address)
+    registration.close()
 
 
 def link_rates(bench: Bench) -> tuple[float, float]:
