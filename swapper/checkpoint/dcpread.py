@@ -6,7 +6,6 @@ files. Each tensor is one or more chunks, each chunk an item: a torch.save of it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint.chunks import Chunk, ChunkedTensor
+from swapper.checkpoint.joined import Extent, JoinedFile
 from swapper.checkpoint.skeleton import Opaque, TensorView, read_skeleton
 from swapper.checkpoint.sources import FileStamp, Source, StoredTensor
 from swapper.checkpoint.torchfile import opened, read_item
@@ -21,34 +22,6 @@ from swapper.errors import CheckpointError, IoError
 
 METADATA_NAME = ".metadata"
 _MOST_METADATA_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor: where in the tensor it begins, and where in a file it lies."""
-
-    offsets: tuple[int, ...]
-    stored: StoredTensor
-
-
-@dataclass(frozen=True)
-class ChunkedTensor:
-    """A tensor in chunks that tile it, in the order of their offsets."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    def in_rows(self) -> bool:
-        """Whether its bytes are those of the chunks one after the other."""
-        cursor = 0
-        for chunk in self.chunks:
-            whole = chunk.stored.shape[1:] == self.shape[1:] and not any(chunk.offsets[1:])
-            if not whole or (chunk.offsets and chunk.offsets[0] != cursor) or chunk.stored.stride is not None:
-                return False
-            cursor += chunk.stored.shape[0] if chunk.stored.shape else 0
-        return True
 
 
 @dataclass(frozen=True)
@@ -62,22 +35,27 @@ class DcpDirectory:
 
 
 def read(path: Path) -> Source:
-    """Return where the tensors lie, of a checkpoint none of whose tensors is in several chunks.
+    """Return where the tensors lie. Those in chunks along the first dimension are joined under the directory's own path.
 
     Raises:
-        CheckpointError: it is damaged, or a tensor is in several chunks.
+        CheckpointError: it is damaged.
         IoError: it cannot be read.
     """
     directory = read_directory(path)
-    tensors = {}
+    tensors: dict[str, StoredTensor] = {}
+    grids: dict[str, ChunkedTensor] = {}
+    joined = JoinedFile()
     for name, tensor in directory.tensors.items():
-        if len(tensor.chunks) != 1:
-            raise CheckpointError(
-                f"{path}: {name} is in {len(tensor.chunks)} chunks, so it cannot be read in place: `swapper export "
-                f"{path} NEW --to safetensors` joins them"
-            )
-        tensors[name] = tensor.chunks[0].stored
-    return Source(path, "dcp", tensors, directory.stamps, {})
+        if len(tensor.chunks) == 1:
+            tensors[name] = tensor.chunks[0].stored
+        elif tensor.in_rows():
+            parts = [chunk.stored for chunk in tensor.chunks]
+            offset = joined.add([Extent(part.path, part.offset, part.nbytes) for part in parts])
+            nbytes = sum(part.nbytes for part in parts)
+            tensors[name] = StoredTensor(name, path, offset, nbytes, tensor.dtype, tensor.shape)
+        else:
+            grids[name] = tensor
+    return Source(path, "dcp", tensors, directory.stamps, {}, {path: joined} if joined.nbytes else {}, grids)
 
 
 def read_directory(path: Path) -> DcpDirectory:
@@ -97,7 +75,7 @@ def read_directory(path: Path) -> DcpDirectory:
         places = {_index(index): _fields(info) for index, info in _fields(tree)["storage_data"].items()}
         tensors = {name: entry for name, entry in described.items() if "chunks" in _fields(entry)}
         found = {name: _chunked(path, name, _fields(entry), places) for name, entry in tensors.items()}
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
             f"{path / METADATA_NAME} is not one of torch.distributed.checkpoint ({type(error).__name__}: {error})"
         ) from error
@@ -130,15 +108,17 @@ def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dic
     for described in entry["chunks"]:
         fields = _fields(described)
         offsets, sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
+        if 0 in sizes and 0 not in shape:
+            continue  # a rank that got none of it: its offsets may be another chunk's
         place = places.get((name, offsets)) or places[name, None]
         stored = _locate(path, name, dtype, sizes, place)
         chunks.append(Chunk(offsets, stored))
     chunks.sort(key=lambda chunk: chunk.offsets)
-    if any(o + n > size for c in chunks for o, n, size in zip(c.offsets, c.stored.shape, shape, strict=True)):
-        raise ValueError(f"{name} has a chunk that is not inside of it")
-    if sum(chunk.stored.numel for chunk in chunks) != math.prod(shape):
-        raise ValueError(f"{name} of shape {shape} is not covered by its chunks")
-    return ChunkedTensor(name, dtype, shape, tuple(chunks))
+    if not chunks:
+        raise ValueError(f"{name} has no chunks")
+    tensor = ChunkedTensor(name, path, dtype, shape, tuple(chunks[:1] if 0 in shape else chunks))
+    tensor.check()
+    return tensor
 
 
 def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, Any]) -> StoredTensor:

@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from swapper.checkpoint import zero
-from swapper.checkpoint.dcpread import METADATA_NAME, ChunkedTensor, read_directory
+from swapper.checkpoint.assembling import AssembledTensor
+from swapper.checkpoint.chunks import ChunkedTensor
+from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
 from swapper.checkpoint.engines import engine_for, open_for, reserve
 from swapper.checkpoint.formats import (
     ExportTensor,
@@ -208,18 +210,15 @@ def _select_from_dcp(path: Path, what: str) -> Selection:
             prefix = ""
     chosen = {name: tensor for name, tensor in directory.tensors.items() if name.startswith(prefix)}
     left_out = [name for name in [*directory.tensors, *directory.others] if name not in chosen]
-    tensors = [_from_chunks(path, tensor, prefix) for tensor in chosen.values()]
+    tensors = [_from_chunks(tensor, prefix) for tensor in chosen.values()]
     return Selection(tensors, left_out, directory.stamps)
 
 
-def _from_chunks(path: Path, tensor: ChunkedTensor, prefix: str) -> ExportTensor:
+def _from_chunks(tensor: ChunkedTensor, prefix: str) -> ExportTensor:
+    name = tensor.name.removeprefix(prefix)
     if len(tensor.chunks) > 1 and not tensor.in_rows():
-        raise CheckpointError(
-            f"{path}: {tensor.name} is cut along other dimensions than the first, so its chunks cannot be joined on the way: "
-            "load it with torch.distributed.checkpoint, and save it"
-        )
-    parts = tuple(chunk.stored for chunk in tensor.chunks)
-    return ExportTensor(tensor.name.removeprefix(prefix), tensor.dtype, tensor.shape, parts)
+        return AssembledTensor.of(tensor, name)
+    return ExportTensor(name, tensor.dtype, tensor.shape, tuple(chunk.stored for chunk in tensor.chunks))
 
 
 def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:

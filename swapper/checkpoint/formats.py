@@ -27,7 +27,7 @@ from swapper.checkpoint.zipformat import Entry, descriptor, descriptor_nbytes, d
 from swapper.errors import CheckpointError
 
 ALIGNMENT = 4096
-_PIECES_AHEAD = 2
+PIECES_AHEAD = 2
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -44,8 +44,8 @@ class ExportTensor:
     def nbytes(self) -> int:
         return sum(part.numel for part in self.parts) * self.dtype.itemsize
 
-    def pieces(self, payloads: Payloads) -> Iterator[bytes] | None:
-        """What is written where that is made on the way; None where it is what the parts have."""
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor] | None:
+        """What is written, flat, where that is made on the way; None where it is what the parts have."""
         return None
 
 
@@ -66,41 +66,42 @@ class Payloads:
         """Append a tensor's elements."""
         pieces = tensor.pieces(self)
         if pieces is not None:
-            for data in pieces:
-                relay.append(data)
+            for piece in pieces:
+                _append(relay, piece, checksum)
             return
         for part in tensor.parts:
             if part.stride is None:
                 engine, file = self._open(part.path)
                 relay.append_read(engine, file, part.offset, part.nbytes, checksum)
                 continue
-            data = self._gathered(part)
-            relay.append(data)
-            if checksum is not None:
-                checksum.add_bytes(data)
+            _append(relay, self.gathered(part).view(-1), checksum)
 
     def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in their order, `count` at a time; the next ones are read meanwhile. No part has strides."""
+        pieces = tensor.pieces(self)
+        if pieces is not None:
+            yield from _rebatched(pieces, count)
+            return
         waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
         total = sum(part.numel for part in tensor.parts)
         try:
             for begin in range(0, total, count):
-                waiting.append(self._read_elements(tensor, begin, min(begin + count, total)))
-                if len(waiting) > _PIECES_AHEAD:
-                    yield _arrived(*waiting.popleft())
+                waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
+                if len(waiting) > PIECES_AHEAD:
+                    yield arrived(*waiting.popleft())
             while waiting:
-                yield _arrived(*waiting.popleft())
+                yield arrived(*waiting.popleft())
         finally:
             for _, tickets in waiting:
-                for ticket in tickets:
-                    drain(ticket)
+                settle(tickets)
 
-    def _read_elements(self, tensor: ExportTensor, begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
-        itemsize = tensor.dtype.itemsize
-        memory = torch.empty(end - begin, dtype=tensor.dtype)
+    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
+        """Begin to read elements [begin, end) of `parts`, one after the other; none has strides. Returns memory and tickets."""
+        itemsize = parts[0].dtype.itemsize
+        memory = torch.empty(end - begin, dtype=parts[0].dtype)
         tickets = []
-        first = 0  # element of the tensor with which a part begins
-        for part in tensor.parts:
+        first = 0  # element with which a part begins
+        for part in parts:
             low, high = max(begin, first), min(end, first + part.numel)
             if low < high:
                 engine, file = self._open(part.path)
@@ -115,8 +116,8 @@ class Payloads:
             self._files[path] = engine_for(path), open_for(path, read_only=True)
         return self._files[path]
 
-    def _gathered(self, part: StoredTensor) -> bytes:
-        """A tensor whose elements do not lie in order is brought into memory whole."""
+    def gathered(self, part: StoredTensor) -> torch.Tensor:
+        """A tensor whose elements do not lie in order is brought into memory whole, and into order."""
         engine, file = self._open(part.path)
         memory = torch.empty(part.nbytes, dtype=torch.uint8)
         ticket = engine.read(file, part.offset, memory.data_ptr(), part.nbytes)
@@ -126,17 +127,44 @@ class Payloads:
             drain(ticket)
         plain = torch.empty(part.shape, dtype=part.dtype)
         plain.copy_(memory.view(part.dtype).as_strided(part.shape, part.stride or ()))
-        return plain.view(-1).view(torch.uint8).numpy().tobytes()
+        return plain
 
 
-def _arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+def _append(relay: Relay, flat: torch.Tensor, checksum: Checksum | None) -> None:
+    data = flat.view(torch.uint8).numpy().tobytes()
+    relay.append(data)
+    if checksum is not None:
+        checksum.add_bytes(data)
+
+
+def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """Yield the same elements, `count` at a time."""
+    held: list[torch.Tensor] = []
+    for piece in pieces:
+        flat = torch.cat([*held, piece])
+        whole = flat.numel() // count * count
+        for begin in range(0, whole, count):
+            yield flat[begin : begin + count]
+        held = [flat[whole:]]
+    left = torch.cat(held)
+    if left.numel():
+        yield left
+
+
+def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+    """Return `memory` when it is read."""
     try:
         for ticket in tickets:
             ticket.wait()
     finally:
-        for ticket in tickets:
-            drain(ticket)
+        settle(tickets)
     return memory
+
+
+def settle(tickets: Iterable[Any]) -> None:
+    """The memory is let go: nothing may be on its way."""
+    for ticket in tickets:
+        drain(ticket)
 
 
 def write_safetensors(

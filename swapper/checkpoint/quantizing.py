@@ -57,7 +57,7 @@ class QuantisedTensor(ExportTensor):
     def nbytes(self) -> int:
         return math.prod(self.shape)
 
-    def pieces(self, payloads: Payloads) -> Iterator[bytes]:
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
         """Yield the file's bytes in their order."""
         if self.layout is None or self.original is None:
             raise AssertionError("a quantised tensor without its layout")
@@ -70,7 +70,7 @@ class QuantisedTensor(ExportTensor):
             except CheckpointError as error:
                 raise CheckpointError(f"{self.name} cannot be quantised: {error}; leave it with --keep") from error
             self.loss.add(values, self.layout.dequantise(stored, values.dtype))
-            yield stored.numpy().tobytes()
+            yield stored.view(-1)
 
 
 def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str]) -> list[ExportTensor]:

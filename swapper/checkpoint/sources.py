@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swapper.checkpoint.joined import Extent, JoinedFile
 from swapper.errors import CheckpointError, IoError
+
+if TYPE_CHECKING:
+    from swapper.checkpoint.chunks import ChunkedTensor
 
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80\x02"
@@ -92,6 +96,8 @@ class Source:
         tensors: by name, in the file's order.
         stamps: of every file that a tensor lies in, taken when its header was read.
         metadata: the format's own remarks, text to text.
+        joined: the files in `tensors` that do not exist: what lies in them lies in stretches of others (joined.py).
+        grids: tensors that are in chunks side by side, which no such file can hold; not in `tensors`.
     """
 
     path: Path
@@ -99,6 +105,23 @@ class Source:
     tensors: Mapping[str, StoredTensor]
     stamps: Mapping[Path, FileStamp]
     metadata: Mapping[str, str]
+    joined: Mapping[Path, JoinedFile] = field(default_factory=dict)
+    grids: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+
+    @property
+    def everything(self) -> dict[str, StoredTensor | ChunkedTensor]:
+        """`tensors` and `grids`."""
+        return {**self.tensors, **self.grids}
+
+    def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
+        """Yield where bytes [offset, offset + nbytes) of a file that tensors name really are, each with its place in that range."""
+        if path in self.joined:
+            return self.joined[path].extents(offset, nbytes)
+        return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])
+
+    def nbytes_of(self, path: Path) -> int:
+        """Return the size of a file that tensors name."""
+        return self.joined[path].nbytes if path in self.joined else self.stamps[path].nbytes
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
         """Raise CheckpointError if one of the files (all, if None) is not what it was when its header was read."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import cast
 
 from torch import nn
@@ -38,11 +39,6 @@ class StreamedGroup:
     runs: list[Run] = field(default_factory=list)
 
     @property
-    def needs_slots(self) -> bool:
-        """Whether a run lies where a drive may not be able to put it by itself."""
-        return any(run.file_offset % SECTOR_BYTES for run in self.runs)
-
-    @property
     def image_bytes(self) -> int:
         """What its weights take on a device, as they are stored."""
         return place_in_storage(part.nbytes for weight in self.weights for part in weight.recipe.parts)[1]
@@ -67,6 +63,7 @@ class Blueprint:
         demanded: for each expert that is a module of its own, the groups that are read when it runs.
         lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
         cuts: linear maps that are multiplied by some of their rows at a time.
+        joined: files that lie in stretches of others.
     """
 
     groups: list[StreamedGroup]
@@ -79,6 +76,7 @@ class Blueprint:
     experts: list[list[ExpertWeights]] = field(default_factory=list)
     demanded: list[tuple[int, ...]] = field(default_factory=list)
     cuts: list[CutLinear] = field(default_factory=list)
+    joined: Collection[Path] = ()
 
     @cached_property
     def used_groups(self) -> set[int]:
@@ -132,8 +130,10 @@ class Blueprint:
 
     @property
     def staging_bytes(self) -> int:
-        """Slots of the engine."""
-        most = MOST_STAGING_BYTES if any(group.needs_slots for group in self.groups) else LEAST_STAGING_BYTES
+        """Slots of the engine: more where a run lies where a drive may not be able to put it by itself."""
+        runs = [run for group in self.groups for run in group.runs]
+        needs_slots = any(run.file_offset % SECTOR_BYTES or run.path in self.joined for run in runs)
+        most = MOST_STAGING_BYTES if needs_slots else LEAST_STAGING_BYTES
         return min(most, max(SLOTS_BYTES, round_up(self.streamed_bytes // 32, SLOTS_BYTES)))
 
     def cache_bytes(self, budget_bytes: int) -> int:
@@ -164,8 +164,8 @@ class Blueprint:
         return sum(run.nbytes for group in self.groups for run in group.runs)
 
 
-def draw(model: nn.Module, matched: Match) -> Blueprint:
-    """Return the blueprint of `model` with the tensors that `match` found."""
+def draw(model: nn.Module, matched: Match, joined: Collection[Path] = ()) -> Blueprint:
+    """Return the blueprint of `model` with the tensors that `match` found; `joined` are files that lie in stretches of others."""
     by_id = {id(weight.parameter): weight for weight in matched.weights}
     small = [weight for weight in matched.weights if weight.recipe.stored_bytes <= SMALL_BYTES]
     stays = {id(weight.parameter) for weight in small}
@@ -178,6 +178,7 @@ def draw(model: nn.Module, matched: Match) -> Blueprint:
         small,
         plan_runs([part for weight in small for part in weight.recipe.parts]),
         sum(place.recipe.stored_bytes for place in matched.buffers),
+        joined=joined,
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from swapper import _C
-from swapper.checkpoint.sources import FileStamp
+from swapper.checkpoint.sources import Source
 from swapper.core.section import Page, Section
 from swapper.errors import CheckpointError, InvariantError
 
@@ -17,21 +17,21 @@ class WeightFiles:
 
     Args:
         engine: does the transfers.
-        stamps: the files, and what each looked like when its header was read.
+        source: the files, and what each looked like when its header was read.
 
     Raises:
         IoError: a file cannot be opened.
         CheckpointError: a file was changed since its header was read.
     """
 
-    def __init__(self, engine: Any, stamps: Mapping[Path, FileStamp]) -> None:
+    def __init__(self, engine: Any, source: Source) -> None:
         self._engine = engine
+        self._source = source
         self._files: dict[Path, Any] = {}
         self._backing: dict[Path, Any] = {}  # the same files through the page cache, for reads of any place
         self._paths: dict[Section, Path] = {}
-        self._sizes = {path: stamp.nbytes for path, stamp in stamps.items()}
         try:
-            for path, stamp in stamps.items():
+            for path, stamp in source.stamps.items():
                 self._files[path] = _C.File(str(path), read_only=True)
                 self._backing[path] = _C.File(str(path), read_only=True, direct=False)
                 if self._files[path].nbytes != stamp.nbytes:
@@ -49,17 +49,26 @@ class WeightFiles:
     def read(self, page: Page, address: int, after: Any = None) -> Any:
         """Submit a read of `page` into memory at `address`, as far as the file goes; returns its ticket."""
         path = self._paths[page.section]
-        nbytes = min(page.nbytes, self._sizes[path] - page.file_offset)
-        return self._engine.read(self._files[path], page.file_offset, address, nbytes, after=after)
+        nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
+        return self.read_into(path, page.file_offset, address, nbytes, after)
 
-    def read_into(self, path: Path, offset: int, address: int, nbytes: int) -> Any:
+    def read_into(self, path: Path, offset: int, address: int, nbytes: int, after: Any = None) -> Any:
         """Submit a read of any bytes of a file; returns its ticket."""
-        return self._engine.read(self._files[path], offset, address, nbytes)
+        tickets = []
+        try:
+            for at, extent in self._source.extents(path, offset, nbytes):
+                file = self._files[extent.path]
+                tickets.append(self._engine.read(file, extent.offset, address + at, extent.nbytes, after=after))
+        except BaseException:
+            AllOf(tickets).exception()  # the memory is the caller's again
+            raise
+        return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def file_of(self, page: Page) -> Any:
-        """Return the file that answers reads of the page's addresses while it is away; None if it ends within the page."""
+        """Return the file that answers reads of the page's addresses while it is away; None if it does not have all of it."""
         path = self._paths[page.section]
-        return self._backing[path] if page.file_offset + page.nbytes <= self._sizes[path] else None
+        whole = path in self._backing and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
+        return self._backing[path] if whole else None
 
     def write(self, page: Page, address: int) -> Any:
         raise InvariantError(f"{page} of a checkpoint would be written")
@@ -75,3 +84,41 @@ class WeightFiles:
     def close(self) -> None:
         for file in (*self._files.values(), *self._backing.values()):
             file.close()
+
+
+class AllOf:
+    """The completion of several reads: what the pager asks of a ticket."""
+
+    def __init__(self, tickets: Sequence[Any]) -> None:
+        self._tickets = tickets
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((ticket.error for ticket in self._tickets if ticket.error is not None), None)
+
+    @property
+    def submitted_s(self) -> float:
+        return min((ticket.submitted_s for ticket in self._tickets), default=0.0)
+
+    @property
+    def completed_s(self) -> float:
+        return max((ticket.completed_s for ticket in self._tickets), default=0.0)
+
+    def exception(self) -> Exception | None:
+        """Wait for all, and return the first error."""
+        found = [ticket.exception() for ticket in self._tickets]
+        return next((error for error in found if error is not None), None)
+
+    def wait(self) -> None:
+        """Wait for all.
+
+        Raises:
+            IoError: one failed; the others are over too.
+        """
+        error = self.exception()
+        if error is not None:
+            raise error

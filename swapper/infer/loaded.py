@@ -226,6 +226,10 @@ class LoadedModel:
         return recipe.from_parts([self._mapped(part) for part in recipe.parts])
 
     def _mapped(self, stored: StoredTensor) -> torch.Tensor:
+        if stored.path in self._source.joined:  # a mapping cannot put its stretches side by side
+            extents = [e for _, e in self._source.extents(stored.path, stored.offset, stored.nbytes)]
+            parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
+            return torch.cat([self._mapped(part) for part in parts]).view(stored.shape)
         if stored.path not in self._mappings:
             with stored.path.open("rb") as file:
                 self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

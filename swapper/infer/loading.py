@@ -123,7 +123,7 @@ class Budgets:
 
 
 def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:
-    blueprint = draw(model, matched)
+    blueprint = draw(model, matched, source.joined.keys())
     if budgets.device is None:
         fitting = fit(blueprint, budgets.host_bytes)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.checkpoint.chunks import ChunkedTensor
 from swapper.checkpoint.quantization import Layout, layouts_of
 from swapper.checkpoint.sources import Source, StoredTensor
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
@@ -145,7 +146,9 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     return Match(weights, buffers)
 
 
-def _recipe(stored: StoredTensor, dtype: torch.dtype | None, layout: Layout | None) -> Recipe:
+def _recipe(stored: StoredTensor | ChunkedTensor, dtype: torch.dtype | None, layout: Layout | None) -> Recipe:
+    if isinstance(stored, ChunkedTensor):
+        return _assembled(stored, dtype)
     if layout is not None:
         return dequantised(stored, layout, dtype or layout.torch_dtype)
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
@@ -153,18 +156,25 @@ def _recipe(stored: StoredTensor, dtype: torch.dtype | None, layout: Layout | No
     return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
 
 
+def _assembled(chunked: ChunkedTensor, dtype: torch.dtype | None) -> Recipe:
+    """Return the recipe of a tensor whose chunks lie side by side."""
+    wanted = dtype if dtype is not None and chunked.dtype.is_floating_point else chunked.dtype
+    parts = tuple(chunk.stored for chunk in chunked.chunks)
+    return Recipe(parts, lambda parts: chunked.assembled(parts, wanted), wanted)
+
+
 def dequantised(stored: StoredTensor, layout: Layout, dtype: torch.dtype) -> Recipe:
     """Return the recipe of a quantised tensor."""
     return Recipe((stored,), lambda parts: layout.dequantise(parts[0], dtype), dtype, by_rows=True)
 
 
-def shape_of(stored: StoredTensor, layout: Layout | None) -> tuple[int, ...]:
+def shape_of(stored: StoredTensor | ChunkedTensor, layout: Layout | None) -> tuple[int, ...]:
     """Return the shape of what `stored` holds, quantised or not.
 
     Raises:
         CheckpointError: a quantised tensor is not of the shape that its layout says.
     """
-    if layout is None:
+    if layout is None or isinstance(stored, ChunkedTensor):
         return stored.shape
     if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (layout.row_bytes,):
         raise CheckpointError(
@@ -174,15 +184,14 @@ def shape_of(stored: StoredTensor, layout: Layout | None) -> tuple[int, ...]:
     return (*stored.shape[:-1], layout.columns)
 
 
-def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor]:
+def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor | ChunkedTensor]:
     """Return the source's tensors under the model's names."""
+    tensors = source.everything
     if rename is None:
-        prefix = max(
-            ("", *NESTED), key=lambda p: sum(p + name in source.tensors for name in wanted)
-        )  # the first of equals
-        return {name.removeprefix(prefix): tensor for name, tensor in source.tensors.items() if name.startswith(prefix)}
-    found: dict[str, StoredTensor] = {}
-    for name, tensor in source.tensors.items():
+        prefix = max(("", *NESTED), key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    found: dict[str, StoredTensor | ChunkedTensor] = {}
+    for name, tensor in tensors.items():
         new = rename(name) if callable(rename) else rename.get(name, name)
         if new is None:
             continue
@@ -216,7 +225,9 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def _check_shape(name: str, shape: tuple[int, ...], stored: StoredTensor, layout: Layout | None) -> None:
+def _check_shape(
+    name: str, shape: tuple[int, ...], stored: StoredTensor | ChunkedTensor, layout: Layout | None
+) -> None:
     found = shape_of(stored, layout)
     if shape != found:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torch import nn
 
+from swapper.checkpoint.joined import JoinedFile
 from swapper.checkpoint.sources import FileStamp, Source
 from swapper.config import parse_host_memory
 from swapper.errors import ConfigError, StateError
@@ -50,6 +51,7 @@ class Room:
         together = Together()
         weights, buffers = [], []
         stamps: dict[Path, FileStamp] = {}
+        joined: dict[Path, JoinedFile] = {}
         for model, source, matched, _ in self._loads:
             name = type(model).__name__
             while name in together._modules:
@@ -58,11 +60,13 @@ class Room:
             weights += [replace(weight, name=f"{name}.{weight.name}") for weight in matched.weights]
             buffers += matched.buffers
             stamps.update(source.stamps)
+            joined.update(source.joined)
         first = self._loads[0][1]
         backends = {backend for *_, backend in self._loads}
         if len(backends) > 1:
             raise ConfigError(f"models that share memory have one backend, not {', '.join(sorted(backends))}")
-        return together, replace(first, tensors={}, stamps=stamps, metadata={}), Match(weights, buffers), backends.pop()
+        source = Source(first.path, first.kind, {}, stamps, {}, joined)
+        return together, source, Match(weights, buffers), backends.pop()
 
 
 _room: ContextVar[Room | None] = ContextVar("room", default=None)

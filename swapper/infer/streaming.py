@@ -73,7 +73,7 @@ class Streaming:
                 everything, placement.pool_bytes, head_bytes=HEAD_BYTES, windows=device is None
             )
             self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
-            self._files = WeightFiles(self.engine, source.stamps)
+            self._files = WeightFiles(self.engine, source)
             for group, sections in zip(blueprint.groups, self.sections, strict=True):
                 for run, section in zip(group.runs, sections, strict=True):
                     self._files.place(section, run.path)
@@ -111,7 +111,7 @@ class Streaming:
             raise InvariantError("the files are asked for before they were opened")
         tickets = []
         for run, section in zip(self._small_runs, self.small, strict=True):
-            nbytes = min(run.nbytes, self._source.stamps[run.path].nbytes - run.file_offset)
+            nbytes = min(run.nbytes, self._source.nbytes_of(run.path) - run.file_offset)
             tickets.append(self._files.read_into(run.path, run.file_offset, section.memory.data_ptr(), nbytes))
         tensors = []
         for stored in (part for recipe in buffers for part in recipe.parts):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint.chunks import ChunkedTensor
 from swapper.checkpoint.quantization import Layout
 from swapper.checkpoint.sources import StoredTensor
 from swapper.errors import UnsupportedError
@@ -41,6 +42,16 @@ class Dequantise:
         return self.layout.dequantise(stored, self.layout.torch_dtype)
 
 
+@dataclass(frozen=True)
+class Assemble:
+    """What the node of a tensor does that is in chunks side by side."""
+
+    chunked: ChunkedTensor
+
+    def __call__(self, *parts: torch.Tensor) -> torch.Tensor:
+        return self.chunked.assembled(parts, self.chunked.dtype)
+
+
 class Traced(torch.Tensor):
     """A tensor on the meta device that remembers how it was made."""
 
@@ -53,8 +64,12 @@ class Traced(torch.Tensor):
         return traced
 
     @classmethod
-    def of(cls, stored: StoredTensor, layout: Layout | None = None) -> Traced:
+    def of(cls, stored: StoredTensor | ChunkedTensor, layout: Layout | None = None) -> Traced:
         """Of a stored tensor; of a quantised one, what it becomes."""
+        if isinstance(stored, ChunkedTensor):
+            chunks = tuple(Node(stored=chunk.stored) for chunk in stored.chunks)
+            meta = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            return cls.wrap(meta, Node(None, Assemble(stored), chunks))
         dtype = stored.dtype if layout is None else layout.torch_dtype
         meta = torch.empty(shape_of(stored, layout), dtype=dtype, device="meta")
         node = Node(stored=stored)
@@ -107,6 +122,9 @@ def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
     if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # at once in the dtype that is wanted
         layout = inner.function.layout
         return lambda parts: layout.dequantise(parts[0], dtype)
+    if isinstance(inner, Node) and isinstance(inner.function, Assemble):
+        chunked = inner.function.chunked
+        return lambda parts: chunked.assembled(parts, dtype)
     return lambda parts: _replay(node, parts, numbers, {})
 
 

@@ -60,7 +60,7 @@ def from_pretrained(
         config = _read_config(cls, path)
     model_class = _model_class(cls, config)
     layouts = layouts_of(source.metadata, source.path)
-    traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.tensors.items()}
+    traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
     model: nn.Module = model_class.from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
     model.config.name_or_path = str(path)  # type: ignore[union-attr]
     _read_generation_config(model, path)

@@ -16,7 +16,7 @@ from torch import nn
 from swapper import _C
 from swapper.checkpoint.engines import drain, wait_for_all
 from swapper.checkpoint.sources import Source, StoredTensor, open_source
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError, InvariantError, UnsupportedError
 
 Initialise = Callable[[nn.Module], Any]
 
@@ -100,26 +100,29 @@ class Values:
 
     def _read(self, targets: list[tuple[str, Any]]) -> None:
         """Read stored tensors into tensors in memory, converting where dtypes differ."""
+        if self._source is None:
+            raise InvariantError("values are read of no checkpoint")
         files: dict[Any, Any] = {}
-        pending = []
+        pending: list[Any] = []
+        landed = []
         try:
             for name, target in targets:
                 stored = self._stored[name]
-                if stored.path not in files:
-                    files[stored.path] = _C.File(str(stored.path), read_only=True)
                 straight = stored.dtype == target.dtype and stored.stride is None
                 landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8)
-                if stored.nbytes:
-                    file = files[stored.path]
-                    ticket = self._engine.read(file, stored.offset, landing.data_ptr(), stored.nbytes)
-                    pending.append((ticket, stored, target, landing))
-            wait_for_all(ticket for ticket, *_ in pending)
-            for _, stored, target, landing in pending:
+                for at, extent in self._source.extents(stored.path, stored.offset, stored.nbytes):
+                    if extent.path not in files:
+                        files[extent.path] = _C.File(str(extent.path), read_only=True)
+                    address = landing.data_ptr() + at
+                    pending.append(self._engine.read(files[extent.path], extent.offset, address, extent.nbytes))
+                landed.append((stored, target, landing))
+            wait_for_all(pending)
+            for stored, target, landing in landed:
                 if landing is not target:
                     flat = landing.view(stored.dtype)
                     target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
         finally:
-            for ticket, *_ in pending:  # also after an error: the memory must not go before
+            for ticket in pending:  # also after an error: the memory must not go before
                 drain(ticket)
             for file in files.values():
                 file.close()
@@ -141,7 +144,12 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _find(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
     """Return the stored tensor of each parameter, and of each buffer on the meta device, by name."""
-    prefixes = ["", "model."] if source.kind == "torch" else [""]  # a snapshot keeps the model under "model"
+    if source.grids:
+        raise UnsupportedError(
+            f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "
+            f"`swapper export {source.path} NEW --to safetensors`"
+        )
+    prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]  # a training keeps its model under "model"
     wanted: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     wanted.update({name: b for name, b in model.named_buffers() if b.is_meta})
     found: dict[str, StoredTensor] = {}
