@@ -24,10 +24,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper import _C
 from swapper.config import parse_bytes, parse_choice
+from swapper.device.device import Device
+from swapper.device.locked import LockedMemory
 from swapper.errors import StateError
-from swapper.train.saved_storages import ActivationCounters, Shelf, Stored
+from swapper.train.activation_counters import ActivationCounters
+from swapper.train.device_activations import DeviceShelf, DeviceStored
+from swapper.train.saved_storages import Shelf, Stored
 
-DESTINATIONS = ("auto", "nvme")
+DESTINATIONS = ("auto", "host", "nvme")
 MOST_OF_STORAGE = 8
 """A view of less than one part in so many of its storage is left alone: the rest is likely the user's own (a data set)."""
 
@@ -53,13 +57,13 @@ class View:
         stored: its storage.
     """
 
-    def __init__(self, tensor: torch.Tensor, stored: Stored) -> None:
+    def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
         self._stored = stored
         self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
         self._version = tensor._version
         self._counter = tensor.detach()
-        self._counter.data = torch.empty(0, dtype=tensor.dtype)  # the version counter stays
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter stays
         self._is_used = False
         stored.uses_left += 1
 
@@ -70,7 +74,9 @@ class View:
             self._is_used = True
             self._stored.uses_left -= 1
         offset = whole.storage_offset() // self._dtype.itemsize + self._offset
-        return torch.empty(0, dtype=self._dtype).set_(whole.untyped_storage(), offset, self._shape, self._strides)
+        return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
+            whole.untyped_storage(), offset, self._shape, self._strides
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,21 +88,26 @@ class View:
 
 
 class offload_activations:  # used as a function, like torch.no_grad
-    """A context around a forward, and its backward: large tensors that autograd saves wait for backward on the drive.
+    """A context around a forward, and its backward: large tensors that autograd saves wait for backward elsewhere.
 
-    Gradients are plain torch's, bit for bit. Enter the same object in every step: it keeps its file. Each storage is moved once,
-    however often it and views of it are saved. Left alone are parameters, buffers and whatever shares memory with those of the
-    manager's model, leaves that require gradients, tensors of storages below `min_bytes`, sparse and quantized tensors,
-    subclasses, and tensors that are not on the CPU. What a backward saves (double backward, recomputation by checkpointing) is
-    too. Torch's check for tensors changed in place holds.
+    Those on the CPU wait on the drive, those on an accelerator in page-locked host memory, and on the drive as far as that is too
+    small. Gradients are plain torch's, bit for bit. Enter the same object in every step: it keeps its file and its memory, and
+    knows from the step before how much will be saved. Each storage is moved once, however often it and views of it are saved. Left
+    alone are parameters, buffers and whatever shares memory with those of the manager's model, leaves that require gradients,
+    tensors of storages below `min_bytes`, sparse and quantized tensors, and subclasses. What a backward saves (double backward,
+    recomputation by checkpointing) is too. Torch's check for tensors changed in place holds.
 
     Args:
         manager: whose directory is the drive's, with a model that was offloaded or without.
-        to: "auto" keeps in memory what fits in half of `host_memory`, the newest, and writes the others; "nvme" writes all.
-        host_memory: bytes that saved storages may have in memory at one time, beside the manager's budget, in bytes or as
+        to: "auto" keeps in memory what fits in half of `host_memory`, the newest, and writes the others; "nvme" writes all;
+            "host" writes nothing: tensors of an accelerator go as far as `host_memory` has room, those on the CPU are left alone.
+        host_memory: bytes that saved storages may have in host memory at one time, beside the manager's budget, in bytes or as
             "1GiB": those that stay, those being written, and those read back. The one that an operation uses at the moment may
             come on top. Up to 32 MiB more are the engine's, for memory that the drive cannot take as it is. What the forward
-            itself still has in use is plain torch's, as ever.
+            itself still has in use is plain torch's, as ever. For an accelerator it is taken and page-locked once, as a whole.
+        device_memory: bytes that saved storages may have on an accelerator at one time, beside the one in use: the newest stay,
+            and older ones wait there for their copy. The less, the less memory is needed; with too little for the time that a
+            copy takes the device waits for it.
         min_bytes: storages smaller than this are left alone.
 
     Attributes:
@@ -107,6 +118,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         StateError: the manager is closed.
         IoError: while saving or in backward: the drive is full, a transfer failed. A forward or backward that fails so can be
             done again; no gradient is ever computed with bytes that were not written and read whole.
+        BudgetError: in backward: the accelerator has no memory left for what it needs. DeviceError: the accelerator failed.
     """
 
     def __init__(
@@ -115,18 +127,24 @@ class offload_activations:  # used as a function, like torch.no_grad
         *,
         to: str = "auto",
         host_memory: int | str = "256MiB",
+        device_memory: int | str = "256MiB",
         min_bytes: int | str = "1MiB",
     ) -> None:
         current = manager.current
         current.check_usable()
         self._current = weakref.ref(current)
         parse_choice(to, "to", DESTINATIONS)
-        limit_bytes = parse_bytes(host_memory, "host_memory")
+        limit_bytes = self._limit_bytes = parse_bytes(host_memory, "host_memory")
+        self._device_bytes = parse_bytes(device_memory, "device_memory")
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         self._engines = _Engines(self._current)
         directory: Path = current.directory.path
-        self._shelf = Shelf(directory, self._engines.find, limit_bytes, limit_bytes // 2 if to == "auto" else 0)
-        self._known: weakref.WeakValueDictionary[tuple[int, int], Stored] = weakref.WeakValueDictionary()
+        keep_bytes = {"auto": limit_bytes // 2, "nvme": 0, "host": None}[to]
+        self._shelf = Shelf(directory, self._engines.find, limit_bytes, keep_bytes)
+        self._devices: dict[torch.device, Device] = {}
+        self._device_shelves: dict[torch.device, DeviceShelf] = {}
+        self._locked: LockedMemory | None = None
+        self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
         self._of_model: frozenset[int] = frozenset()
         self._run: weakref.ref[Any] | None = None
         self._hooks: list[Any] = []
@@ -141,6 +159,8 @@ class offload_activations:  # used as a function, like torch.no_grad
             raise StateError("offload_activations outlived its manager: make both anew")
         current.check_usable()
         self._shelf.begin()
+        for shelf in self._device_shelves.values():
+            shelf.begin()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -148,6 +168,8 @@ class offload_activations:  # used as a function, like torch.no_grad
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.pop().__exit__(*exception)
+        for shelf in self._device_shelves.values():
+            shelf.end()
 
     # --- the hooks ------------------------------------------------------------------------------------------------
 
@@ -159,15 +181,31 @@ class offload_activations:  # used as a function, like torch.no_grad
         key = (storage._cdata, tensor._version)
         stored = self._known.get(key)
         if stored is None:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            stored = self._shelf.keep(whole)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            shelf = self._device_shelf(tensor.device) if self._is_on_accelerator(tensor) else self._shelf
+            stored = shelf.keep(whole)
             stored.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # nobody else gets its address
             self._known[key] = stored
         self.counters.saved += 1
         return View(tensor, stored)
 
+    def _is_on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu" or tensor.device in self._devices
+
+    def _device_shelf(self, where: torch.device) -> DeviceShelf:
+        shelf = self._device_shelves.get(where)
+        if shelf is None:
+            device = self._devices.setdefault(where, Device(where))
+            if self._locked is None:
+                self._locked = LockedMemory(device, self._limit_bytes)
+            shelf = DeviceShelf(device, self._shelf, self._locked, self._device_bytes)
+            self._device_shelves[where] = shelf
+        return shelf
+
     def _is_movable(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.device.type in ("meta", "mps") or not (self._shelf.writes or self._is_on_accelerator(tensor)):
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return False

@@ -3,7 +3,8 @@
 A storage enters in the order of the forward, and backward wants the newest first. So the oldest leave, and what lies before the one
 that is wanted is read ahead. A storage is written from where it lies, uncopied, and let go when the write is done; it comes back
 into memory of its own. What its file has stays valid until the storage is forgotten, so that a restored one can be let go at once
-where others need the room, and be read again (retain_graph).
+where others need the room, and be read again (retain_graph). What comes from a device is here as of when its copy is asked for
+(device_activations.py), and is not written before it has arrived.
 
 [Note: what may be freed when] Storages are forgotten by Python's garbage collector, at any moment and in any thread, while a
 transfer may be under way: `Stored.__del__` only hands memory, ticket and place over to a queue. They are freed when the ticket is
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +31,7 @@ from swapper.core.heap import note_freed
 from swapper.core.layout import SECTOR_BYTES
 from swapper.errors import IoError
 from swapper.interrupts import SteadyLock
+from swapper.train.activation_counters import ActivationCounters
 
 _numbers = count()
 
@@ -44,28 +46,12 @@ class Where(enum.Enum):
     BACK = "in memory and on the drive"
 
 
-@dataclass
-class ActivationCounters:
-    """What was done so far.
+class Arrival(Protocol):
+    """When memory has the content that it is to have."""
 
-    Attributes:
-        saved: tensors that autograd saved and that were taken over.
-        storages: different ones among them; each is moved once.
-        left_alone: tensors that were not: small ones, parameters and their views, those of special kinds.
-        written_bytes, read_bytes: moved, as submitted.
-        waits: how many times backward waited for a storage.
-        held_bytes: what storages have in memory now.
-        peak_bytes: the most that they had at one time.
-    """
-
-    saved: int = 0
-    storages: int = 0
-    left_alone: int = 0
-    written_bytes: int = 0
-    read_bytes: int = 0
-    waits: int = 0
-    held_bytes: int = 0
-    peak_bytes: int = 0
+    @property
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
 
 
 class Stored:
@@ -80,6 +66,8 @@ class Stored:
         error: why it could not be written.
         origin: keeps whatever tells that it is this storage, for whoever looks it up.
         uses_left: how many saved tensors refer to it and were not restored yet.
+        arrival: of its content; None where it is there.
+        allocate: gives memory into which it is read back.
     """
 
     def __init__(self, shelf: Shelf, number: int, memory: torch.Tensor) -> None:
@@ -93,6 +81,8 @@ class Stored:
         self.error: IoError | None = None
         self.origin: object = None
         self.uses_left = 0
+        self.arrival: Arrival | None = None
+        self.allocate: Callable[[int], torch.Tensor] = page_aligned
 
     def bytes(self) -> torch.Tensor:
         """Return all of its bytes, uint8, to be kept by whoever uses them. Raises IoError."""
@@ -120,10 +110,12 @@ class Shelf:
         directory: on the drive that shall hold the file. It has no name and is gone with the process.
         find_engine: gives the engine that does the transfers; asked each time. Raises where there is none any more.
         limit_bytes: the most that storages may have in memory, beside the one that is saved or used at the moment.
-        keep_bytes: what stays in memory and is not written at all, of these.
+        keep_bytes: what stays in memory and is not written at all, of these; None: nothing is ever written.
     """
 
-    def __init__(self, directory: Path, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int) -> None:
+    def __init__(
+        self, directory: Path, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int | None
+    ) -> None:
         self._find_engine = find_engine
         self._limit_bytes = limit_bytes
         self._keep_bytes = keep_bytes
@@ -144,6 +136,11 @@ class Shelf:
         self._pid = os.getpid()
         self.counters = ActivationCounters()
 
+    @property
+    def writes(self) -> bool:
+        """Whether what is too much goes to the drive."""
+        return self._keep_bytes is not None
+
     # --- the forward ----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -152,8 +149,17 @@ class Shelf:
             self._settle()
             self._first, self._failure = next(self._order), None
 
-    def keep(self, memory: torch.Tensor) -> Stored:
+    def keep(
+        self,
+        memory: torch.Tensor,
+        arrival: Arrival | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> Stored:
         """Take over the content of a storage, uint8, which nobody changes any more.
+
+        Args:
+            arrival: before it, `memory` has another content.
+            allocate: memory for it when it is read back, uint8 of shape (nbytes,); ordinary memory by default.
 
         Raises:
             IoError: the drive is full, or an earlier storage of this forward could not be written.
@@ -164,20 +170,35 @@ class Shelf:
                 failure, self._failure = self._failure, None
                 raise _again(failure)
             stored = Stored(self, next(self._order), memory)
+            stored.arrival, stored.allocate = arrival, allocate or page_aligned
             self._live[stored.number] = weakref.ref(stored)
             self._here.append(stored.number)
             self.counters.storages += 1
             self._add(stored.nbytes)
-            self._send_away()
-            self._wait_for_room()
+            self._wait_for_room(0)
         return stored
 
-    def _send_away(self) -> None:
-        """Have the oldest written, until what stays in memory is no more than may."""
-        staying = sum(s.nbytes for n in self._here if (s := self._alive(n)) is not None)
+    def make_room(self, nbytes: int) -> bool:
+        """Have others leave until so many bytes more may be in memory. False if they cannot be had.
+
+        Raises:
+            IoError: the drive is full.
+        """
+        with self._lock:
+            self._settle()
+            self._wait_for_room(nbytes)
+            return self.counters.held_bytes + nbytes <= self._limit_bytes
+
+    def _send_away(self, more_bytes: int) -> None:
+        """Have the oldest written that have arrived, until what stays in memory is no more than may."""
+        if self._keep_bytes is None:
+            return
+        staying = more_bytes + sum(s.nbytes for n in self._here if (s := self._alive(n)) is not None)
         while self._here and staying > self._keep_bytes:
             stored = self._alive(self._here[0])
             if stored is not None:
+                if stored.arrival is not None and not stored.arrival.done:
+                    return
                 self._write(stored)
                 staying -= stored.nbytes
             self._here.popleft()
@@ -198,19 +219,31 @@ class Shelf:
         self._moving[stored.number] = weakref.ref(stored)
         self.counters.written_bytes += stored.nbytes
 
-    def _wait_for_room(self) -> None:
-        """What is restored and not in use goes first; then the oldest write is waited for."""
-        while self.counters.held_bytes > self._limit_bytes:
+    def _wait_for_room(self, more_bytes: int) -> None:
+        """What is restored and not in use goes first; then the oldest write is waited for, or what is to be written."""
+        self._send_away(more_bytes)
+        while self.counters.held_bytes + more_bytes > self._limit_bytes:
             if self._drop_restored(None):
                 continue
             tickets = [
                 s.ticket for s in map(_call, self._moving.values()) if s is not None and s.where is Where.LEAVING
             ]
             tickets += [remains.ticket for remains in self._ending]
-            if not tickets:
+            if tickets:
+                tickets[0].exception()
+                self._settle()
+            elif not self._wait_for_arrival(more_bytes):
                 return
-            tickets[0].exception()
-            self._settle()
+
+    def _wait_for_arrival(self, more_bytes: int) -> bool:
+        """Wait for the oldest that is not there yet, where it is to be written. False if there is none."""
+        oldest = self._alive(self._here[0]) if self._here else None
+        if oldest is None or oldest.arrival is None or oldest.arrival.done:
+            return False
+        oldest.arrival.wait()
+        before = len(self._here)
+        self._send_away(more_bytes)
+        return len(self._here) < before
 
     # --- the backward ---------------------------------------------------------------------------------------------
 
@@ -232,7 +265,7 @@ class Shelf:
             self._restored.pop(stored.number, None)  # the newest use comes last
             if stored.offset is not None:
                 self._restored[stored.number] = weakref.ref(stored)
-            self._read_ahead(stored)
+            self._read_ahead(stored.number)
             if stored.where is Where.COMING:
                 self.counters.waits += not stored.ticket.done
                 stored.ticket.exception()
@@ -242,23 +275,32 @@ class Shelf:
             assert stored.memory is not None
             return stored.memory
 
+    def is_near(self, stored: Stored) -> bool:
+        """Whether `fetch` would not wait. What is on the drive is read ahead, if there is room for it."""
+        with self._lock:
+            self._settle()
+            if stored.where is Where.AWAY:
+                self._read_ahead(stored.number + 1)
+            return stored.error is None and stored.where in (Where.HERE, Where.LEAVING, Where.BACK)
+
     def _read(self, stored: Stored) -> None:
         assert stored.offset is not None
-        memory = _page_aligned(stored.nbytes)
+        memory = stored.allocate(stored.nbytes)
         stored.ticket = self._find_engine().read(self._file, stored.offset, memory.data_ptr(), stored.nbytes)
         stored.memory, stored.where = memory, Where.COMING
         self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
         self.counters.read_bytes += stored.nbytes
         self._add(stored.nbytes)
 
-    def _read_ahead(self, current: Stored) -> None:
-        """Read what was saved before `current`, as far as there is room."""
+    def _read_ahead(self, current: int) -> None:
+        """Read what was saved before number `current`, as far as there is room."""
+        wanted = self._alive(current)
         for number in reversed(self._live):
             stored = self._alive(number)
-            if stored is None or number >= current.number or stored.where is not Where.AWAY:
+            if stored is None or number >= current or stored.where is not Where.AWAY:
                 continue
             while self._lacks_room(stored):
-                if not self._drop_restored(current, only_used=True):
+                if not self._drop_restored(wanted, only_used=True):
                     return
             self._read(stored)
 
@@ -363,7 +405,7 @@ def _again(error: IoError) -> IoError:
     return IoError(error.op, error.path, error.offset, error.nbytes, error.errno or 0, error.detail)
 
 
-def _page_aligned(nbytes: int) -> torch.Tensor:
+def page_aligned(nbytes: int) -> torch.Tensor:
     """Return uint8 memory that begins at a page, so that a drive writes straight into it."""
     raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
     shift = -raw.data_ptr() % SECTOR_BYTES
