@@ -15,19 +15,17 @@ that nobody runs backward would never go.
 from __future__ import annotations
 
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from swapper import _C
 from swapper.config import parse_bytes, parse_choice
 from swapper.device.device import Device
 from swapper.device.locked import LockedMemory
-from swapper.errors import StateError
 from swapper.train.activation_counters import ActivationCounters
+from swapper.train.activation_owner import ActivationOwner
 from swapper.train.device_activations import DeviceShelf, DeviceStored
 from swapper.train.saved_storages import Shelf, Stored
 
@@ -130,23 +128,17 @@ class offload_activations:  # used as a function, like torch.no_grad
         device_memory: int | str = "256MiB",
         min_bytes: int | str = "1MiB",
     ) -> None:
-        current = manager.current
-        current.check_usable()
-        self._current = weakref.ref(current)
+        self._owner = ActivationOwner(manager)
         parse_choice(to, "to", DESTINATIONS)
         limit_bytes = self._limit_bytes = parse_bytes(host_memory, "host_memory")
         self._device_bytes = parse_bytes(device_memory, "device_memory")
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
-        self._engines = _Engines(self._current)
-        directory: Path = current.directory.path
         keep_bytes = {"auto": limit_bytes // 2, "nvme": 0, "host": None}[to]
-        self._shelf = Shelf(directory, self._engines.find, limit_bytes, keep_bytes)
+        self._shelf = Shelf(self._owner.directory, self._owner.find_engine, limit_bytes, keep_bytes)
         self._devices: dict[torch.device, Device] = {}
         self._device_shelves: dict[torch.device, DeviceShelf] = {}
         self._locked: LockedMemory | None = None
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
-        self._of_model: frozenset[int] = frozenset()
-        self._run: weakref.ref[Any] | None = None
         self._hooks: list[Any] = []
 
     @property
@@ -154,10 +146,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         return self._shelf.counters
 
     def __enter__(self) -> offload_activations:
-        current = self._current()
-        if current is None:
-            raise StateError("offload_activations outlived its manager: make both anew")
-        current.check_usable()
+        self._owner.check_usable()
         self._shelf.begin()
         for shelf in self._device_shelves.values():
             shelf.begin()
@@ -215,23 +204,9 @@ class offload_activations:  # used as a function, like torch.no_grad
             return False
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._storages_of_model():
+        if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
             return False
         return tensor.nbytes * MOST_OF_STORAGE >= nbytes
-
-    def _storages_of_model(self) -> frozenset[int]:
-        """Storages of the manager's model, in memory and away."""
-        current = self._current()
-        run = None if current is None else current.run
-        if run is None or not run.has_model:
-            return frozenset()
-        if self._run is None or self._run() is not run:
-            model = run.model.model
-            with torch._C.DisableTorchFunctionSubclass():
-                tensors = [*model.parameters(), *model.buffers()]
-                self._of_model = frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
-            self._run = weakref.ref(run)
-        return self._of_model
 
 
 def _unpack(packed: Kept | View) -> torch.Tensor:
@@ -247,22 +222,3 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
             "enable anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
-
-
-class _Engines:
-    """Gives the engine of the manager's run, or one of its own where nothing was offloaded."""
-
-    def __init__(self, current: weakref.ref[Any]) -> None:
-        self._current = current
-        self._own: Any = None
-
-    def find(self) -> Any:
-        current = self._current()
-        if current is None:
-            raise StateError("the manager is gone, and activations of this graph are on its drive: run backward before")
-        current.check_usable()
-        if current.run is not None and current.run.engine is not None:
-            return current.run.engine
-        if self._own is None:
-            self._own = _C.Engine(backend=current.backend)
-        return self._own

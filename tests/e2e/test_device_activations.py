@@ -250,7 +250,7 @@ def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.Swa
     expected = gradients(model, lambda: model(value).square().mean())
     activations = offload(manager, LateDevice(f"by chance {seed}"), to="nvme")
     chaos = {"seed": seed, "eio": 0.05, "enospc": 0.02, "short": 0.2, "reorder": 0.3}
-    activations._engines._own = _C.Engine(backend="chaos", chaos=chaos)
+    activations._owner._own_engine = _C.Engine(backend="chaos", chaos=chaos)
     failures = 0
     for _ in range(6):
         try:
@@ -261,7 +261,7 @@ def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.Swa
         else:
             assert_equal(actual, expected)
     assert failures > 0
-    activations._engines._own = None
+    activations._owner._own_engine = None
     with activations:
         assert_equal(gradients(model, lambda: model(value).square().mean()), expected)
 
