@@ -178,7 +178,7 @@ class File:
     def nbytes(self) -> int:
         """The file's size now."""
 
-    def allocate(self, nbytes: int) -> None:
+    def allocate(self, nbytes: int, *, offset: int = 0) -> None:
         """Makes the file at least `nbytes` long, with space on the drive behind it (ENOSPC raises here, not later).
 
         Where the filesystem cannot allocate, only the size is set. Releases the GIL.

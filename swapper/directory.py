@@ -1,19 +1,26 @@
-"""The run directory: `<directory>/rank-R-of-W/`, held by one run at a time.
+"""The run directory: `<directory>/rank-R-of-W/`, held by one run at a time; over several drives, one such directory on each.
 
-Weights are their owner's: directories are 0700 and files 0600. A directory that holds a run is never overwritten unasked.
+Weights are their owner's: directories are 0700 and files 0600. A directory that holds a run, or a part of one, is never
+overwritten unasked.
+
+[Note: whose directories they are] A run over several drives must never go on with a directory of another run in place of one of
+its own, nor clear one away. Each directory's `drives.json` has the run's id. A new run gets a new one, which is written only when
+no directory has swap files any more; so directories that have swap files and one id are one run's, whatever was killed when.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from swapper.config import format_bytes
-from swapper.errors import DirectoryError
+from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.errors import ConfigError, DirectoryError
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
@@ -22,7 +29,7 @@ FALLBACK_NAME = "commit-before.pt"
 RETENTION_NAME = "snapshots.json"
 
 
-_open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+_open: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
@@ -34,28 +41,25 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-class RunDirectory:
-    """Owns the directory's lock from construction until `close`.
+class LockedDirectory:
+    """One directory of a run. Owns its lock from construction until `close`.
 
     Args:
         directory: the user's directory; must exist, so that a mistyped path is not filled by accident.
-        resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
-        rank, world_size: this process's place in the job.
+        name: of the run's directory in it.
 
     Raises:
-        DirectoryError: missing, not a directory, not writable, in use, or holds a run.
+        DirectoryError: missing, not a directory, not writable, or in use.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], resume: str, rank: int, world_size: int) -> None:
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._lock = -1
         parent = Path(directory).absolute()
         if not parent.exists():
             raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
         if not parent.is_dir():
             raise DirectoryError(f"{parent} is not a directory: give a directory on the drive that shall hold the run")
-        self.rank = rank
-        self.world_size = world_size
-        self.path = parent / f"rank-{rank}-of-{world_size}"
+        self.path = parent / name
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -65,12 +69,12 @@ class RunDirectory:
             ) from error
         _open.add(self)
         try:
-            self._take(resume)
+            self._take()
         except BaseException:
             self.close()
             raise
 
-    def _take(self, resume: str) -> None:
+    def _take(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -80,31 +84,27 @@ class RunDirectory:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        held = [file for name in (COMMIT_NAME, FALLBACK_NAME, "*.swap") for file in sorted(self.path.glob(name))]
-        if held and resume == "error":
-            raise DirectoryError(
-                f'{self.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its last '
-                'commit, resume="discard" to throw it away, or choose another directory'
-            )
-        if resume == "discard":
-            for file in held:  # the commit records first: they must never name files that are gone
-                file.unlink()
-            (self.path / RETENTION_NAME).unlink(missing_ok=True)
+
+    @property
+    def has_commit(self) -> bool:
+        return any((self.path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME))
+
+    def held(self) -> list[Path]:
+        """Return the files of the run that it holds."""
+        return [file for name in (COMMIT_NAME, FALLBACK_NAME, "*.swap") for file in sorted(self.path.glob(name))]
+
+    def clear(self) -> None:
+        """Throw away the run that it holds, or its part of one."""
+        for file in self.held():  # the commit records first: they must never name files that are gone
+            file.unlink()
+        for name in (RETENTION_NAME, RECORD_NAME):
+            (self.path / name).unlink(missing_ok=True)
 
     def remove_strays(self, kept: Collection[str]) -> None:
-        """Remove swap files that no commit names: a run was killed before it could."""
+        """Remove swap files that are not named in `kept`."""
         for file in self.path.glob("*.swap"):
             if file.name not in kept:
                 file.unlink()
-
-    def require_space(self, nbytes: int) -> None:
-        """Raise DirectoryError unless the filesystem has `nbytes` free."""
-        free = shutil.disk_usage(self.path).free
-        if free < nbytes:
-            raise DirectoryError(
-                f"{self.path} needs {format_bytes(nbytes)} and its filesystem has {format_bytes(free)} free: "
-                "make room, or choose another drive"
-            )
 
     def close(self) -> None:
         """Let the lock go. Idempotent."""
@@ -114,3 +114,153 @@ class RunDirectory:
 
     def __del__(self) -> None:
         self.close()
+
+
+class RunDirectory:
+    """Owns the locks of the run's directories from construction until `close`.
+
+    Args:
+        directories: the user's directory, or several, one a drive; each must exist.
+        resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
+        rank, world_size: this process's place in the job.
+        weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
+
+    Attributes:
+        path: the first directory of the run.
+        drives: all of them.
+
+    Raises:
+        ConfigError: no directory, or one of them twice.
+        DirectoryError: missing, not a directory, not writable, in use, holds a run, or is not of this run.
+    """
+
+    def __init__(
+        self,
+        directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        resume: str,
+        rank: int,
+        world_size: int,
+        weigh: Callable[[Sequence[Path]], Sequence[float]] | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._locked: list[LockedDirectory] = []
+        given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
+        if not given or len({Path(directory).resolve() for directory in given}) < len(given):
+            raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
+        try:
+            for directory in given:
+                self._locked.append(LockedDirectory(directory, f"rank-{rank}-of-{world_size}"))
+            self.drives = self._settle(resume, weigh or (lambda paths: [1.0] * len(paths)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        return self._locked[0].path
+
+    # --- whose directories they are -----------------------------------------------------------------------------------
+
+    def _settle(self, resume: str, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+        """Return the drives of the run to go on with, or of a new one. [Note: whose directories they are]"""
+        if resume == "discard":
+            for locked in self._locked:
+                locked.clear()
+        if resume == "error":
+            self._refuse_runs()
+        records = [read_record(locked.path) if locked.held() else None for locked in self._locked]
+        if self._locked[0].has_commit:
+            return self._go_on(records)
+        self._check_leftovers(records)
+        return self._begin(weigh)
+
+    def _refuse_runs(self) -> None:
+        for locked in self._locked:
+            if held := locked.held():
+                raise DirectoryError(
+                    f'{locked.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its '
+                    'last commit, resume="discard" to throw it away, or choose another directory'
+                )
+
+    def _go_on(self, records: Sequence[DrivesRecord | None]) -> Drives:
+        first = records[0]
+        paths = tuple(locked.path for locked in self._locked)
+        if first is None:
+            if len(paths) > 1:
+                raise DirectoryError(
+                    f"the run in {paths[0]} lies in that directory alone: go on with it without {paths[1]}"
+                )
+            return Drives(paths)
+        if first.index > 0:
+            raise DirectoryError(
+                f"{paths[0]} is drive {first.index + 1} of the run whose first directory is "
+                f"{first.drives.directories[0]}: name the directories in the order in which they were given"
+            )
+        for index, known in enumerate(first.drives.directories):
+            found = records[index] if index < len(records) else None
+            if found is None or (found.drives.id, found.index) != (first.drives.id, index):
+                given = f"; {paths[index]} does not have it" if index < len(paths) else ""
+                raise DirectoryError(
+                    f"the run in {paths[0]} lies over {len(first.drives)} drives, and that part of it which was in {known} is "
+                    f"missing{given}: mount that drive, and give all directories in the order in which they were given"
+                )
+        if len(paths) > len(first.drives):
+            raise DirectoryError(
+                f"the run in {paths[0]} lies over {len(first.drives)} drives: go on with it without {paths[-1]}"
+            )
+        drives = Drives(paths, first.drives.weights, first.drives.id)
+        if drives != first.drives:  # the same directories under other names
+            for index in range(len(paths)):
+                DrivesRecord(drives, index).write()
+        return drives
+
+    def _check_leftovers(self, records: Sequence[DrivesRecord | None]) -> None:
+        """There is no commit to go on from: what is there may be cleared away if it is of one run that never had one."""
+        ours = records[0].drives.id if records[0] is not None else ""
+        for index, (locked, record) in enumerate(zip(self._locked, records, strict=True)):
+            if not locked.held() or (index == 0 and (record is None or record.index == 0)):
+                continue
+            if locked.has_commit or record is None or record.drives.id != ours or record.index != index:
+                whose = "another run" if record is None else f"the run in {record.drives.directories[0]}"
+                raise DirectoryError(
+                    f'{locked.path} holds a part of {whose}: choose another directory, or say resume="discard" to throw '
+                    "it away"
+                )
+
+    def _begin(self, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+        paths = tuple(locked.path for locked in self._locked)
+        self.remove_strays(())
+        for path in paths:
+            (path / RECORD_NAME).unlink(missing_ok=True)
+        if len(paths) == 1:
+            return Drives(paths)
+        drives = Drives(paths, tuple(weigh(paths)), secrets.token_hex(8))
+        for index in range(len(paths)):
+            DrivesRecord(drives, index).write()
+        return drives
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def remove_strays(self, kept: Collection[str]) -> None:
+        """Remove swap files that no commit names: a run was killed before it could."""
+        for locked in self._locked:
+            locked.remove_strays(kept)
+
+    def require_space(self, needed: Sequence[int]) -> None:
+        """Raise DirectoryError unless the filesystem of each drive has as many bytes free as `needed` says."""
+        by_filesystem: dict[int, int] = {}
+        for path, nbytes in zip(self.drives.directories, needed, strict=True):
+            device = path.stat().st_dev
+            by_filesystem[device] = by_filesystem.get(device, 0) + nbytes
+            free = shutil.disk_usage(path).free
+            if free < by_filesystem[device]:
+                raise DirectoryError(
+                    f"{path} needs {format_bytes(by_filesystem[device])} and its filesystem has {format_bytes(free)} free: "
+                    "make room, or choose another drive"
+                )
+
+    def close(self) -> None:
+        """Let the locks go. Idempotent."""
+        for locked in self._locked:
+            locked.close()

@@ -30,7 +30,7 @@ from swapper.current import Current
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
-from swapper.io.tuning import find_tuning
+from swapper.io.tuning import find_tuning_of, weigh
 from swapper.plan import Plan
 from swapper.regroup import Changeover
 from swapper.request import Request
@@ -52,7 +52,8 @@ class SwapManager:
 
     Args:
         directory: an existing directory on the drive that shall hold the run. The run lives in a directory of its own
-            below it, `rank-R-of-W`, by the environment's RANK and WORLD_SIZE.
+            below it, `rank-R-of-W`, by the environment's RANK and WORLD_SIZE. Or a list of them, one a drive: pages are dealt to
+            the drives by the speeds that `swapper tune` measured, equally where it did not.
         host_memory: every host byte that swapper may hold, in bytes or as "8GiB"; "auto" takes half of what is free.
         resume: "error" refuses a directory that holds a run; "auto" goes on from its last commit, or begins where there is
             none; "discard" throws that run away.
@@ -80,7 +81,7 @@ class SwapManager:
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         host_memory: int | str = "auto",
         *,
         resume: str = "error",
@@ -107,7 +108,7 @@ class SwapManager:
         self._counters = Counters()
         self._clock = StepClock(self._counters)
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._directory = RunDirectory(directory, resume, rank, world_size)
+        self._directory = RunDirectory(directory, resume, rank, world_size, weigh)
         try:
             self._resumed, self._fallback = find_whole_commit(self._directory.path)
         except BaseException:
@@ -116,6 +117,7 @@ class SwapManager:
         self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
+        self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
         self.current = Current(self._directory, backend)
         self._steps = Steps(self.current, self._clock, self._user, lambda: self._train_more(lambda: None))
 
@@ -172,7 +174,7 @@ class SwapManager:
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
             )
-        asked = params, optimizer_state, gradients, master_weights, update, self._host_bytes, self._commit_every
+        asked = params, optimizer_state, gradients, master_weights, update, *self._terms
         self._request = request = Request.parse(model, optimizer, *asked)
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
@@ -201,9 +203,9 @@ class SwapManager:
         Raises: as `offload` does.
         """
         self.current.check_usable()
-        asked = params, optimizer_state, gradients, master_weights, update, self._host_bytes, self._commit_every
+        asked = params, optimizer_state, gradients, master_weights, update, *self._terms
         request = Request.parse(model, optimizer, *asked)
-        return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning(self._directory.path))
+        return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
@@ -420,7 +422,7 @@ class SwapManager:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
-        self._clock.start(find_tuning(self._directory.path))
+        self._clock.start(find_tuning_of(self._directory.drives))
         if (path := asked_for(self._directory.rank)) is not None:
             self._recording.enter_context(self.trace(path))
         return self._optimizer

@@ -17,8 +17,9 @@ from swapper.config import format_bytes
 from swapper.core.budget import Budget, read_ahead_pages
 from swapper.core.layout import SectionPlan
 from swapper.core.rehearsal import Rehearsal
-from swapper.core.section import Section
+from swapper.core.section import Section, pieces_of
 from swapper.core.store import TURNS
+from swapper.drives import deal
 from swapper.io.tuning import Tuning
 from swapper.stats import by_family
 from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
@@ -59,6 +60,7 @@ class Plan:
         commit_policy: what was asked for.
         tuning: what `swapper tune` found out about the drive, or None.
         update: when parameters are updated.
+        weights: of the drives that hold the run.
     """
 
     inventory: Inventory
@@ -71,6 +73,7 @@ class Plan:
     commit_policy: str | int | None
     tuning: Tuning | None
     update: str
+    weights: tuple[float, ...] = (1.0,)
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -112,6 +115,18 @@ class Plan:
     def space_bytes(self) -> int:
         """What the swap files take on the drive; a snapshot that is kept takes as much as one of them."""
         return self.turns * self.layout.tail_offset + self.scratch_bytes
+
+    def space_by_drive(self, files: int | None = None) -> list[int]:
+        """Return what so many swap files (all of them, if left out) and the gradients take on each drive, in bytes."""
+        files = self.turns if files is None else files
+        pages = [page.nbytes for section in self.make_sections() for page in pieces_of(section)]
+        gradients = [page.nbytes for section in self.make_grad_sections(0) for page in section.pages]
+        taken = [0] * len(self.weights)
+        for sizes, times in ((pages, files), (gradients, 1)):
+            for nbytes, drive in zip(sizes, deal(sizes, self.weights), strict=True):
+                taken[drive] += nbytes * times
+        taken[0] += files * (self.layout.tail_offset - sum(pages))  # headers
+        return taken
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -157,7 +172,8 @@ class Plan:
             ),
             (
                 "drive space",
-                f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}",
+                f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"
+                f"{self._by_drive()}",
             ),
             ("a step reads", by_family(self.traffic.read_bytes)),
             ("a step writes", by_family(self.traffic.written_bytes)),
@@ -173,6 +189,11 @@ class Plan:
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
+
+    def _by_drive(self) -> str:
+        if len(self.weights) == 1:
+            return ""
+        return f"; on {len(self.weights)} drives: " + ", ".join(map(format_bytes, self.space_by_drive()))
 
     def _commits(self) -> str:
         if self.commit_every is None:
@@ -196,6 +217,7 @@ def plan_run(
     update: str = "step",
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
+    weights: tuple[float, ...] = (1.0,),
 ) -> Plan:
     """Decide everything about a run that can be decided before it begins.
 
@@ -207,6 +229,7 @@ def plan_run(
         tuning: what is known about the drive.
         update: when parameters are updated.
         page_bytes, existing_files: of a run that goes on.
+        weights: of the drives that hold the run.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -215,7 +238,7 @@ def plan_run(
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
-    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update)
+    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights)
 
 
 def _make_sections(

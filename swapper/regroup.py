@@ -85,7 +85,7 @@ class Changeover:
             add()
             plan = _plan_more(self.run.plan, self._request)
             if plan is not None:
-                self._directory.require_space(plan.space_bytes)
+                self._directory.require_space(plan.space_by_drive())
                 self._change(plan, step, undo)
         except BaseException:
             undo()

@@ -28,6 +28,7 @@ class Request:
         optimizer: the user's own, or one that has nothing to do.
         update: when parameters are updated.
         commit_policy: `commit_every`.
+        weights: of the drives that hold the run.
     """
 
     model: nn.Module
@@ -39,6 +40,7 @@ class Request:
     update: str
     host_bytes: int
     commit_policy: str | int | None
+    weights: tuple[float, ...] = (1.0,)
 
     @classmethod
     def parse(
@@ -52,6 +54,7 @@ class Request:
         update: str,
         host_bytes: int,
         commit_policy: str | int | None,
+        weights: tuple[float, ...] = (1.0,),
     ) -> Request:
         """Raises: ConfigError, UnsupportedError."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
@@ -60,7 +63,9 @@ class Request:
                 raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
         parse_choice(update, "update", UPDATES)
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        return cls(whole, used, params, optimizer_state, gradients, master_weights, update, host_bytes, commit_policy)
+        return cls(
+            whole, used, params, optimizer_state, gradients, master_weights, update, host_bytes, commit_policy, weights
+        )
 
     @property
     def kind(self) -> str:
@@ -89,5 +94,5 @@ class Request:
         params, optimizer_state = places or (self.params, self.optimizer_state)
         return plan_run(
             inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
-            self.update, page_bytes, existing_files,
+            self.update, page_bytes, existing_files, self.weights,
         )  # fmt: skip

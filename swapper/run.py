@@ -19,7 +19,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, encode_commit
 from swapper.checkpoint.committer import Committer
 from swapper.checkpoint.fallback import Commit
@@ -34,11 +33,12 @@ from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
 from swapper.core.scratch import ScratchFile, Stores
-from swapper.core.section import Page, Section
+from swapper.core.section import Page, Section, pieces_of
 from swapper.core.store import Store
 from swapper.directory import RunDirectory
 from swapper.errors import StateError, SwapperError
 from swapper.interrupts import held_back
+from swapper.io.engines import open_engine
 from swapper.plan import Plan
 from swapper.stats import StepClock
 from swapper.train.content import CarriedContent, Content
@@ -99,7 +99,7 @@ class Run:
     Args:
         model, optimizer: the user's.
         plan: where everything shall live.
-        directory: of the swap files.
+        directory: of the swap files, on each drive.
         origin: what to go on from.
         clock: divides the run into steps and phases; has the counters to keep.
         manager: whom to ask.
@@ -156,13 +156,14 @@ class Run:
             raise
 
     def _open_storage(self, plan: Plan, origin: Origin, backend: str) -> None:
-        self._directory.require_space((plan.turns - len(origin.files)) * plan.layout.tail_offset + plan.scratch_bytes)
+        drives = self._directory.drives
+        self._directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
         paged_grads = [section for section in self._grad_sections if section.pages]
         arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
-        self.engine = _C.Engine(backend=backend, arena=arena)
+        self.engine = open_engine(drives.directories, backend=backend, arena=arena)
         self._store = Store(
             self.engine,
-            self._directory.path,
+            drives,
             plan.layout.headers(),
             plan.layout.tail_offset,
             origin.files,
@@ -178,8 +179,9 @@ class Run:
             Retention(self._directory.path),
             plan.inventory.unchanging,
         )
-        if plan.scratch_bytes:
-            self._scratch = ScratchFile(self.engine, self._directory.path, plan.scratch_bytes)
+        if paged_grads:
+            pages = [page for section in paged_grads for page in section.pages]
+            self._scratch = ScratchFile(self.engine, drives, pages)
         self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
 
     def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
@@ -261,7 +263,7 @@ class Run:
     def origin(self) -> Origin:
         """What a run of the same plan has to be given to `take_up` what this one leaves."""
         assert self._store is not None
-        names = {number: path.name for number, path in self._store.paths.items()}
+        names = {number: paths[0].name for number, paths in self._store.paths.items()}
         return Origin(files=names, committed=self.committer.committed)
 
     def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
@@ -399,5 +401,5 @@ class Run:
 
 
 def _pieces(sections: Sequence[Section]) -> list[Page]:
-    """Return all that is stored: pages, and resident sections as a whole."""
-    return [piece for section in sections for piece in (section.pages or [section.piece])]
+    """Return all that is stored."""
+    return [piece for section in sections for piece in pieces_of(section)]

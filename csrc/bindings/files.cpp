@@ -31,12 +31,12 @@ void bind_file(nb::module_& module) {
       .def_prop_ro("nbytes", [](const FileHandle& self) { return self.get("stat")->nbytes(); })
       .def(
           "allocate",
-          [](const FileHandle& self, std::uint64_t nbytes) {
+          [](const FileHandle& self, std::uint64_t nbytes, std::uint64_t offset) {
             const auto file = self.get("allocate");
             const nb::gil_scoped_release released;
-            file->allocate(nbytes);
+            file->allocate(nbytes, offset);
           },
-          "nbytes"_a)
+          "nbytes"_a, nb::kw_only(), "offset"_a = 0)
       .def(
           "truncate",
           [](const FileHandle& self, std::uint64_t nbytes) {

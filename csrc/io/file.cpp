@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <utility>
 
 #include "base/align.h"
@@ -158,12 +159,16 @@ std::uint64_t File::nbytes() const {
   return static_cast<std::uint64_t>(status.st_size);
 }
 
-void File::allocate(std::uint64_t nbytes) {
+void File::allocate(std::uint64_t nbytes, std::uint64_t offset) {
   if (nbytes == 0) return;
-  const auto length = static_cast<off_t>(nbytes);
-  if (retry_interrupted([&] { return ::fallocate(fd_.get(), 0, 0, length); }) == 0) return;
-  if (errno != EOPNOTSUPP) throw IoError("allocate", path_, 0, nbytes, errno);
-  if (this->nbytes() < nbytes) truncate(nbytes);  // the size at least; the space may still run out later
+  if (!in_range(offset, nbytes, std::numeric_limits<off_t>::max())) {
+    throw IoError("allocate", path_, offset, nbytes, EFBIG);
+  }
+  const auto begin = static_cast<off_t>(offset), length = static_cast<off_t>(nbytes);
+  if (retry_interrupted([&] { return ::fallocate(fd_.get(), 0, begin, length); }) == 0) return;
+  if (errno != EOPNOTSUPP) throw IoError("allocate", path_, offset, nbytes, errno);
+  // the size at least; the space may still run out later
+  if (this->nbytes() < offset + nbytes) truncate(offset + nbytes);
 }
 
 void File::truncate(std::uint64_t nbytes) {

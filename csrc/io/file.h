@@ -56,7 +56,7 @@ class File {
   int edge_fd() const { return edge_fd_.get(); }
 
   std::uint64_t nbytes() const;
-  void allocate(std::uint64_t nbytes);
+  void allocate(std::uint64_t nbytes, std::uint64_t offset = 0);  // space for a range of the file
   void truncate(std::uint64_t nbytes);
   void sync();
 

@@ -37,6 +37,11 @@ class SectionRecord:
     files: list[int]
     crc32s: list[int]
 
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [min(self.piece_bytes, self.nbytes - n * self.piece_bytes) for n in range(len(self.files))]
+
 
 @dataclass(frozen=True)
 class CommitRecord:

@@ -31,7 +31,7 @@ from swapper.checkpoint.manifest import Chunk, TensorPlace
 from swapper.checkpoint.publication import Base, Content, Publication
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.core.section import Page, Section
+from swapper.core.section import Page, Section, pieces_of
 from swapper.core.store import Store
 from swapper.errors import CheckpointError, InvariantError, IoError
 
@@ -166,15 +166,17 @@ class Publisher:
         absent = [self._sections[number] for number in sorted(snapshot.left_out)]
         present = [section for section in self._sections if section not in absent]
         number = self._store.newest(without=absent)
-        pieces = [piece for section in present for piece in _pieces_of(section)]
-        files = {place: self._open(place) for place in {_place(piece) for piece in pieces}}
+        pieces = [piece for section in present for piece in pieces_of(section)]
+        files = {place: self._open(*place) for place in {_place(piece) for piece in pieces}}
         is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
         base = self._replace(number, is_near)
         try:
             everything = [Run(files[_place(p)], p.file_offset, p.nbytes, _checksum_of(p), repr(p)) for p in pieces]
             # The run may need what the frozen file has of them: that stays, though nothing names it.
-            kept = [p for s in absent for p in _pieces_of(s) if base is not None and is_near and p.location == number]
-            holes = [(p.file_offset, p.nbytes) for s in absent for p in _pieces_of(s) if p not in kept]
+            kept = [
+                p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
+            ]
+            holes = [(p.file_offset, p.nbytes) for s in absent for p in pieces_of(s) if p not in kept]
             content = Content(
                 snapshot.tail,
                 self._layout,
@@ -215,28 +217,25 @@ class Publisher:
             raise
         return base
 
-    def _open(self, number: int) -> Any:
-        return _C.File(str(self._store.path(number)), read_only=True)
+    def _open(self, number: int, drive: int) -> Any:
+        return _C.File(str(self._store.paths[number][drive]), read_only=True)
 
     def _crc32s(self) -> dict[str, int]:
         """Return the CRC-32 of each record's payload, from those of its pieces."""
         checksums = {}
         for record, section in zip(self._layout.records, self._sections, strict=True):
             checksum = 0
-            for piece in _pieces_of(section):
+            for piece in pieces_of(section):
                 checksum = _C.crc32_combine(checksum, _checksum_of(piece), piece.nbytes)
             checksums[record.key] = checksum
         return checksums
 
 
-def _pieces_of(section: Section) -> list[Page]:
-    return [section.piece] if section.resident else section.pages
-
-
-def _place(piece: Page) -> int:
+def _place(piece: Page) -> tuple[int, int]:
+    """Return the file and the drive that has the newest content of `piece`."""
     if piece.location is None:
         raise InvariantError(f"{piece} is in no file yet")
-    return piece.location
+    return piece.location, piece.drive
 
 
 def _checksum_of(piece: Page) -> int:

@@ -29,8 +29,9 @@ from swapper.checkpoint.commit import CommitRecord, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
 from swapper.core.section import Section
-from swapper.core.store import is_frozen
+from swapper.core.swap_file import is_frozen
 from swapper.directory import COMMIT_NAME
+from swapper.drives import read_drives
 from swapper.errors import CheckpointError, IoError
 
 PIECE_BYTES = 4 << 20
@@ -273,15 +274,16 @@ def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(Chunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
-    parts = {number: list(headers) for section in record.sections for number in section.files}
+    drives = read_drives(directory)
+    dealt = iter(drives.deal([nbytes for section in record.sections for nbytes in section.sizes]))
+    parts = {(number, 0): list(headers) for section in record.sections for number in section.files}
     for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
         tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
         offset = place.offset
-        for number, crc32 in zip(section.files, section.crc32s, strict=True):
-            nbytes = min(section.piece_bytes, place.end - offset)
-            parts[number].append(_Part(Chunk(offset, nbytes, crc32), name, tensors))
+        for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
+            parts.setdefault((number, next(dealt)), []).append(_Part(Chunk(offset, nbytes, crc32), name, tensors))
             offset += nbytes
-    return {directory / record.files[number]: found for number, found in parts.items()}
+    return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
 
 
 def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
@@ -311,9 +313,9 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
     for section in sections:
         tensors = [TensorPlace(s.spec.owner, section.file_offset + s.offset, s.spec.nbytes) for s in section.plan.slots]
         for piece in section.pages or [section.piece]:
-            if piece.location == number and piece.crc32 is not None:
+            if piece.drive == 0 and piece.location == number and piece.crc32 is not None:
                 needed.append(_Part(Chunk(piece.file_offset, piece.nbytes, piece.crc32), section.plan.name, tensors))
-            elif piece.committed == number and piece.committed_crc32 is not None:
+            elif piece.drive == 0 and piece.committed == number and piece.committed_crc32 is not None:
                 past.append(
                     _Part(Chunk(piece.file_offset, piece.nbytes, piece.committed_crc32), section.plan.name, tensors)
                 )

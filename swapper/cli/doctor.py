@@ -25,6 +25,7 @@ from rich.table import Table
 from swapper import _C
 from swapper.cli.place import IN_MEMORY, filesystem_of
 from swapper.config import format_bytes, parse_host_memory
+from swapper.drives import read_record
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.cufile import open_cufile
 from swapper.io.tuning import find_tuning
@@ -72,6 +73,7 @@ def look(directory: Path) -> Iterator[Finding]:
         ("Memory", _memory),
         ("Directory", lambda: _directory(directory)),
         ("Drive", lambda: _drive(directory)),
+        ("Run", lambda: _runs(directory)),
         ("CUDA", _cuda),
         ("Peers", _peers),
     ]
@@ -203,6 +205,27 @@ def _drive(directory: Path) -> Iterator[Finding]:
         yield Finding("Tuning", GOOD, f"none kept: the defaults are used (swapper tune {directory})")
     else:
         yield Finding("Tuning", GOOD, f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}")
+
+
+def _runs(directory: Path) -> Iterator[Finding]:
+    """Runs over several drives that have a part here."""
+    for path in sorted(directory.resolve().glob("rank-*-of-*")):
+        record = read_record(path)
+        if record is None:
+            continue
+        total = sum(record.drives.weights)
+        parts = [
+            f"{part} ({weight / total:.0%})"
+            for part, weight in zip(record.drives.directories, record.drives.weights, strict=True)
+        ]
+        away = [str(part) for part in record.drives.directories if not part.is_dir()]
+        text = f"{path.name} lies over {len(parts)} drives: {', '.join(parts)}"
+        if away:
+            yield Finding(
+                "Run", BAD, f"{text}; {', '.join(away)} is not there", "mount that drive before the run goes on"
+            )
+        else:
+            yield Finding("Run", GOOD, text)
 
 
 def _cuda() -> Iterator[Finding]:

@@ -1,14 +1,15 @@
-"""Where transient pages live: one file without a name, that no commit and no snapshot knows, gone with the process."""
+"""Where transient pages live: a file without a name, that no commit and no snapshot knows, gone with the process."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from swapper import _C
+from swapper.core import swap_file
 from swapper.core.section import Page
 from swapper.core.store import Store
+from swapper.drives import Drives
 from swapper.errors import InvariantError
 
 
@@ -17,39 +18,35 @@ class ScratchFile:
 
     Args:
         engine: does the transfers.
-        directory: on the drive that shall hold it.
-        nbytes: its size; the space is taken now.
+        drives: that shall hold it; each page is dealt to one.
+        pages: all that have a place in it; the space is taken now.
 
     Raises:
-        IoError: the drive is full, or the directory refuses.
+        IoError: a drive is full, or a directory refuses.
     """
 
-    def __init__(self, engine: Any, directory: Path, nbytes: int) -> None:
+    def __init__(self, engine: Any, drives: Drives, pages: Sequence[Page]) -> None:
         self._engine = engine
-        path = directory / f"scratch-{os.getpid()}.swap"
-        path.unlink(missing_ok=True)
-        self._file = _C.File(str(path), create=True)
-        try:
-            self._file.allocate(nbytes)
-        except BaseException:
-            self._file.close()
-            raise
-        finally:
+        for page, drive in zip(pages, drives.deal([page.nbytes for page in pages]), strict=True):
+            page.drive = drive
+        nbytes = max(page.file_offset + page.nbytes for page in pages)
+        self._file = swap_file.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
+        for path in self._file.paths:
             path.unlink(missing_ok=True)
 
     def read(self, page: Page, address: int, after: Any = None) -> Any:
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
-        return self._engine.read(self._file, page.file_offset, address, page.nbytes, after=after)
+        return self._engine.read(self._file.of(page), page.file_offset, address, page.nbytes, after=after)
 
     def write(self, page: Page, address: int) -> Any:
-        return self._engine.write(self._file, page.file_offset, address, page.nbytes)
+        return self._engine.write(self._file.of(page), page.file_offset, address, page.nbytes)
 
     def written(self, page: Page, ticket: Any) -> None:
         page.location = 0
 
     def file_of(self, page: Page) -> Any:
-        return None if page.location is None else self._file
+        return None if page.location is None else self._file.of(page)
 
     def close(self) -> None:
         self._file.close()

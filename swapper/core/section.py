@@ -43,6 +43,7 @@ class Page:
         "committed",
         "committed_crc32",
         "crc32",
+        "drive",
         "error",
         "file_offset",
         "frame",
@@ -81,6 +82,7 @@ class Page:
         self.guarded = False  # mapped read-only: see Frames.guard
         self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for
+        self.drive = 0  # which of the run's drives it belongs to
         self.location: int | None = None  # which of the store's files has the newest content
         self.committed: int | None = None  # which file the last commit names for it
         self.committed_crc32: int | None = None  # of the content there
@@ -153,3 +155,8 @@ class Section:
             return []
         page_bytes = self.pages[0].nbytes
         return self.pages[begin // page_bytes : (end - 1) // page_bytes + 1]
+
+
+def pieces_of(section: Section) -> list[Page]:
+    """Return what the store keeps of a section: its pages, or a resident one as a whole."""
+    return [section.piece] if section.resident else section.pages

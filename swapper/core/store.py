@@ -1,4 +1,4 @@
-"""The store: the swap files, and which of them has the newest content of each page.
+"""The store: the swap files, and which of them has the newest content of each page. Each has a part on every drive (swap_file.py).
 
 All files have one layout, and two of them are written in turns. A page's newest content is in file `location`; the last commit
 names file `committed` for it. A page is written to the turn that the commit does not name for it, so that what the commit names
@@ -6,19 +6,20 @@ stays whole while a step is under way, at no extra I/O: a step rewrites what it 
 
 [Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the store never
 writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
-that has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
+whose first part has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from swapper import _C
+from swapper.core import swap_file
 from swapper.core.section import Page, Section
-from swapper.errors import CheckpointError, InvariantError
+from swapper.core.swap_file import SwapFile
+from swapper.drives import Drives
+from swapper.errors import InvariantError
 
 TURNS = 2
 """How many files are written in turns, so that one of them stays as the last commit has it."""
@@ -29,7 +30,7 @@ class Store:
 
     Args:
         engine: does the transfers.
-        directory: the run's.
+        drives: of the run; each page is dealt to one.
         headers: (file offset, bytes) of everything before the tail that is not payload.
         nbytes: size of a file, without a tail.
         existing: names of the files of a run that goes on, by number; empty for a new run.
@@ -45,7 +46,7 @@ class Store:
     def __init__(
         self,
         engine: Any,
-        directory: Path,
+        drives: Drives,
         headers: Iterable[tuple[int, bytes]],
         nbytes: int,
         existing: Mapping[int, str],
@@ -54,31 +55,31 @@ class Store:
         first: int = 0,
     ) -> None:
         self._engine = engine
-        self._directory = directory
+        self._drives = drives
         self.nbytes = nbytes
         self._headers = list(headers)
         self._pieces = pieces
-        self._files: dict[int, Any] = {}
+        for piece, drive in zip(pieces, drives.deal([piece.nbytes for piece in pieces]), strict=True):
+            piece.drive = drive
+        self._files: dict[int, SwapFile] = {}
         # By number: size and time of last change; None while it is being published, which changes both.
         self._frozen: dict[int, tuple[int, int] | None] = {}
         self._preferred: int | None = None
         self._spared: frozenset[int] = frozenset()
         self._written: dict[Page, None] = {}  # since the last commit, each once
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
-        created: list[Path] = []
+        created: list[SwapFile] = []
         try:
             for number, name in existing.items():
-                self._open(number, directory / name)
+                self._open(number, name)
             while len(self._files) - len(self._frozen) < turns:
                 number = max(self._files, default=first - 1) + 1
-                path = self._path(number)
-                path.unlink(missing_ok=True)  # of a run that was killed before a commit named it
-                self._files[number] = self.create_file(path)
-                created.append(path)
+                self._files[number] = self.create_file(number)
+                created.append(self._files[number])
         except BaseException:
             self.close()
-            for path in created:
-                path.unlink(missing_ok=True)
+            for file in created:
+                file.remove()
             raise
         self._turns = sorted(self._files.keys() - self._frozen.keys())
 
@@ -86,54 +87,37 @@ class Store:
     def names(self) -> dict[int, str]:
         """Names, by number, of the files that are written in turns and of those that have the newest content of something."""
         needed = {piece.location for piece in self._pieces} | set(self._turns)
-        return {number: Path(file.path).name for number, file in self._files.items() if number in needed}
+        return {number: file.name for number, file in self._files.items() if number in needed}
 
     @property
-    def paths(self) -> dict[int, Path]:
-        """All files, by number."""
-        return {number: Path(file.path) for number, file in self._files.items()}
+    def paths(self) -> dict[int, list[Path]]:
+        """All files, by number: their parts by drive."""
+        return {number: file.paths for number, file in self._files.items()}
 
     @property
     def io_mode(self) -> str:
         """How the files are opened: "direct", or "buffered" and the reason."""
-        first = self._files[self._turns[0]]
-        return "direct" if first.direct else f"buffered ({first.reason})"
+        return self._files[self._turns[0]].io_mode
 
-    def create_file(self, path: Path) -> Any:
+    def create_file(self, number: int) -> SwapFile:
         """Create a file of the store's layout: its space allocated, its headers written, its payload still empty."""
-        file = _C.File(str(path), create=True)
-        try:
-            file.allocate(self.nbytes)
-            self._write_headers(path)
-        except BaseException:
-            file.close()
-            path.unlink(missing_ok=True)
-            raise
-        return file
-
-    def _write_headers(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            for offset, data in self._headers:
-                _write_all(descriptor, data, offset)
-        finally:
-            os.close(descriptor)
+        return swap_file.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
 
     def read(self, page: Page, address: int, after: Any = None, checksum: bool = False) -> Any:
         """Submit a read of `page`, or of a resident section's piece, into memory at `address`; returns its ticket."""
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
-        file = self._files[page.location]
+        file = self._files[page.location].of(page)
         return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, checksum=checksum)
 
     def file_of(self, page: Page) -> Any:
         """Return the file that has the newest content of `page`, at `page.file_offset`; None if it was never written."""
-        return None if page.location is None else self._files[page.location]
+        return None if page.location is None else self._files[page.location].of(page)
 
     def write(self, page: Page, address: int) -> Any:
         """Submit a write of `page` from memory at `address`; returns its ticket, which carries the CRC-32."""
         self._targets[page] = self._target(page)
-        file = self._files[self._targets[page]]
+        file = self._files[self._targets[page]].of(page)
         return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=True)
 
     def written(self, page: Page, ticket: Any) -> None:
@@ -182,7 +166,8 @@ class Store:
         return max(nbytes, key=lambda number: nbytes[number])
 
     def path(self, number: int) -> Path:
-        return Path(self._files[number].path)
+        """Return the path of the first part of file `number`, which can become a snapshot."""
+        return self._files[number].path
 
     def prefer(self, number: int | None) -> None:
         """Until this is called with None, write to file `number` whatever the last commit does not have there."""
@@ -199,8 +184,7 @@ class Store:
             IoError: there is no room for another; nothing is changed.
         """
         successor = max(self._files) + 1
-        self._path(successor).unlink(missing_ok=True)
-        self._files[successor] = self.create_file(self._path(successor))
+        self._files[successor] = self.create_file(successor)
         self._turns = sorted({*self._turns, successor} - {number})
         self._frozen[number] = None
         self.freeze(number)
@@ -244,10 +228,8 @@ class Store:
         needed |= {piece.location for piece in self._pieces if not piece.section.resident}  # the others are in memory
         needed |= {number for number, status in self._frozen.items() if status is None}
         for number in self._frozen.keys() - needed:
-            path = self.path(number)
-            self._files.pop(number).close()
+            self._files.pop(number).remove()
             del self._frozen[number]
-            path.unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Have the drive keep what was written to it."""
@@ -264,48 +246,14 @@ class Store:
         turns = [number for number in self._turns if number != page.committed]
         return next((number for number in turns if number not in self._spared), turns[0])
 
-    def _path(self, number: int) -> Path:
-        return self._directory / f"turn-{number}.swap"
-
-    def _open(self, number: int, path: Path) -> None:
+    def _open(self, number: int, name: str) -> None:
         """Open a file of a run that goes on. [Note: frozen files]"""
-        try:
-            status = path.stat()
-            nbytes = status.st_size
-        except FileNotFoundError:
-            nbytes = -1
-        if nbytes < self.nbytes:
-            state = "missing" if nbytes < 0 else f"cut off ({nbytes} of {self.nbytes} bytes)"
-            raise CheckpointError(
-                f"{path}, a swap file of the run, is {state}: the run cannot go on. "
-                "Say resume='discard' and load the last snapshot"
-            )
-        frozen = is_frozen(path)
-        if frozen:
-            self._frozen[number] = (nbytes, status.st_mtime_ns)
-        else:  # a snapshot or a power loss may have come between its making and its use
-            os.truncate(path, self.nbytes)
-            self._write_headers(path)
-        self._files[number] = _C.File(str(path), read_only=frozen)
+        self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers)
+        if frozen is not None:
+            self._frozen[number] = (frozen.st_size, frozen.st_mtime_ns)
 
 
 def first_free_number(directory: Path) -> int:
     """Return a number such that no swap file of `directory` has it or a higher one."""
     numbers = [int(path.stem.removeprefix("turn-")) for path in directory.glob("turn-*.swap")]
     return max(numbers, default=-1) + 1
-
-
-def is_frozen(path: Path) -> bool:
-    """Whether the file is, or is about to be, a snapshot's too. [Note: frozen files]"""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return False
-    return status.st_nlink > 1 or not status.st_mode & 0o222
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done

@@ -1,10 +1,11 @@
-"""One engine, and so one I/O thread, for each drive that a handle meets: a slow drive does not hold up the queue of a fast one."""
+"""One engine, and so one I/O thread, for each drive that a handle or a run meets: a slow drive does not hold up the queue of a fast
+one."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,74 @@ class Engines:
     def close(self) -> None:
         for engine in self.all:
             engine.close()
+
+
+class EngineOfDrives:
+    """The engines of a run's drives behind the face of one: each transfer goes to the engine of the drive that its file is on.
+
+    Args:
+        directories: of the run's files, one a drive. Files elsewhere are the first one's.
+        options: of `swapper._C.Engine`, for each.
+    """
+
+    def __init__(self, directories: Sequence[Path], options: Mapping[str, Any]) -> None:
+        self._engines = Engines(options)
+        try:
+            self._by_directory = {os.fspath(path): self._engines.of(path.stat().st_dev) for path in directories}
+        except BaseException:
+            self._engines.close()
+            raise
+
+    def read(
+        self, file: Any, offset: int, address: int, nbytes: int, *, after: Any = None, checksum: bool = False
+    ) -> Any:
+        return self._of(file).read(file, offset, address, nbytes, after=after, checksum=checksum)
+
+    def write(
+        self, file: Any, offset: int, address: int, nbytes: int, *, after: Any = None, checksum: bool = False
+    ) -> Any:
+        return self._of(file).write(file, offset, address, nbytes, after=after, checksum=checksum)
+
+    def _of(self, file: Any) -> _C.Engine:
+        # A Path would take longer than handing over the transfer.
+        return self._by_directory.get(os.path.dirname(file.path), self._engines.first)  # noqa: PTH120
+
+    @property
+    def backend(self) -> str:
+        return ", ".join(dict.fromkeys(engine.backend for engine in self._engines.all))
+
+    @property
+    def reason(self) -> str:
+        return ", ".join(dict.fromkeys(engine.reason for engine in self._engines.all))
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(engine.bytes_read for engine in self._engines.all)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(engine.bytes_written for engine in self._engines.all)
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(engine.staging_bytes for engine in self._engines.all)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.in_flight for engine in self._engines.all)
+
+    def drain(self) -> None:
+        for engine in self._engines.all:
+            engine.drain()
+
+    def close(self) -> None:
+        """What one engine does for another's transfers (`after`) is done first: each drains while the others live."""
+        self._engines.close()
+
+
+def open_engine(directories: Sequence[Path], **options: Any) -> Any:
+    """Return an engine for files in `directories`, one a drive."""
+    return _C.Engine(**options) if len(directories) == 1 else EngineOfDrives(directories, options)
 
 
 def drive_of_device(device: int) -> str:

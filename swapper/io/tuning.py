@@ -10,10 +10,12 @@ import contextlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from swapper.drives import Drives
 from swapper.errors import ConfigError
 
 
@@ -59,6 +61,27 @@ def find_tuning(directory: Path) -> Tuning | None:
         entry = json.loads(tuning_path().read_text()).get(drive_of(directory))
         return None if entry is None else Tuning(**entry)
     return None
+
+
+def find_tuning_of(drives: Drives) -> Tuning | None:
+    """What is known about the drives of a run as one, by how its bytes are dealt to them; None if one of them was not tuned."""
+    found = [find_tuning(directory) for directory in drives.directories]
+    known = [tuning for tuning in found if tuning is not None]
+    if len(known) < len(found):
+        return None
+    shares = [weight / sum(drives.weights) for weight in drives.weights]
+    return replace(
+        known[0],
+        read_bytes_per_s=min(tuning.read_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
+        write_bytes_per_s=min(tuning.write_bytes_per_s / share for tuning, share in zip(known, shares, strict=True)),
+    )
+
+
+def weigh(directories: Sequence[Path]) -> list[float]:
+    """How many bytes each drive shall get, in proportion: by its speed where all were tuned, else equally many."""
+    found = [find_tuning(directory) for directory in directories]
+    speeds = [min(tuning.read_bytes_per_s, tuning.write_bytes_per_s) for tuning in found if tuning is not None]
+    return speeds if len(speeds) == len(directories) and min(speeds) > 0 else [1.0] * len(directories)
 
 
 def keep_tuning(directory: Path, tuning: Tuning) -> Path:

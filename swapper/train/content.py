@@ -73,14 +73,14 @@ class CarriedContent:
     Args:
         optimizer: the user's own.
         sections: of parameters and optimizer state; only their places in files are looked at.
-        files: of that layout, by number.
+        files: of that layout, by number: the parts of each, by drive.
     """
 
-    def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Path]) -> None:
+    def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]) -> None:
         self._given = GivenContent(optimizer)
         self._places = {(slot.spec.owner, slot.spec.kind): Place(s, slot) for s in sections for slot in s.plan.slots}
         self._paths = files
-        self._files: dict[int, Any] = {}
+        self._files: dict[Path, Any] = {}
         self._engine: Any = None
 
     def close(self) -> None:
@@ -121,13 +121,12 @@ class CarriedContent:
                 continue
             if piece.location is None:
                 raise InvariantError(f"{piece} is in no file")
-            address = target.data_ptr() + at - first
-            tickets.append(
-                self._engine.read(self._file(piece.location), piece.file_offset + at - piece.offset, address, stop - at)
-            )
+            address, where = target.data_ptr() + at - first, piece.file_offset + at - piece.offset
+            file = self._file(self._paths[piece.location][piece.drive])
+            tickets.append(self._engine.read(file, where, address, stop - at))
         wait_for_all(tickets)
 
-    def _file(self, number: int) -> Any:
-        if number not in self._files:
-            self._files[number] = _C.File(str(self._paths[number]), read_only=True)
-        return self._files[number]
+    def _file(self, path: Path) -> Any:
+        if path not in self._files:
+            self._files[path] = _C.File(str(path), read_only=True)
+        return self._files[path]

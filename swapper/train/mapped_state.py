@@ -8,10 +8,11 @@ and is refused. What has its own memory, as the result of clone(), `.to()` or de
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 
 from swapper.core.pager import Pager
 from swapper.core.section import Page
-from swapper.errors import StateError
+from swapper.errors import IoError, StateError
 from swapper.modules.cold import METADATA, tensors_among, written_among
 from swapper.train.slices import Place
 
@@ -28,6 +29,13 @@ COPIED_BYTES = 1 << 16
 
 MAP_NORESERVE = 0x4000
 """A mapping larger than memory is no promise to fill it (Linux; Python's mmap names it from 3.13 on)."""
+
+MAP_FIXED = 0x10
+MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
 
 _shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
 
@@ -90,10 +98,14 @@ class MappedState:
         """Return the tensor at `place`, with a storage of its own: torch.save writes storages whole."""
         spec = place.slot.spec
         pages = place.section.pages_of(place.slot.offset, place.slot.end)
-        if spec.nbytes < COPIED_BYTES or len({page.location for page in pages}) > 1:
+        if spec.nbytes < COPIED_BYTES:
             return self._copy(place, pages)
         if place.section.resident:
             flat = torch.from_numpy(place.section.memory[place.slot.offset : place.slot.end].numpy())
+        elif len({(page.location, page.drive) for page in pages}) > 1:
+            flat = torch.frombuffer(
+                self._patchwork(pages), dtype=torch.uint8, count=spec.nbytes, offset=place.slot.offset - pages[0].offset
+            )
         else:
             at = pages[0].file_offset - pages[0].offset + place.slot.offset
             flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
@@ -133,8 +145,20 @@ class MappedState:
                 self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._mappings[path]
 
+    def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:
+        """Map pages that lie in several files side by side."""
+        nbytes = pages[-1].offset + pages[-1].nbytes - pages[0].offset
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        patchwork = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
+        for page in pages:
+            _map_over(
+                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.file_offset
+            )
+        return patchwork
+
     def _copy(self, place: Place, pages: Iterable[Page]) -> torch.Tensor:
-        """A small tensor, or one whose pages are in several files."""
+        """A small tensor."""
         section, slot = place.section, place.slot
         if section.resident:
             return section.tensor(slot).clone()
@@ -145,6 +169,19 @@ class MappedState:
             mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
             copied[begin - slot.offset : end - slot.offset] = mapped
         return copied.view(slot.spec.dtype).view(slot.spec.shape)
+
+
+def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
+    """Have bytes of a file at `address`, in place of what was mapped there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+        mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    finally:
+        os.close(descriptor)
+    if mapped == MAP_FAILED:
+        error = ctypes.get_errno()
+        raise IoError("map", path, offset, nbytes, error, "raise vm.max_map_count, or use manager.snapshot(path)")
 
 
 def expire(shown: Iterable[MappedState], why: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,13 @@ def twins(tmp_path: Path) -> Iterator[Callable[..., Twins]]:
     yield make
     while made:  # pytest keeps `make`, and so this list, until the test's very end
         made.pop().close()
+
+
+@pytest.fixture
+def second_drive(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another filesystem than the first, where there is one: its transfers have an engine of their own."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        memory = tmp_path
+    with tempfile.TemporaryDirectory(prefix="swapper-test-", dir=memory) as directory:
+        yield Path(directory)

@@ -1,11 +1,11 @@
 """A run that is killed again and again, as a program: it trains, its parent kills it, the next one goes on.
 
-Usage: killed_run.py DIRECTORY SEED KILLS. The parent has torch imported and forks each run, so that a kill costs little. A run
-writes a byte to a pipe at each forward and backward of each layer and around each step; the parent kills it with SIGKILL a
-little after a random number of them, so the kills fall anywhere in a step, with snapshots on their way, every second
-time with the workers of a DataLoader alive, and with updates at any of their times; and after some kills somebody writes into a
-snapshot, which may be the very file that the run was to go on from. Whatever is seen must equal a run that nobody killed: losses,
-parameters, random numbers, and every snapshot that has its name.
+Usage: killed_run.py DIRECTORY SEED KILLS [SECOND]. With SECOND, a directory, each run lies over two drives. The parent has torch
+imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward and backward of each layer
+and around each step; the parent kills it with SIGKILL a little after a random number of them, so the kills fall anywhere in a step,
+with snapshots on their way, every second time with the workers of a DataLoader alive, and with updates at any of their times; and
+after some kills somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is seen must
+equal a run that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
@@ -82,12 +82,13 @@ def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int 
     """Train to the end, from wherever the last run was committed."""
     workers = options.pop("workers", 0)
     update = options.pop("update", "step")
+    drives = [directory, *options.pop("others", ())]
     model, optimizer, scheduler = make(dropout=0.1)
     warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
     for module in model:
         module.register_forward_hook(lambda *_: tick(b"f") and None)
         module.register_full_backward_hook(lambda *_: tick(b"b") and None)
-    with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True, **options) as manager:
+    with swapper.SwapManager(drives, host_memory=BUDGET, resume="auto", rng=True, **options) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
         manager.register(scheduler=scheduler)
         tick(b"o")
@@ -193,7 +194,7 @@ def harm_snapshot(directory: Path, chance: random.Random) -> bool:
     return True
 
 
-def main(directory: Path, seed: int, kills: int) -> None:
+def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> None:
     torch.set_num_threads(1)
     swapper.SwapManager  # noqa: B018  # imported here and not in every child
     expected = Expected()
@@ -201,7 +202,9 @@ def main(directory: Path, seed: int, kills: int) -> None:
     killed = runs = harmed = 0
     while killed < kills:
         place = directory / f"run-{runs}"
-        place.mkdir()
+        others = [] if second is None else [second / f"run-{runs}"]
+        for path in (place, *others):
+            path.mkdir()
         while run_and_kill(
             place,
             place / "losses",
@@ -209,15 +212,17 @@ def main(directory: Path, seed: int, kills: int) -> None:
             LONGEST_DELAY_S * chance.random(),
             workers=2 * chance.randrange(2),
             update=chance.choice(("step", "deferred", "backward")),
+            others=others,
         ):
             killed += 1
             harmed += chance.randrange(4) == 0 and harm_snapshot(place, chance)
         expected.check(place, place / "losses")
-        shutil.rmtree(place)
+        for path in (place, *others):
+            shutil.rmtree(path)
         runs += 1
         print(f"{killed} kills", file=sys.stderr, flush=True)
     print(f"{killed} kills, {harmed} snapshots harmed, {runs} runs, all exact")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *map(Path, sys.argv[4:5]))

@@ -17,6 +17,12 @@ def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None
     assert "all exact" in done.stdout
 
 
+def test_killed_at_random_instants_a_run_over_two_drives_goes_on_exactly(tmp_path: Path, second_drive: Path) -> None:
+    done = run_python(Path(killed_run.__file__), tmp_path, 3, 5, second_drive)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_killed_at_system_calls_that_write_a_run_goes_on_exactly(tmp_path: Path) -> None:
     done = run_python(Path(killed_calls.__file__), tmp_path, 41, 17)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Twins:
 
     Args:
         directory: where the swapped one lives.
+        others: further directories, one a drive.
         model: the plain one; the swapped one is its copy.
         make_optimizer: makes an optimizer over the parameters that it is given.
         master: `master_weights=torch.float32`.
@@ -82,6 +83,7 @@ class Twins:
         model: nn.Module,
         make_optimizer: MakeOptimizer = adamw,
         *,
+        others: Sequence[Path] = (),
         master: bool = False,
         budget: int | None = None,
         room_bytes: int = 0,
@@ -92,6 +94,7 @@ class Twins:
         **options: Any,
     ) -> None:
         self.directory = directory
+        self.others = list(others)
         self.plain = model
         self.swapped = copy.deepcopy(model)
         for ours, theirs in zip(self.swapped.parameters(), self.plain.parameters(), strict=True):
@@ -123,8 +126,9 @@ class Twins:
         budget = self.budget
         if budget is None:
             budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
+        directories = [self.directory, *self.others] if self.others else self.directory
         return swapper.SwapManager(
-            self.directory, host_memory=budget, backend=self.backend, commit_every=self.commit_every
+            directories, host_memory=budget, backend=self.backend, commit_every=self.commit_every
         )
 
     def plan(self) -> swapper.Plan:

@@ -22,7 +22,9 @@ from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import Page, Section
 from swapper.core.store import TURNS, Store
+from swapper.core.swap_file import SwapFile
 from swapper.counters import Counters
+from swapper.drives import Drives
 from swapper.errors import BudgetError, IoError
 
 PAGE_BYTES = 16
@@ -35,13 +37,14 @@ class SimulatedStore(Store):
     """The real store, its files in memory."""
 
     def __init__(self, engine: Engine, nbytes: int, pages: list[Page]) -> None:
-        super().__init__(engine, Path("/nonexistent"), [], nbytes, existing={}, turns=TURNS, pieces=pages)
+        drives = Drives((Path("/nonexistent"),))
+        super().__init__(engine, drives, [], nbytes, existing={}, turns=TURNS, pieces=pages)
 
     def file(self, number: int) -> File:
-        return self._files[number]
+        return self._files[number].first
 
-    def create_file(self, path: Path) -> File:
-        return self._engine.create_file(path.name, self.nbytes)
+    def create_file(self, number: int) -> SwapFile:
+        return SwapFile([self._engine.create_file(f"turn-{number}.swap", self.nbytes)])
 
     def freeze(self, number: int) -> None:
         self.file(number).is_frozen = True

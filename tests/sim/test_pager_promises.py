@@ -49,7 +49,7 @@ def fail(run: Run, op: str, *pages: int) -> None:
     """From now on `op` fails for these pages, until run.faults.repair()."""
     for index in pages:
         for file in run.store._files.values():
-            run.faults._broken[op, file.path, run.pages[index].file_offset] = errno.EIO
+            run.faults._broken[op, file.first.path, run.pages[index].file_offset] = errno.EIO
 
 
 def error_of(run: Run, request: str, *arguments: Any) -> IoError:

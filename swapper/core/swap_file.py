@@ -1,0 +1,190 @@
+"""A swap file: a part on each drive of the run, all of one name and one layout.
+
+A page has the same offset in whichever part it lies, so that only who opens, allocates or removes files need know of drives. On
+several drives each part takes space for the pages of its own drive alone, and is a hole elsewhere; the first one has what is not
+pages too, and can become a snapshot when the other drives' pages are brought over to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from swapper import _C
+from swapper.core.section import Page
+from swapper.drives import Drives
+from swapper.errors import CheckpointError
+
+
+class SwapFile:
+    """Owns its parts, open.
+
+    Args:
+        parts: `swapper._C.File`, one a drive.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self._parts = list(parts)
+
+    def of(self, page: Page) -> Any:
+        """Return the part that has `page`."""
+        return self._parts[page.drive]
+
+    @property
+    def first(self) -> Any:
+        return self._parts[0]
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def path(self) -> Path:
+        """Of the first part, which can become a snapshot."""
+        return Path(self._parts[0].path)
+
+    @property
+    def paths(self) -> list[Path]:
+        return [Path(part.path) for part in self._parts]
+
+    @property
+    def io_mode(self) -> str:
+        """How the parts are opened: "direct", or "buffered" and the reason."""
+        modes = ["direct" if part.direct else f"buffered ({part.reason})" for part in self._parts]
+        return ", ".join(dict.fromkeys(modes))
+
+    def sync(self) -> None:
+        for part in self._parts:
+            part.sync()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+    def remove(self) -> None:
+        """Close it, and let its names go. A snapshot keeps its own."""
+        paths = self.paths
+        self.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def create(
+    drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]], pages: Sequence[Page]
+) -> SwapFile:
+    """Create a swap file: its space is allocated, its headers are written, its pages are still empty.
+
+    Args:
+        drives: of the run.
+        name: of each part. Parts of that name that are there are removed: no commit names them.
+        nbytes: size of a part, without a tail.
+        headers: (file offset, bytes) of what is not pages.
+        pages: all that have a place in it.
+
+    Raises:
+        IoError: a drive is full, or a directory refuses. What was created is removed again.
+    """
+    parts: list[Any] = []
+    paths = drives.paths(name)
+    for path in paths:
+        path.unlink(missing_ok=True)
+    try:
+        for drive, path in enumerate(paths):
+            part = _C.File(str(path), create=True)
+            parts.append(part)
+            for begin, end in _room(drive, nbytes, pages):
+                part.allocate(end - begin, offset=begin)
+            part.truncate(nbytes)
+        write_headers(paths[0], headers)
+    except BaseException:
+        SwapFile(parts).remove()
+        raise
+    return SwapFile(parts)
+
+
+def reopen(
+    drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]]
+) -> tuple[SwapFile, os.stat_result | None]:
+    """Open a swap file of a run that goes on; returns the status of its first part too, if that is frozen.
+
+    See [Note: frozen files], store.py.
+
+    Raises:
+        CheckpointError: a part is missing or too short.
+    """
+    paths = drives.paths(name)
+    status = [_status(path, nbytes) for path in paths]
+    frozen = is_frozen(paths[0])
+    if not frozen:  # a snapshot or a power loss may have come between its making and its use
+        for path in paths:
+            os.truncate(path, nbytes)
+        write_headers(paths[0], headers)
+    parts: list[Any] = []
+    try:
+        for path in paths:
+            parts.append(_C.File(str(path), read_only=frozen))
+    except BaseException:
+        SwapFile(parts).close()
+        raise
+    return SwapFile(parts), status[0] if frozen else None
+
+
+def is_frozen(path: Path) -> bool:
+    """Whether the file is, or is about to be, a snapshot's too. [Note: frozen files], store.py"""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return False
+    return status.st_nlink > 1 or not status.st_mode & 0o222
+
+
+def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for offset, data in headers:
+            _write_all(descriptor, data, offset)
+    finally:
+        os.close(descriptor)
+
+
+def _room(drive: int, nbytes: int, pages: Sequence[Page]) -> list[tuple[int, int]]:
+    """Return the runs (begin, end) of a part that need space: its pages; in the first part, all but the others' pages."""
+    if drive > 0:
+        return _runs(page for page in pages if page.drive == drive)
+    others = _runs(page for page in pages if page.drive > 0)
+    begins, ends = [0, *(end for _, end in others)], [*(begin for begin, _ in others), nbytes]
+    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+
+def _runs(pages: Iterable[Page]) -> list[tuple[int, int]]:
+    """Return where `pages` lie in a part: neighbours as one run."""
+    runs: list[tuple[int, int]] = []
+    for begin, end in sorted((page.file_offset, page.file_offset + page.nbytes) for page in pages):
+        first = runs.pop()[0] if runs and runs[-1][1] == begin else begin
+        runs.append((first, end))
+    return runs
+
+
+def _status(path: Path, nbytes: int) -> os.stat_result:
+    state = "missing"
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        pass
+    else:
+        if status.st_size >= nbytes:
+            return status
+        state = f"cut off ({status.st_size} of {nbytes} bytes)"
+    raise CheckpointError(
+        f"{path}, a swap file of the run, is {state}: the run cannot go on. "
+        "Say resume='discard' and load the last snapshot"
+    )
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done
