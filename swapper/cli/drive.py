@@ -22,6 +22,8 @@ from pathlib import Path
 THREADS = 8
 PIECE_BYTES = 1 << 20
 HUGE_PAGE_BYTES = 2 << 20
+_Lane = tuple[Callable[[int, memoryview, int], int], int]
+"""A transfer and its file."""
 START_S = 0.2  # not counted: threads start, and a cap lets its first slice through
 
 
@@ -47,39 +49,40 @@ class DriveSpeed:
         )
 
 
-def measure_drive(directory: Path, *, file_bytes: int = 256 << 20, duration_s: float = 1.0) -> DriveSpeed:
+def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, duration_s: float = 1.0) -> DriveSpeed:
     """Reads one file and writes another in `directory`, each of `file_bytes`, then removes both.
 
-    Takes three times `duration_s`, and the time to fill the files. Raises OSError, as the system gives it, where the
-    directory cannot be written or is full.
+    With `others`, on other drives, it does so in all of them at once: what they do together. Takes three times `duration_s`, and
+    the time to fill the files. Raises OSError, as the system gives it, where a directory cannot be written or is full.
     """
-    with tempfile.TemporaryDirectory(prefix="swapper-drive-", dir=directory) as scratch:
+    with contextlib.ExitStack() as kept:
+        reads: list[_Lane] = []
+        writes: list[_Lane] = []
         direct = True
-        try:
-            files = [_open(Path(scratch) / name, os.O_DIRECT) for name in ("read", "write")]
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            direct = False
-            files = [_open(Path(scratch) / name, 0) for name in ("read", "write")]
-        reads = [(_read, files[0])] * THREADS
-        writes = [(_write, files[1])] * THREADS
-        try:
-            for file in files:  # blocks that were never written read back without a transfer
-                _fill(file, file_bytes)
-            return DriveSpeed(
-                _transfer(reads, file_bytes, duration_s),
-                _transfer(writes, file_bytes, duration_s),
-                _transfer(reads + writes, file_bytes, duration_s),
-                direct,
-            )
-        finally:
-            for file in files:
-                os.close(file)
+        for each in (directory, *others):
+            scratch = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="swapper-drive-", dir=each)))
+            for name, lanes, transfer in (("read", reads, _read), ("write", writes, _write)):
+                file, is_direct = _open(scratch / name)
+                kept.callback(os.close, file)
+                direct = direct and is_direct
+                _fill(file, file_bytes)  # blocks that were never written read back without a transfer
+                lanes += [(transfer, file)] * THREADS
+        return DriveSpeed(
+            _transfer(reads, file_bytes, duration_s),
+            _transfer(writes, file_bytes, duration_s),
+            _transfer(reads + writes, file_bytes, duration_s),
+            direct,
+        )
 
 
-def _open(path: Path, flags: int) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+def _open(path: Path) -> tuple[int, bool]:
+    """Return a new file's descriptor, and whether it is direct."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600), False
 
 
 def _piece() -> memoryview:
@@ -114,9 +117,7 @@ def _write(file: int, piece: memoryview, offset: int) -> int:
     return os.pwrite(file, piece, offset)
 
 
-def _transfer(
-    lanes: Sequence[tuple[Callable[[int, memoryview, int], int], int]], file_bytes: int, duration_s: float
-) -> float:
+def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> float:
     """Bytes a second of all lanes together; each lane is a thread that keeps one transfer in flight."""
     moved_bytes = [0] * len(lanes)
     failures: list[BaseException] = []

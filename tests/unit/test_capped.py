@@ -184,7 +184,7 @@ def test_where_no_group_can_be_made_it_says_what_to_do(monkeypatch, capsys, tmp_
 
 
 def test_version_2_files_are_written_and_read_as_the_kernel_documents(tmp_path):
-    group = capped.Group(2, "254:0", tmp_path, tmp_path)
+    group = capped.Group(2, ["254:0"], tmp_path, tmp_path)
     group.limit(500 * MB, 400 * MB, 1 << 30)
     assert (tmp_path / "io.max").read_text() == "254:0 rbps=500000000 wbps=400000000"
     assert (tmp_path / "memory.max").read_text() == str(1 << 30)
@@ -196,5 +196,6 @@ def test_version_2_files_are_written_and_read_as_the_kernel_documents(tmp_path):
     (tmp_path / "memory.peak").write_text("12345\n")
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 0\n")
     assert group.moved_bytes() == (4096, 8192)
+    assert capped.Group(2, ["254:0", "253:0"], tmp_path, tmp_path).moved_bytes() == (4097, 8194)
     assert group.peak_memory_bytes() == 12345
     assert group.oom_kills() == 2
