@@ -42,6 +42,7 @@ from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import CPU, GroupWeights, PagedWeight
 from swapper.interrupts import held_back
+from swapper.modules.conversions import changes_nothing
 
 log = logging.getLogger("swapper")
 
@@ -293,7 +294,7 @@ class LoadedModel:
             for linear in blueprint.cuts:
                 multiply_by_parts(linear, bench, self._where)
         for name, module in model.named_modules():
-            module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__)
+            module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__, weakref.ref(module))
 
     @property
     def _where(self) -> torch.device:
@@ -375,8 +376,14 @@ def _goes_round(cycle: list[Access], other: list[Access]) -> bool:
     return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])
 
 
-def _refuse_to_move(name: str) -> Callable[..., nn.Module]:
-    def refuse(*arguments: Any, **options: Any) -> nn.Module:
+def _refuse_to_move(name: str, of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
+    """Return what takes the place of `Module._apply`: what would change nothing is done, the rest refused."""
+
+    def refuse(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+        module = of()
+        tensors = [] if module is None else [*module.parameters(recurse), *module.buffers(recurse)]
+        if module is not None and all(changes_nothing(convert, tensor) for tensor in tensors):
+            return module
         raise StateError(
             f"{name} was loaded by swapper.load and cannot be moved or converted (.to, .half, .cuda, ...): its weights stay in "
             "the checkpoint's files. Say dtype= and device= when loading"

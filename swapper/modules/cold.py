@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from swapper.errors import ColdParameterError
+from swapper.modules.conversions import CONVERSIONS, changes_nothing
 
 
 class Keeper(Protocol):
@@ -175,7 +176,11 @@ METADATA: set[Callable[..., Any]] = {
     torch.is_inference,
     torch.numel,
     torch.is_same_size,
+    torch._has_compatible_shallow_copy_type,
 }
+
+
+SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class ColdParameter(nn.Parameter):
@@ -198,6 +203,10 @@ class ColdParameter(nn.Parameter):
             row = None if keeper is None else keeper.indexed(args[0], args[1])
             if row is not None:
                 return row
+        if func in CONVERSIONS and changes_nothing(lambda tensor: func(tensor, *args[1:], **kwargs), args[0]):
+            return args[0]
+        if func == SET_DATA and args[0] is args[1]:  # Module.to, where nothing changes
+            return None
         aliasing = func is torch.Tensor.detach and is_aliasing()
         if func not in METADATA and not aliasing:
             cold = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is ColdParameter]

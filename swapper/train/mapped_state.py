@@ -1,4 +1,5 @@
-"""Tensors of `optimizer.state_dict()` that take no memory: they are mapped from the swap files, or alias what is resident.
+"""Tensors of `state_dict()`, model's and optimizer's, that take no memory: they are mapped from the swap files, or alias what is
+resident.
 
 They show the state of the moment when they were made. What they are mapped from is written to by later steps, so before the state
 changes next they *expire*: from then on an operation that needs their data raises an error instead of showing a mix of two steps.
@@ -85,10 +86,12 @@ class MappedState:
 
     Args:
         pager: all it has is in the store, or in resident sections.
+        made_by: for errors: whose tensors these are.
     """
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: Pager, made_by: str) -> None:
         self._pager = pager
+        self.made_by = made_by
         self._mappings: dict[str, mmap.mmap] = {}
         self._places: dict[int, Place] = {}  # by address
         self.expired = ""
@@ -119,7 +122,7 @@ class MappedState:
         """Raise StateError if the state has changed."""
         if self.expired:
             raise StateError(
-                f"a tensor of optimizer.state_dict() is used after {self.expired}: it showed the state of before, and has no "
+                f"a tensor of {self.made_by} is used after {self.expired}: it showed the state of before, and has no "
                 "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
                 "manager.snapshot(path)"
             )
@@ -197,10 +200,11 @@ def steady(value: Any, place: Place | None) -> Any:
 
 
 def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if any(type(tensor) is StateTensor for tensor in written_among(func, args, kwargs)):
+    written = [tensor for tensor in written_among(func, args, kwargs) if type(tensor) is StateTensor]
+    if written:
         raise StateError(
-            f"{getattr(func, '__name__', func)} would write to a tensor of optimizer.state_dict(), which only shows the state: "
-            "change a copy.deepcopy of the state_dict, and give it to load_state_dict"
+            f"{getattr(func, '__name__', func)} would write to a tensor of {written[0].shown_by.made_by}, which only shows the "
+            "state: change a copy.deepcopy of the state_dict, and give it to load_state_dict"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from swapper.train.inventory import Inventory, find_places, find_trainables
 from swapper.train.loading import LoadHooks
 from swapper.train.optim import packed_groups
 from swapper.train.shadow import Shadow
+from swapper.train.shown_parameters import ShownParameters
 from swapper.train.spare import find_rooms
 from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
@@ -61,9 +63,9 @@ class OffloadedModel:
     """
 
     advice = (
-        "Look at it inside `with manager.gather(module_or_parameters):` (write=True to change it); state_dict(), "
-        "load_state_dict() and deepcopy() work there too. For the whole state use manager.snapshot(path), which plain "
-        "torch.load reads. .to(), .half() and the like cannot be applied after offload: apply them before."
+        "Look at it inside `with manager.gather(module_or_parameters):` (write=True to change it); deepcopy() works there "
+        "too. model.state_dict() and load_state_dict() work anywhere; manager.snapshot(path) keeps the whole state in a file "
+        "that plain torch.load reads. .to(), .half() and the like cannot be applied after offload: apply them before."
     )
 
     def __init__(
@@ -103,6 +105,8 @@ class OffloadedModel:
         self._conditions = Conditions(inventory, self._trainables, self.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
+        groups_by_name = {name: group.index for group in inventory.groups for name, _ in group.parameters}
+        self._shown = ShownParameters(self._places, groups_by_name, pager)
         self._gathered = 0
         self._closed = False
         self.groups: list[GroupParameters] = []
@@ -160,7 +164,9 @@ class OffloadedModel:
             places = [
                 (self._places[name, "param"].section, self._places[name, "param"].slot) for name, _ in group.parameters
             ]
-            parameters = GroupParameters(group, places, self._pager, self)
+            parameters = GroupParameters(
+                group, places, self._pager, self, partial(self._shown.expire, group=group.index)
+            )
             self.groups.append(parameters)
             parameters.adopt(content)
         if content is not None:
@@ -237,6 +243,7 @@ class OffloadedModel:
 
     def _note_before(self) -> None:
         self._state_dicts.expire("the next step")
+        self._shown.expire("the next step")
         self._before = self.packed_groups(), self.entries.pack()
 
     def _begin_early(self) -> bool:
@@ -382,8 +389,11 @@ class OffloadedModel:
             group.catch_up(None)
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Nothing: what a state_dict of cold parameters would hold is written by manager.snapshot."""
-        return None
+        """For state_dict: the parameter as the swap file is mapped. Within a forward it is brought in instead."""
+        if self._closed or self.bring(parameter):
+            return None
+        self.finish_update()
+        return self._shown.show(self._names[id(parameter)])
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         return None
@@ -449,6 +459,7 @@ class OffloadedModel:
             raise StateError(why)
 
         self._state_dicts.expire("more is trained")
+        self._shown.expire("more is trained")
         self.close(keep_cold=False)
         self._enter = self._enter_to_write = refuse
         for group in self.groups:

@@ -58,7 +58,7 @@ class StateDicts:
             IoError: what is changed in memory could not be written.
         """
         self._pager.flush()
-        shown = MappedState(self._pager)
+        shown = MappedState(self._pager, "optimizer.state_dict()")
         self._shown.add(shown)
         return self.in_torch_order(lambda name, key: shown.tensor(self._places[name, key]))
 

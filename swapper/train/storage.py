@@ -26,13 +26,23 @@ class GroupParameters:
         places: for each parameter, its section and slot.
         pager: None if all sections are resident.
         keeper: who is asked when a cold parameter is touched.
+        expire: told, with a reason, before changed parameters can be on their way to the drive: what shows them as they were
+            there is over.
     """
 
-    def __init__(self, group: Group, places: Sequence[tuple[Section, Slot]], pager: Pager, keeper: Keeper) -> None:
+    def __init__(
+        self,
+        group: Group,
+        places: Sequence[tuple[Section, Slot]],
+        pager: Pager,
+        keeper: Keeper,
+        expire: Callable[[str], None],
+    ) -> None:
         self.group = group
         self.places = places
         self._pager = pager
         self._keeper = keeper
+        self._expire = expire
         self._sections = list(dict.fromkeys(section for section, _ in places))
         pages = [page.index for section in self._sections for page in section.pages]
         self.access = Access(("param", group.index), tuple(pages))
@@ -98,6 +108,7 @@ class GroupParameters:
         changed = self._changed()
         if self.paged:
             if changed:
+                self._expire("a forward or backward that changed the parameter")
                 self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
             self._chill()
             self._pager.release(self.access)
@@ -143,6 +154,8 @@ class GroupParameters:
     def let_go(self, write: bool) -> None:
         access = self._write_access if write else self._read_access
         self.holds.remove(access)
+        if write:
+            self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
         if self.paged:
             self._chill()
             self._pager.release(access, access.writes)

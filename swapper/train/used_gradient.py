@@ -31,6 +31,8 @@ class UsedGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.Tensor.mul_ and _is_one(args[1]):
+            return args[0]  # torch's clip_grad_norm_ where nothing is to be clipped
         if func not in METADATA:
             for tensor in written_among(func, args, kwargs):
                 if type(tensor) is UsedGradient:
@@ -50,6 +52,11 @@ class UsedGradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+
+def _is_one(factor: Any) -> bool:
+    is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
+    return is_number and bool(factor == 1)
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -457,5 +457,5 @@ def test_an_input_on_another_device_is_named(saved, device, opened):
 def test_moving_is_refused(saved, device, opened):
     model = load(saved(make()), device, opened)
     with pytest.raises(swapper.StateError, match="cannot be moved"):
-        model.to("cpu")
+        model.half()
     assert CONFIG.layers == 6
