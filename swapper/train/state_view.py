@@ -51,10 +51,12 @@ class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
 
 
 class _ReadOnly(dict[str, Any]):
-    """One parameter's state. Setting an entry would change nothing, and is refused."""
+    """One parameter's state. Setting an entry would change nothing, and is refused, unless to what it is."""
 
     def __setitem__(self, key: str, value: Any) -> None:
-        raise _refusal()
+        is_same = key in self and value is self[key]  # loops that move the state to the device where it is
+        if not is_same or (isinstance(value, torch.Tensor) and value._version):
+            raise _refusal()
 
     def __delitem__(self, key: str) -> None:
         raise _refusal()

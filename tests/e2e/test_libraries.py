@@ -1,4 +1,5 @@
-"""The Trainer of transformers over an offloaded model and optimizer: its losses and checkpoints are those of plain torch."""
+"""Other people's loops over an offloaded model and optimizer: transformers' Trainer, accelerate, averaged models. What they compute
+and keep is what it is with plain torch."""
 
 from __future__ import annotations
 
@@ -84,3 +85,65 @@ def test_losses_and_checkpoints_are_plain_torchs(
     for number, source in enumerate((plain_checkpoint, checkpoint)):
         resumed, _ = train(tmp_path / f"resumed {number}", placement, lora, source, **options)
         assert resumed == plain
+
+
+def layers() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(6)))
+
+
+def offloaded(model: Any, optimizer: Any, manager: swapper.SwapManager | None) -> tuple[Any, Any]:
+    return (model, optimizer) if manager is None else manager.offload(model, optimizer, **NVME)
+
+
+def accelerated(manager: swapper.SwapManager | None, directory: Path) -> list[torch.Tensor]:
+    """A loop by accelerate; its checkpoint is taken in the middle and gone back to once."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = layers()
+    model, optimizer = offloaded(model, torch.optim.AdamW(model.parameters()), manager)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    losses = []
+    for number in range(8):
+        batch = torch.randn(4, 256, generator=torch.Generator().manual_seed(number))
+        with accelerator.accumulate(model):
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+        if number == 3:
+            accelerator.save_state(str(directory))
+        if number == 5:
+            accelerator.load_state(str(directory))
+    return [*losses, *(value.clone() for value in accelerator.get_state_dict(model).values())]
+
+
+def averaged(manager: swapper.SwapManager | None, directory: Path) -> list[torch.Tensor]:
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+    model = layers()
+    averages = [AveragedModel(model), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))]
+    model, optimizer = offloaded(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), manager)
+    for number in range(5):
+        batch = torch.randn(4, 256, generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        for average in averages:
+            average.update_parameters(model)
+    return [value.clone() for average in averages for value in average.state_dict().values()]
+
+
+@pytest.mark.parametrize("loop", [accelerated, averaged])
+def test_a_loop_gives_what_it_gives_with_plain_torch(tmp_path: Path, loop: Any) -> None:
+    plain = loop(None, tmp_path / "plain")
+    (tmp_path / "run").mkdir()
+    with swapper.SwapManager(tmp_path / "run", "8MiB") as manager:
+        ours = loop(manager, tmp_path / "ours")
+    assert len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
