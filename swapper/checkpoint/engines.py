@@ -65,10 +65,9 @@ def is_in_memory(path: Path) -> bool:
         raise IoError("open", str(path), 0, 0, error.errno or 0) from error
     if os.major(device):
         return False
-    import psutil  # here, so that what needs no mounts needs it not
-
-    mounts = [m for m in psutil.disk_partitions(all=True) if m.fstype in _IN_MEMORY]
-    return any(_device_of(m.mountpoint) == device for m in mounts)
+    mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    places = [mount[1].encode().decode("unicode_escape") for mount in mounts if mount[2] in _IN_MEMORY]
+    return any(_device_of(place) == device for place in places)
 
 
 def _device_of(directory: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+
+import swapper
 
 TOOL = Path(__file__).parents[2] / "tools" / "gpu_check"
 
@@ -41,9 +44,16 @@ def test_a_rehearsal_gives_every_figure_marked_as_one(tmp_path: Path) -> None:
     assert {"GPU", "CPU", "drive", "versions"} <= set(report["hardware"])
     if torch.cuda.is_available():
         return  # what is skipped and what cannot be measured is another matter there
-    unmeasured = [row["figure"] for row in report["rows"] if not row["number"]]
-    assert unmeasured == ["drive -> device, GdsHandle", "device -> drive, GdsHandle"] and len(report["rows"]) == 28
-    assert report["rows"][0]["figure"] == "tests that need a GPU" and "skipped" in report["rows"][0]["number"]
+    status = {row["figure"]: row["status"] for row in report["rows"]}
+    unmeasured = {figure for figure, found in status.items() if found != "rehearsed"}
+    open_yet = {"update of streamed state on the device, of the link"}
+    if "device" not in inspect.signature(swapper.SwapManager.offload).parameters:
+        open_yet |= {"a model of 4 x device_memory trains, losses equal"}
+        open_yet |= {"training, state in host memory", "training, state on NVMe"}
+    assert unmeasured == {"drive -> device, GdsHandle", "device -> drive, GdsHandle"} | open_yet
+    assert {status[figure] for figure in unmeasured} == {"open"} and len(status) == 35
+    tests = next(row for row in report["rows"] if row["figure"] == "tests that need a GPU")
+    assert "skipped" in tests["number"]
     assert sorted(tmp_path.iterdir()) == [out, tmp_path / "x.json"], "something was left on the drive"
 
 
@@ -55,10 +65,22 @@ def test_a_measurement_that_fails_is_told_and_costs_no_other(tmp_path: Path) -> 
         *("--rehearse", "--no-build", "--directory", tmp_path, "--only", "norm", "copies"), PYTHONPATH=str(tmp_path)
     )
     assert ran.returncode == 1
-    assert "gradient norm and overflow: NOT MEASURED: swapper.errors.UnsupportedError" in ran.stdout
-    assert "arena -> device: " in ran.stdout and ran.stdout.count("NOT MEASURED") == 1
+    assert "gradient norm and overflow: FAILED: swapper.errors.UnsupportedError" in ran.stdout
+    assert "arena -> device: " in ran.stdout and "1 FAILED" in ran.stdout
 
 
 def test_a_name_that_is_none_is_refused() -> None:
     ran = gpu_check("--rehearse", "--no-build", "--only", "copy")
     assert ran.returncode == 1 and "copies" in ran.stderr
+
+
+def test_what_hangs_is_ended_with_all_that_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu.bounded import run_bounded
+
+    with (tmp_path / "told").open("w+") as output:
+        assert run_bounded(["sh", "-c", "sleep 1000 & echo $!; wait"], output, 1, os.environ) is None
+        output.seek(0)
+        started = Path(f"/proc/{int(output.read())}/stat")
+        assert not started.exists() or ") Z " in started.read_text()  # nobody may have taken note of its end
+        assert run_bounded(["sh", "-c", "exit 3"], output, 60, os.environ) == 3

@@ -29,6 +29,7 @@ class Row:
         number: what came out, as text; "" where it could not be measured.
         met: whether the bar is; None without a bar or a number.
         reason: why there is no number.
+        is_open: nothing went wrong: there is nothing to measure yet, or this machine has not what it takes.
     """
 
     figure: str
@@ -36,6 +37,14 @@ class Row:
     number: str = ""
     met: bool | None = None
     reason: str = ""
+    is_open: bool = False
+
+    @property
+    def status(self) -> str:
+        """What there is to say of it: "met", "NOT MET", "measured" (without a bar), "open", or "FAILED" (no number)."""
+        if not self.number:
+            return "open" if self.is_open else "FAILED"
+        return "measured" if self.met is None else "met" if self.met else "NOT MET"
 
 
 @dataclass(frozen=True)

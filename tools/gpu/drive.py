@@ -39,7 +39,7 @@ def by_cufile(bench: Bench) -> Iterator[Row]:
     try:
         handle = GdsHandle(intra_op_parallelism=8)
     except UnsupportedError as error:
-        yield from (Row(figure, f"{BAR} of {LIMIT}", reason=str(error)) for figure in DIRECT)
+        yield from (Row(figure, f"{BAR} of {LIMIT}", reason=str(error), is_open=True) for figure in DIRECT)
         return
     with handle, AioHandle(queue_depth=32, strict=False) as host, Trial(bench, host) as trial:
         path = str(trial.path)

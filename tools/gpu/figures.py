@@ -1,20 +1,36 @@
-"""All measurements, by name, with the figures that each is to give: what is missing of them is told in the table."""
+"""All measurements, by name: the figures that each is to give (what is missing of them is told in the table), and its own deadline.
+
+So one that hangs takes no more than its part of the time. The tests come in between: after what the bars are about.
+"""
 
 from __future__ import annotations
 
-from gpu import checkpoints, copies, drive, inference, kernels
+from typing import NamedTuple
+
+from gpu import activations, checkpoints, copies, drive, inference, kernels, training
 from gpu.bench import Measurement
 
-FIGURES: dict[str, tuple[Measurement, tuple[str, ...]]] = {
-    "copies": (copies.arena_copies, (copies.UP, copies.DOWN)),
-    "adamw": (kernels.adamw_kernel, kernels.ADAMW),
-    "inference": (inference.passes, inference.PASSES),
-    "staged": (drive.through_host_memory, drive.STAGED),
-    "cufile": (drive.by_cufile, drive.DIRECT),
-    "gdsfile": (drive.by_gds_file, drive.FILE),
-    "quantised": (kernels.quantised_kernels, kernels.QUANTISED),
-    "norm": (kernels.norm_kernel, (kernels.NORM,)),
-    "pages": (kernels.page_kernels, kernels.PAGES),
-    "checkpoints": (checkpoints.saves_and_loads, (*checkpoints.SAVES, *checkpoints.LOADS)),
+
+class Figures(NamedTuple):
+    measure: Measurement
+    names: tuple[str, ...]
+    deadline_s: float
+
+
+FIGURES: dict[str, Figures] = {
+    "copies": Figures(copies.arena_copies, (copies.UP, copies.DOWN), 40),
+    "adamw": Figures(kernels.adamw_kernel, kernels.ADAMW, 45),
+    "activations": Figures(activations.activations, activations.FIGURES, 80),
+    "staged": Figures(drive.through_host_memory, drive.STAGED, 45),
+    "inference": Figures(inference.passes, inference.PASSES, 60),
+    "large": Figures(training.four_times_the_budget, (training.LARGE,), 45),
+    "training": Figures(training.training, (training.STREAMED, training.HOST, training.NVME), 110),
+    "norm": Figures(kernels.norm_kernel, (kernels.NORM,), 30),
+    "quantised": Figures(kernels.quantised_kernels, kernels.QUANTISED, 40),
+    "pages": Figures(kernels.page_kernels, kernels.PAGES, 30),
+    "cufile": Figures(drive.by_cufile, drive.DIRECT, 40),
+    "gdsfile": Figures(drive.by_gds_file, drive.FILE, 45),
+    "checkpoints": Figures(checkpoints.saves_and_loads, (*checkpoints.SAVES, *checkpoints.LOADS), 60),
 }
 """In the order of what must not be lost when time runs out."""
+TESTS_BEFORE, TESTS_S = "norm", 150

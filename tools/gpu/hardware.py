@@ -11,15 +11,18 @@ from pathlib import Path
 
 import torch
 
+from gpu.install import ROOT
+
 
 def hardware(directory: Path) -> dict[str, str]:
     """Return names of the GPU, its driver and link, the processor, memory, the drive and the versions."""
     return {
         **_gpu(),
         "CPU": f"{_processor()}, {os.cpu_count()} cores",
-        "memory": f"{_kilobytes('MemTotal') / 1e6:.0f} GB",
+        "memory": f"{kilobytes('MemTotal') / 1e6:.0f} GB",
         "drive": _drive(directory),
         "kernel": platform.release(),
+        "code": _output(["git", "-C", str(ROOT), "log", "-1", "--format=%h of %cs"]) or "not a checkout",
         "versions": f"Python {platform.python_version()}, torch {torch.__version__}, Triton {_triton()}",
     }
 
@@ -51,7 +54,8 @@ def _processor() -> str:
     return found[1] if found else platform.machine()
 
 
-def _kilobytes(name: str) -> int:
+def kilobytes(name: str) -> int:
+    """Return a line of /proc/meminfo."""
     found = re.search(rf"{name}:\s*(\d+) kB", _text("/proc/meminfo"))
     return int(found[1]) if found else 0
 

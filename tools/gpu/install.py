@@ -6,12 +6,14 @@ A virtual environment would not do: made from within another one it does not see
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+from gpu.bounded import run_bounded
+
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("torch", "numpy", "pytest", "nanobind", "scikit_build_core")
+NEEDED = ("torch", "triton", "pytest", "nanobind", "scikit_build_core")
 
 
 def install(prefix: Path, timeout_s: float) -> str:
@@ -20,19 +22,11 @@ def install(prefix: Path, timeout_s: float) -> str:
     build = f"--config-settings=build-dir={prefix}-build"
     command = [sys.executable, "-m", "pip", "install", *options, build, "--target", str(prefix), str(ROOT)]
     environment = {**os.environ, "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)}
-    try:
-        ran = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return f"building took longer than {timeout_s:.0f} s"
-    return "" if ran.returncode == 0 else (ran.stderr or ran.stdout)
+    with tempfile.TemporaryFile("w+") as output:
+        status = run_bounded(command, output, timeout_s, environment)
+        output.seek(0)
+        told = output.read()
+    return "" if status == 0 else f"building took longer than {timeout_s:.0f} s" if status is None else told
 
 
 def environment_with(prefix: Path | None) -> dict[str, str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,27 +15,34 @@ from gpu.bench import Row
 class Report:
     """Rows as they come, and what they were measured on."""
 
-    def __init__(self, hardware: dict[str, str], is_rehearsal: bool) -> None:
+    def __init__(self, hardware: dict[str, str], is_rehearsal: bool, path: Path | None) -> None:
+        """`path`: of the JSON, if it is asked for."""
         self.rows: list[Row] = []
         self._hardware = hardware
         self._is_rehearsal = is_rehearsal
+        self._begin = time.monotonic()
         out = os.environ.get("OUT")
-        self._copy = Path(out) / "gpu_check.json" if out else None
+        self._files = [*([Path(out) / "gpu_check.json"] if out else []), *([path] if path else [])]
 
     def add(self, row: Row) -> None:
         self.rows.append(row)
-        print(f"  {row.figure}: {row.number or 'NOT MEASURED: ' + row.reason}", flush=True)
-        if self._copy is not None:
-            self._copy.write_text(self.json())
+        told = row.number or f"{row.status}: {row.reason}"
+        print(f"  {row.figure}: {told}", flush=True)
+        self.write()
+
+    def write(self) -> None:
+        """Write the JSON; done by itself after each row."""
+        for path in self._files:
+            path.write_text(self.json())
 
     def table(self) -> str:
         head = [("figure", "bar", "number", "")]
         body = [
-            (row.figure, row.bar or "-", row.number or f"not measured: {row.reason}", self._verdict(row))
+            (row.figure, row.bar or "-", ", ".join(filter(None, (row.number, row.reason))), self._verdict(row))
             for row in self.rows
         ]
         widths = [max(len(line[column]) for line in head + body) for column in range(2)]
-        width = max([len(row.number) for row in self.rows], default=0)
+        width = max([len(line[2]) for line in body if len(line[2]) < 100], default=0)
         lines = [
             f"{figure:{widths[0]}}  {bar:{widths[1]}}  {number:{width}}  {verdict}".rstrip()
             for figure, bar, number, verdict in head + body
@@ -46,8 +55,14 @@ class Report:
         return "\n".join([*title, *(f"{name}: {value}" for name, value in self._hardware.items()), "", *lines])
 
     def json(self) -> str:
-        rows = [asdict(row) for row in self.rows]
-        return json.dumps({"rehearsal": self._is_rehearsal, "hardware": self._hardware, "rows": rows}, indent=1)
+        rows = [{**asdict(row), "status": self._verdict(row)} for row in self.rows]
+        told = {"rehearsal": self._is_rehearsal, "seconds": round(time.monotonic() - self._begin, 1)}
+        return json.dumps({**told, "hardware": self._hardware, "rows": rows}, indent=1)
+
+    def summary(self) -> str:
+        """How many rows there are of each kind."""
+        counts = Counter(self._verdict(row) for row in self.rows)
+        return ", ".join(f"{n} {status}" for status, n in counts.items())
 
     def _verdict(self, row: Row) -> str:
-        return "" if row.met is None or self._is_rehearsal else "met" if row.met else "NOT MET"
+        return "rehearsed" if self._is_rehearsal and row.number else row.status

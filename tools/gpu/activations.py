@@ -1,0 +1,111 @@
+"""What `swapper.offload_activations` saves of a device's memory, and what it costs of a step, on a compute-bound transformer.
+
+Its blocks are wide: a byte that is saved has more than ten thousand operations beside it, and the link has the time to carry a good
+part of them, not all. How many bytes may stay is chosen for a little more than the bar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+import swapper
+from gpu.bench import Bench, Row
+from gpu.hardware import kilobytes
+from gpu.transformer import loss_of, transformer
+
+SAVED, COST = "activations: peak device memory saved", "activations: step time"
+FIGURES = (SAVED, COST, "activations: of the link, both ways")
+SAVED_BAR, COST_BAR, AIM = 0.30, 1.03, 0.34
+STEPS = 4
+H200_BYTES = 139 << 30
+
+
+def activations(bench: Bench) -> Iterator[Row]:
+    part = 1.0 if bench.is_rehearsal else min(torch.cuda.get_device_properties(0).total_memory / H200_BYTES, 1.0)
+    layers, width = bench.size(4, 2), bench.size(8192, 64)
+    rows = max(int(bench.size(16, 1) * part), 1)
+    model = transformer(layers, width, torch.bfloat16, bench.device)
+    value = torch.randn(rows, bench.size(2048, 32), width, device=bench.device, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    plain_s, plain_bytes = steps(bench, model, value, contextlib.nullcontext())
+    wanted = gradients(bench, model, value, contextlib.nullcontext())
+    with tempfile.TemporaryDirectory(dir=bench.directory) as place, swapper.SwapManager(place, 1 << 20) as manager:
+        saved = saved_bytes(bench, manager, model, value)
+        stays = max(saved - int(AIM * plain_bytes), 64 << 20)
+        host = max(saved - stays + (1 << 30), 1 << 20) if not bench.is_rehearsal else 1 << 20
+        if host > kilobytes("MemAvailable") * 1024 * 0.8:
+            raise RuntimeError(f"this machine has not {host / 1e9:.1f} GB of memory for what goes down")
+        context = swapper.offload_activations(manager, to="host", host_memory=host, device_memory=stays)
+        equal = all(torch.equal(a, b) for a, b in zip(gradients(bench, model, value, context), wanted, strict=True))
+        if not equal:
+            raise AssertionError("the gradients are not plain torch's")
+        before = context.counters.down_bytes + context.counters.up_bytes
+        taken_s, peak_bytes = steps(bench, model, value, context)
+        moved = (context.counters.down_bytes + context.counters.up_bytes - before) / (STEPS + 1)
+        slow = context.counters.unlocked_bytes
+    less, cost = 1 - peak_bytes / plain_bytes, taken_s / plain_s
+    peaks = f"{peak_bytes / 1e9:.1f} of {plain_bytes / 1e9:.1f} GB"
+    number = f"{less:.1%} ({peaks}; of {saved / 1e9:.1f} GB that are saved {stays / 1e9:.1f} may stay)"
+    yield Row(SAVED, f"{SAVED_BAR:.0%} of plain torch's", number, less >= SAVED_BAR)
+    yield Row(
+        COST,
+        f"{COST_BAR} of plain torch's",
+        f"{cost:.3f} ({taken_s * 1e3:.0f} of {plain_s * 1e3:.0f} ms; gradients equal)",
+        cost <= COST_BAR,
+    )
+    told = f", {slow / 1e9:.1f} GB by memory that is not page-locked" if slow else ""
+    yield Row(FIGURES[2], "", f"{moved / taken_s / 1e9:.1f} GB/s together ({moved / 1e9:.1f} GB a step){told}")
+
+
+def run(model: nn.Module, value: torch.Tensor, context: AbstractContextManager[Any]) -> None:
+    with context:
+        loss_of(model, value).backward()
+
+
+def steps(
+    bench: Bench, model: nn.Module, value: torch.Tensor, context: AbstractContextManager[Any]
+) -> tuple[float, int]:
+    """Return seconds of the shortest step, and the most bytes that tensors had on the device."""
+    run(model, value, context)
+    bench.synchronize()
+    if not bench.is_rehearsal:
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        run(model, value, context)
+        bench.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times), 1 << 30 if bench.is_rehearsal else torch.cuda.max_memory_allocated()
+
+
+def gradients(
+    bench: Bench, model: nn.Module, value: torch.Tensor, context: AbstractContextManager[Any]
+) -> list[torch.Tensor]:
+    """Return the gradients of one step of deterministic kernels, in host memory."""
+    model.zero_grad(set_to_none=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        run(model, value, context)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def saved_bytes(bench: Bench, manager: swapper.SwapManager, model: nn.Module, value: torch.Tensor) -> int:
+    """Return how many bytes a forward saves that can be moved: nothing is, as all may stay."""
+    context = swapper.offload_activations(manager, host_memory=1 << 20, device_memory=1 << 60, to="host")
+    with context:
+        loss = loss_of(model, value)
+        held = context.counters.device_held_bytes
+    del loss
+    return held

@@ -1,0 +1,160 @@
+"""Training with a model on the device: optimizer state in host memory and on NVMe against plain torch in device memory; and a model
+of four times the device's budget, whose losses must be those of the same arithmetic without swapper.
+
+A step is as many microbatches as make it long beside the update, which is what a compute-bound batch is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import AdamW
+
+import swapper
+from gpu.bench import Bench, Row
+from gpu.checkpoints import drive_rates
+from gpu.transformer import loss_of, transformer
+
+HOST, NVME = "training, state in host memory", "training, state on NVMe"
+LARGE = "a model of 4 x device_memory trains, losses equal"
+STREAMED = "update of streamed state on the device, of the link"
+HOST_BAR, NVME_BAR = 0.95, 0.90
+STEP_S = 4.0
+STATE_BYTES = 12  # fp32 masters and moments, of a parameter
+STEPS = 3
+MIB = 1 << 20
+
+
+def is_there() -> bool:
+    """Whether this version trains on a device."""
+    return "device" in inspect.signature(swapper.SwapManager.offload).parameters
+
+
+def training(bench: Bench) -> Iterator[Row]:
+    bars = (f"{HOST_BAR} of plain torch's throughput", f"{NVME_BAR} x min(1, limit)")
+    yield Row(
+        STREAMED,
+        "bound by the link",
+        reason="open: state is updated on the CPU, and not streamed to the device",
+        is_open=True,
+    )
+    if not is_there():
+        for figure, bar in zip((HOST, NVME), bars, strict=True):
+            yield Row(figure, bar, reason="training on a device is not in this version", is_open=True)
+        return
+    layers, width = bench.size(8, 2), bench.size(1536, 64)
+    value = torch.randn(bench.size(8, 1), bench.size(2048, 16), width, dtype=torch.bfloat16, device=bench.device)
+    microbatches, plain_s = plain_step(bench, layers, width, value)
+    with tempfile.TemporaryDirectory(dir=bench.directory) as place:
+        for figure, bar, where, least in ((HOST, bars[0], "host", HOST_BAR), (NVME, bars[1], "nvme", NVME_BAR)):
+            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, where, place)
+            limit, told = 1.0, ""
+            if where == "nvme":
+                writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
+                drive_s = state_bytes / min(writes, reads)
+                limit, told = min(1.0, plain_s / drive_s), f"; the drive needs {drive_s:.2f} s"
+            found = plain_s / taken_s
+            number = f"{found:.3f} (a step of {taken_s:.2f} s, plain {plain_s:.2f} s{told})"
+            yield Row(figure, bar, number, found >= least * limit)
+
+
+def step(model: nn.Module, optimizer: Any, value: torch.Tensor, microbatches: int) -> None:
+    for _ in range(microbatches):
+        (loss_of(model, value) / microbatches).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
+    """The shortest of `rounds`, after one that does not count."""
+    times = []
+    for _ in range(rounds + 1):
+        bench.synchronize()
+        begin = time.perf_counter()
+        act()
+        bench.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def plain_step(bench: Bench, layers: int, width: int, value: torch.Tensor) -> tuple[int, float]:
+    """Return how many microbatches make a step long enough, and how long such a step is, all in device memory."""
+    model = transformer(layers, width, torch.bfloat16, bench.device)
+    optimizer = AdamW(model.parameters(), fused=True)
+    one_s = seconds(bench, lambda: step(model, optimizer, value, 1), STEPS)
+    microbatches = 1 if bench.is_rehearsal else max(round(STEP_S / one_s), 1)
+    return microbatches, seconds(bench, lambda: step(model, optimizer, value, microbatches), 1)
+
+
+def swapped_step(
+    bench: Bench, layers: int, width: int, value: torch.Tensor, microbatches: int, where: str, place: str
+) -> tuple[float, int]:
+    """Return how long a step is, and the bytes of the optimizer's state that it reads, and writes."""
+    model = transformer(layers, width, torch.bfloat16, "cpu")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    host = count * (4 + (STATE_BYTES if where == "host" else 2)) * 5 // 4 + 512 * MIB
+    options: dict[str, Any] = {"device": bench.device, "params": "auto" if bench.is_rehearsal else "device"}
+    with swapper.SwapManager(place, host, resume="discard", commit_every=None) as manager:
+        given = AdamW(model.parameters(), fused=True)
+        model, optimizer = manager.offload(model, given, optimizer_state=where, master_weights=torch.float32, **options)
+        return seconds(bench, lambda: step(model, optimizer, value, microbatches), 2), count * STATE_BYTES
+
+
+def four_times_the_budget(bench: Bench) -> Iterator[Row]:
+    if not is_there():
+        yield Row(LARGE, "equal", reason="training on a device is not in this version", is_open=True)
+        return
+    layers, width = bench.size(16, 4), bench.size(1024, 64)
+    value = torch.randn(2, bench.size(256, 16), width, device=bench.device)
+    with ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        torch.use_deterministic_algorithms(True)
+        stack.callback(torch.use_deterministic_algorithms, False)
+        wanted, nbytes = reference_losses(bench, layers, width, value), 0
+        place = stack.enter_context(tempfile.TemporaryDirectory(dir=bench.directory))
+        model = transformer(layers, width, torch.float32, "cpu")
+        nbytes = 3 * sum(parameter.nbytes for parameter in model.parameters())
+        budget = nbytes // 4
+        manager = stack.enter_context(swapper.SwapManager(place, bench.size(nbytes, 64 * MIB)))
+        options = {} if bench.is_rehearsal else {"device": bench.device, "device_memory": budget}
+        model, optimizer = manager.offload(model, AdamW(model.parameters(), lr=1e-3), params="nvme", **options)
+        found = []
+        for _ in wanted:
+            loss = loss_of(model, value)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    same = found == wanted
+    number = (
+        f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB beside {budget / 1e9:.2f})"
+    )
+    yield Row(LARGE, "equal", number, same)
+
+
+def reference_losses(bench: Bench, layers: int, width: int, value: torch.Tensor) -> list[float]:
+    """Forward and backward on the device, the update on the CPU: the same arithmetic, everything in memory."""
+    model = transformer(layers, width, torch.float32, "cpu").to(bench.device)
+    masters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in model.parameters()]
+    optimizer, losses = AdamW(masters, lr=1e-3), []
+    for _ in range(4):
+        loss = loss_of(model, value)
+        loss.backward()
+        losses.append(loss.item())
+        for master, parameter in zip(masters, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.cpu(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+    return losses
