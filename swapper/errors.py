@@ -44,6 +44,14 @@ class CheckpointError(SwapperError):
 class DeviceError(SwapperError, RuntimeError):
     """An accelerator is not there, has too old a driver, or failed; or a tensor is on another device than its model."""
 
+    @classmethod
+    def at(cls, device: object, what: str, error: BaseException) -> DeviceError:
+        """Return the error for what `device` raised while it was at `what`."""
+        return cls(
+            f"{device} failed at {what}: {error}. An error of an earlier kernel may come up here; if it stays, the device can be "
+            "used again in a new process only"
+        )
+
 
 class InvariantError(SwapperError, AssertionError):
     """A rule of swapper's own is broken: a bug in swapper. Please report it with the message."""

@@ -138,10 +138,7 @@ class Device:
         except OUT_OF_MEMORY:
             raise
         except RuntimeError as error:
-            raise DeviceError(
-                f"{self.device} failed at {what}: {error}. An error of an earlier kernel may come up here; if it stays, the "
-                "device can be used again in a new process only"
-            ) from error
+            raise DeviceError.at(self.device, what, error) from error
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:
@@ -170,7 +167,16 @@ def open_device(device: str | torch.device | Device) -> Device | None:
         raise DeviceError(f"device={device!r} cannot be used: {error}. device='cpu' can") from error
     if count == 0:
         raise DeviceError(
-            f"device={device!r}: torch {torch.__version__} finds no such device here (no driver, one too old, or a torch that "
-            "was built without it). device='cpu' runs anywhere"
+            f"device={device!r}: torch {torch.__version__} finds no such device here: {_why_none(module)}. device='cpu' runs "
+            "anywhere"
         )
     raise DeviceError(f"device={device!r}: there are {count}, counted from 0")
+
+
+def _why_none(module: Any) -> str:
+    """Return why torch can use no device: it tells when it is to begin, and not when it is asked how many there are."""
+    try:
+        module.init()
+    except (RuntimeError, AssertionError, AttributeError) as error:  # AttributeError: it cannot say
+        return str(error).strip().partition("\n")[0].rstrip(".")
+    return "no driver, one too old, or a torch that was built without it"

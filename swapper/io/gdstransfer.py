@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from swapper.io.cufile import CuFileFile
-from swapper.io.staging import StagedTransfer, event_of
+from swapper.io.staging import StagedTransfer, device_errors, event_of
 
 SECTOR_BYTES = 4096
 PIECE_BYTES = 16 << 20
@@ -43,7 +43,7 @@ def begin_pieces(
         if ready is None:
             file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
             return
-        with torch.cuda.device(flat.device):  # threads begin with the first device
+        with torch.cuda.device(flat.device), device_errors(flat.device, "what was queued before a transfer"):
             ready.synchronize()
             file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
 

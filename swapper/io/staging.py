@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.errors import IoError
+from swapper.errors import DeviceError, IoError, SwapperError
 from swapper.io.elements import copy_in, copy_out
 from swapper.io.registered import CUDA, Registrar, Registration, slabs
 
@@ -227,7 +227,11 @@ def _drain(in_flight: deque[tuple[Slot, Chunk]] | deque[tuple[Slot, Chunk, int, 
 
 
 def event_of(tensor: torch.Tensor) -> Any:
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.device.type == "cuda" else None
+    """Return an event behind what is queued in this thread; None for a tensor of the CPU. Raises DeviceError."""
+    if tensor.device.type != "cuda":
+        return None
+    with device_errors(tensor.device, "what was queued before"):
+        return torch.cuda.current_stream(tensor.device).record_event()
 
 
 @contextmanager
@@ -236,8 +240,20 @@ def _beside(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
     if ready is None:
         yield
         return
-    stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
+    with device_errors(tensor.device, "copying a tensor through host memory"):
+        stream: Any = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        stream.wait_event(ready)
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+
+@contextmanager
+def device_errors(device: torch.device, what: str) -> Iterator[None]:
+    """Within it, what the device raises comes out as a DeviceError that says where."""
+    try:
         yield
-        stream.synchronize()
+    except (SwapperError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise DeviceError.at(device, what, error) from error

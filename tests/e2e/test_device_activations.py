@@ -210,6 +210,26 @@ def test_a_stream_of_the_users_own_gets_the_content_too(manager: swapper.SwapMan
     assert len(seen) == 4 and all(torch.equal(one, value) for one in seen)
 
 
+def test_two_managers_on_one_device(manager: swapper.SwapManager, tmp_path: Path) -> None:
+    model, value, device = Residual(), torch.randn(2, 128, WIDTH), LateDevice("late")
+    expected = gradients(model, lambda: model(value).square().mean())
+    (tmp_path / "other").mkdir()
+    with swapper.SwapManager(tmp_path / "other", host_memory="64MiB") as other:
+        both = [offload(each, device, to="nvme") for each in (manager, other)]
+        for _ in range(2):
+            torch.manual_seed(1)
+            with both[0]:
+                first = model(value).square().mean()
+            with both[1]:
+                second = model(value).square().mean()
+                model.zero_grad()
+                first.backward()
+                assert_equal([parameter.grad.clone() for parameter in model.parameters()], expected)
+                model.zero_grad()
+                second.backward()
+        assert all(activations.counters.written_bytes > 0 for activations in both)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
