@@ -4,7 +4,8 @@
 below something that lives on: gradients and temporaries that come and go leave holes of up to half their sum. To give free memory
 back whenever there is some, and to take it again, costs up to a tenth of a step whose computing is long: most of it is where
 activations were, and the next forward needs it. So it goes back only where the process has more memory than what was in use at one
-time plus a little, which are holes; or where the system or a control group has come close to its limit.
+time (as when a backward begins) and a share of that: what is beyond are holes; or where the system or a control group has come
+close to its limit.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ LEAST_FREE_BYTES, MOST_FREE_BYTES = 4 << 20, 64 << 20
 SHORT = 4
 """Memory is short if at some time there was room for less than so many times that."""
 HOLES = 2
-"""So many times that may lie in holes."""
+"""So many times that may lie in holes,"""
+HOLES_SHARE = 2
+"""or, if that is more, one so-many-th of what the run itself has in use at one time: activations and temporaries of all sizes never
+lie without gaps, in plain torch neither, and what goes back of these is taken again by the next forward."""
 HEAP_TENSOR_BYTES = 32 << 20
 """glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
 
@@ -56,13 +60,15 @@ class _Heap:
         freed_bytes: since the last look.
         look_bytes: after so much there is one.
         least_room_bytes: the least that a look found.
-        most_used_bytes: the most that a look found in use.
+        began_bytes: in use when the run began.
+        most_used_bytes: the most that was found in use.
         other_bytes: what the process has besides its heap.
     """
 
     freed_bytes = 0
     look_bytes = MOST_FREE_BYTES
     least_room_bytes = UNLIMITED
+    began_bytes = 0
     most_used_bytes = 0
     other_bytes = 0
 
@@ -72,8 +78,13 @@ def watch_free_memory(budget_bytes: int) -> None:
     return_free_memory()
     _Heap.look_bytes = min(max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES), MOST_FREE_BYTES)
     _Heap.least_room_bytes = UNLIMITED
-    _Heap.most_used_bytes = _used_bytes()
-    _Heap.other_bytes = max(_anonymous_bytes() - _Heap.most_used_bytes, 0)
+    _Heap.began_bytes = _Heap.most_used_bytes = _used_bytes()
+    _Heap.other_bytes = max(_anonymous_bytes() - _Heap.began_bytes, 0)
+
+
+def note_used() -> None:
+    """As much is in use now as in few other moments: all that a forward leaves to its backward."""
+    _Heap.most_used_bytes = max(_Heap.most_used_bytes, _used_bytes())
 
 
 def note_freed(nbytes: int) -> None:
@@ -86,10 +97,11 @@ def note_freed(nbytes: int) -> None:
     if _Heap.freed_bytes < _Heap.look_bytes:
         return
     _Heap.freed_bytes = 0
-    _Heap.most_used_bytes = max(_Heap.most_used_bytes, _used_bytes())
+    note_used()
     _Heap.least_room_bytes = min(_Heap.least_room_bytes, headroom_bytes())
     holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.most_used_bytes
-    if holes_bytes > HOLES * _Heap.look_bytes or _Heap.least_room_bytes < SHORT * _Heap.look_bytes:
+    most_holes_bytes = max(HOLES * _Heap.look_bytes, (_Heap.most_used_bytes - _Heap.began_bytes) // HOLES_SHARE)
+    if holes_bytes > most_holes_bytes or _Heap.least_room_bytes < SHORT * _Heap.look_bytes:
         return_free_memory()
 
 

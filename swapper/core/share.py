@@ -2,8 +2,9 @@
 
 [Note: an even share] Of pages that are used once in a cycle which does not fit, any fixed set may stay: as many must be read
 whichever it is. But a step's computing hides the transfers beside it only where they are: where all of one layer stays and
-nothing of the next, the drive rests first and is waited for then. So an even share of the cycle stays. Where some pages are used
-several times in a step, which stay is no free choice: what is needed latest leaves.
+nothing of the next, the drive rests first and is waited for then. So an even share of the cycle stays, but of what comes first
+more: before it there was a time without transfers (a step's other half, where nothing is paged), and then much is wanted at once.
+Where some pages are used several times in a step, which stay is no free choice: what is needed latest leaves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from swapper.core.schedule import Access
 
 ONE_USE = 1 / 8
 """Uses of a page that all lie within this part of a cycle count as one: slices of one layer that meet on a page."""
+FIRST = 2 / 5
+"""At most this part of what stays is what comes first in the cycle."""
 
 
 def even_share(
@@ -40,4 +43,6 @@ def even_share(
     count = min(frame_count - streaming, len(order))
     if count <= 0:
         return frozenset()
-    return frozenset(order[(2 * number + 1) * len(order) // (2 * count)] for number in range(count))
+    lead = min(int(FIRST * count), window_pages)
+    rest, count = order[lead:], count - lead
+    return frozenset(order[:lead]) | {rest[(2 * n + 1) * len(rest) // (2 * count)] for n in range(count)}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.core.heap import note_used
 from swapper.core.schedule import Access
 from swapper.errors import StateError
 from swapper.interrupts import held_back
@@ -281,6 +282,7 @@ class Hooks:
         if task in self._tasks:
             return
         if not self._tasks:
+            note_used()
             self._enter_phase("backward")
         self._tasks.add(task)
         self._updates.backward_begins(task)

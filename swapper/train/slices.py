@@ -23,9 +23,9 @@ CUT_ELEMENTS = 64
 """[Note: where a parameter may be cut]"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """A tensor's section and slot in it."""
+    """A tensor's section and slot in it. Equal to itself only: it is looked up many times a step."""
 
     section: Section
     slot: Slot

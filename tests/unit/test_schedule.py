@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import swapper.core.schedule as schedule_module
 from swapper.core.schedule import NEVER, Access, Schedule
-from swapper.core.share import even_share
+from swapper.core.share import FIRST, even_share
 
 PAGES = range(6)
 
@@ -191,10 +191,14 @@ def one_use_each(pages: int) -> list[Access]:
 
 
 @pytest.mark.parametrize("pages, frames, window", [(100, 20, 6), (97, 22, 6), (40, 39, 2), (30, 40, 4)])
-def test_an_even_share_of_pages_that_are_used_once_stays(pages: int, frames: int, window: int) -> None:
+def test_an_even_share_of_pages_that_are_used_once_stays_and_more_of_the_first(
+    pages: int, frames: int, window: int
+) -> None:
     kept = sorted(even_share(one_use_each(pages), lambda page: 8, frames, window))
     assert len(kept) == min(frames - window - 2, pages)
-    gaps = [after - before for before, after in itertools.pairwise(kept)]
+    lead = min(int(FIRST * len(kept)), window)
+    assert kept[:lead] == list(range(lead))
+    gaps = [after - before for before, after in itertools.pairwise(kept[lead:])]
     assert max(gaps) - min(gaps) <= 1
 
 
