@@ -19,11 +19,18 @@ class Arena:
     """
 
     def __init__(
-        self, nbytes: int, *, head_bytes: int | None = None, lock: bool = True, huge_pages: bool = True
+        self,
+        nbytes: int,
+        *,
+        head_bytes: int | None = None,
+        lock: bool = True,
+        huge_pages: bool = True,
+        filled_once: bool = False,
     ) -> None:
         """Takes `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
 
         With `head_bytes` only as many are taken now, and the others by `take_the_rest`, or as they are touched.
+        `filled_once` says that nothing is read into it again and again: no more huge pages where they turn out dear.
 
         If the system refuses to lock or has no huge pages, the arena goes on without; see `lock_reason`.
 

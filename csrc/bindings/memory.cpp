@@ -118,13 +118,15 @@ void bind_memory(nb::module_& module) {
       .def(
           "__init__",
           [](ArenaHandle* self, std::uint64_t nbytes, std::optional<std::uint64_t> head_bytes, bool lock,
-             bool huge_pages) {
+             bool huge_pages, bool filled_once) {
             const nb::gil_scoped_release released;  // locking touches every page
-            ArenaOptions options{.nbytes = nbytes, .lock = lock, .huge_pages = huge_pages};
+            ArenaOptions options{
+                .nbytes = nbytes, .lock = lock, .huge_pages = huge_pages, .filled_once = filled_once};
             if (head_bytes) options.head_bytes = *head_bytes;
             new (self) ArenaHandle{std::make_shared<Arena>(options)};
           },
-          "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true)
+          "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true,
+          "filled_once"_a = false)
       .def("take_the_rest", [](const ArenaHandle& self) { self.get("take_the_rest")->take_the_rest(); })
       .def_prop_ro("taken_bytes",
                    [](const ArenaHandle& self) { return self.get("taken_bytes")->taken_bytes(); })

@@ -3,6 +3,7 @@
 // arena.h.
 #include "memory/arena.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 
@@ -43,26 +44,21 @@ Arena::Arena(const ArenaOptions& options)
   map();
   if (!options.lock) {
     lock_reason_ = "locking was not asked for";
-  } else if (::mlock2(address_, nbytes_, MLOCK_ONFAULT) != 0 && errno != ENOSYS) {
+  } else if (::mlock2(address_, nbytes_, MLOCK_ONFAULT) != 0) {
     unlock(errno);  // said before any memory is taken
   }
-  taking_ = std::make_unique<Taking>(address_, nbytes_, TakingOptions{huge_pages_, locked()});
+  taking_ = std::make_unique<Taking>(address_, nbytes_, memfd_.get(),
+                                     TakingOptions{huge_pages_, locked(), options.filled_once});
   try {
     taking_->take(options.head_bytes);
   } catch (...) {
     unmap();
     throw;
   }
-  if (options.head_bytes >= nbytes_) finish();
 }
 
 void Arena::take_the_rest() {
-  if (taken_bytes() < nbytes_) taking_->take_the_rest([this] { finish(); });
-}
-
-// All is taken, or refused.
-void Arena::finish() {
-  if (locked() && taking_->is_old_kernel() && ::mlock(address_, nbytes_) != 0) unlock(errno);
+  if (taken_bytes() < nbytes_) taking_->take_the_rest();
 }
 
 bool Arena::locked() const {
@@ -75,11 +71,12 @@ std::string Arena::lock_reason() const {
 }
 
 void Arena::map() {
-  memfd_ = UniqueFd(::memfd_create("swapper-arena", MFD_CLOEXEC));
+  memfd_ = UniqueFd(::memfd_create("swapper-arena", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!memfd_) throw IoError("memfd_create", "", 0, nbytes_, errno);
   if (::ftruncate(memfd_.get(), static_cast<off_t>(nbytes_)) != 0) {
     throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
   }
+  static_cast<void>(::fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_GROW));  // nothing is ever taken beyond its end
   std::byte* place = reserve_addresses(nbytes_);
   void* mapped = ::mmap(place, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_.get(), 0);
   if (mapped == MAP_FAILED) {
@@ -109,7 +106,7 @@ Arena::~Arena() {
     static_cast<void>(taking_.release());  // its threads do not exist here
     return;
   }
-  taking_->stop();  // while `taking_` is still there for finish()
+  taking_->stop();
   unmap();
 }
 

@@ -24,7 +24,8 @@ struct ArenaOptions {
   std::uint64_t head_bytes =
       std::numeric_limits<std::uint64_t>::max();  // taken at once; take_the_rest for more
   bool lock = true;
-  bool huge_pages = true;  // for as much of it as is a whole one; see [Note: huge pages by collapse]
+  bool huge_pages = true;    // for as much of it as is a whole one; see [Note: huge pages by collapse]
+  bool filled_once = false;  // but not where they are dear; see [Note: dear huge pages]
 };
 
 class Arena {
@@ -38,7 +39,7 @@ class Arena {
   std::uint64_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
   std::uint64_t huge_bytes() const { return taking_->huge_bytes(); }  // of nbytes, those that got huge pages
-  bool locked() const;                                                // for good only when all is taken
+  bool locked() const;
   std::string lock_reason() const;
   int memfd() const { return memfd_.get(); }
 
@@ -57,7 +58,6 @@ class Arena {
  private:
   void map();
   void unmap();
-  void finish();
   void unlock(int code);
 
   Creator creator_;

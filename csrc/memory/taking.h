@@ -4,11 +4,11 @@
 // the memory belongs to the arena, which outlives this.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -19,13 +19,14 @@
 namespace swapper {
 
 struct TakingOptions {
-  bool huge_pages = true;  // gather whole 2 MiB; see [Note: huge pages by collapse]
-  bool everything = true;  // and what is left in small pages too: the memory is to be locked
+  bool huge_pages = true;    // gather whole 2 MiB; see [Note: huge pages by collapse]
+  bool everything = true;    // and what is left in small pages too: the memory is to be locked
+  bool filled_once = false;  // no more huge pages once they turn out dear; see [Note: dear huge pages]
 };
 
 class Taking {
  public:
-  Taking(std::byte* address, std::uint64_t nbytes, TakingOptions options);
+  Taking(std::byte* address, std::uint64_t nbytes, int memfd, TakingOptions options);
   ~Taking() { stop(); }
   Taking(const Taking&) = delete;
   Taking& operator=(const Taking&) = delete;
@@ -33,30 +34,33 @@ class Taking {
   // Takes the first `nbytes` bytes and comes back when they are there. Throws IoError if the system refuses.
   void take(std::uint64_t nbytes);
 
-  // Has threads take the rest; `done` is called by one of them when all is taken or the system refused.
-  void take_the_rest(std::function<void()> done);
+  // Has threads take the rest.
+  void take_the_rest();
 
   // Waits until the first `nbytes` bytes are there: false if they are not in time. Throws IoError if the
   // system refused some of them.
   bool wait_for(std::uint64_t nbytes, std::chrono::nanoseconds patience);
 
-  // Takes no more, and waits for the threads; `done` has been called then.
+  // Takes no more, and waits for the threads.
   void stop();
 
   std::uint64_t taken_bytes() const;  // all before this offset is there
   std::uint64_t huge_bytes() const;   // of it, what lies in huge pages
-  bool is_old_kernel() const;         // which cannot take memory by madvise
 
  private:
   void take_slabs();
   std::uint64_t take_slab(std::uint64_t begin, std::uint64_t end);
+  std::uint64_t gather(std::uint64_t begin, std::uint64_t end);
   std::uint64_t collapse(std::uint64_t begin, std::uint64_t end);
-  bool populate(std::uint64_t begin, std::uint64_t nbytes);
+  bool populate(std::uint64_t begin, std::uint64_t nbytes, bool touch);
+  bool allocate(std::uint64_t begin, std::uint64_t nbytes);
   std::uint64_t first_missing() const;  // mutex_ is held
 
   std::byte* address_;
   std::uint64_t nbytes_;
+  int memfd_;
   TakingOptions options_;
+  std::atomic<bool> huge_pages_are_dear_ = false;
   std::thread rest_;
 
   mutable std::mutex mutex_;
@@ -66,7 +70,6 @@ class Taking {
   std::set<std::uint64_t> begun_;  // slabs that threads are at, or that were refused, by their first byte
   std::uint64_t huge_bytes_ = 0;
   bool stopping_ = false;
-  bool is_old_kernel_ = false;
   std::optional<IoError> refusal_;
 };
 

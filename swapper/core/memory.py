@@ -20,20 +20,26 @@ class HostMemory:
         self._arenas: list[Any] = []
 
     def attach(
-        self, sections: Sequence[Section], pool_bytes: int, head_bytes: int | None = None, windows: bool = True
+        self,
+        sections: Sequence[Section],
+        pool_bytes: int,
+        head_bytes: int | None = None,
+        windows: bool = True,
+        filled_once: bool = False,
     ) -> tuple[Any, int]:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
 
         Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are
-        taken from the system now, and the rest by threads from now on; None: all of it now.
+        taken from the system now, and the rest by threads from now on; None: all of it now. `filled_once`: each frame gets
+        one page, which stays.
 
         Returns the arena and where in it the pool begins.
         """
         kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
         nbytes = max(kept_bytes + pool_bytes, SECTOR_BYTES)
-        arena = _C.Arena(nbytes, head_bytes=None if head_bytes is None else kept_bytes + head_bytes)
+        first_bytes = None if head_bytes is None else kept_bytes + head_bytes
+        arena = _C.Arena(nbytes, head_bytes=first_bytes, filled_once=filled_once)
         self._arenas.append(arena)
-        arena.take_the_rest()
         cursor = 0
         for section in sections:
             nbytes = section.plan.nbytes
@@ -45,6 +51,7 @@ class HostMemory:
             else:
                 window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
+        arena.take_the_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -70,7 +70,11 @@ class Streaming:
         try:
             everything = [*self.small, *(section for sections in self.sections for section in sections)]
             arena, pool_offset = self._memory.attach(
-                everything, placement.pool_bytes, head_bytes=HEAD_BYTES, windows=device is None
+                everything,
+                placement.pool_bytes,
+                head_bytes=HEAD_BYTES,
+                windows=device is None,
+                filled_once=device is None and placement.streamed == 0,
             )
             self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
             self._files = WeightFiles(self.engine, source)
