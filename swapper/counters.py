@@ -47,7 +47,7 @@ class Counters:
         pages_missed: of these, those that nobody had asked for before; the content of pages made anew is not asked for.
         pages_awaited: those that had to be waited for, asked for early or not.
         state_bytes: parameters, masters and optimizer state together.
-        uploaded_bytes: copied to a device.
+        uploaded_bytes, downloaded_bytes: copied to a device, and from it.
         device_peak_bytes: the most that groups had on it at one time.
         waits: by thread, who waits now.
         trace: where spans of time are noted, while somebody records.
@@ -70,6 +70,7 @@ class Counters:
     resident_bytes: int = 0
     state_bytes: int = 0
     uploaded_bytes: int = 0
+    downloaded_bytes: int = 0
     device_peak_bytes: int = 0
     waits: dict[int, Wait] = field(default_factory=dict, repr=False, compare=False)
     trace: Trace | None = field(default=None, repr=False, compare=False)

@@ -27,6 +27,7 @@ from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import parse_choice, parse_host_memory
 from swapper.counters import Counters
 from swapper.current import Current
+from swapper.device.device import Device
 from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
@@ -136,6 +137,8 @@ class SwapManager:
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
         update: str = "step",
+        device: str | torch.device | Device = "cpu",
+        device_memory: int | str = "auto",
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
@@ -155,6 +158,10 @@ class SwapManager:
                 each group is updated when the next forward reaches it and its parameters are used at once, so that they are read
                 once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
                 "backward" updates each group as soon as backward has done with it; see docs/training.md for what that rules out.
+            device: where forwards and backwards run: "cpu", "cuda", "cuda:1", ... Inputs are to be there; the model may be. The
+                optimizer's update is made on the CPU. `parameter.grad` has no data to look at then, wherever gradients live.
+            device_memory: bytes, or "8GiB", of parameters on the device at one time; "auto" is half of what is free there. What it
+                can hold stays from forward to backward; params="device" refuses a budget that cannot hold all of them.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
@@ -166,6 +173,7 @@ class SwapManager:
             BudgetError: the budget is too small; says the smallest that works.
             UnsupportedError: this model or optimizer cannot be offloaded exactly.
             DirectoryError: the drive has not enough room.
+            DeviceError: there is no such device, or it fails.
             StateError: the manager is closed or has a model already.
         """
         self.current.enter()
@@ -175,7 +183,7 @@ class SwapManager:
                 "make one manager for each"
             )
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        self._request = request = Request.parse(model, optimizer, *asked)
+        self._request = request = Request.parse(model, optimizer, *asked, device, device_memory)
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
             paged = self._open(inventory, request, init)
@@ -197,6 +205,8 @@ class SwapManager:
         gradients: str = "auto",
         master_weights: torch.dtype | None = None,
         update: str = "step",
+        device: str | torch.device | Device = "cpu",
+        device_memory: int | str = "auto",
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
@@ -204,7 +214,7 @@ class SwapManager:
         """
         self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        request = Request.parse(model, optimizer, *asked)
+        request = Request.parse(model, optimizer, *asked, device, device_memory)
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:
@@ -234,7 +244,7 @@ class SwapManager:
             parameters = list(target)
         if write:
             self.current.enter_to_write()
-        with run.model.gather(parameters, write):
+        with run.model.gathering.gather(parameters, write):
             yield target
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -408,7 +418,8 @@ class SwapManager:
             check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
             check_same(record, inventory.plans, request.kind)
             check_buffers(model)
-            places = follow_placement(record, request.params, request.optimizer_state)
+            params = "auto" if request.params == "device" else request.params
+            places = follow_placement(record, params, request.optimizer_state)
             plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
         run = self.current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = Values(init, model, run.engine) if init is not None and record is None else None

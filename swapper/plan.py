@@ -7,7 +7,7 @@ the real pager (core/rehearsal.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,14 +17,18 @@ from swapper.config import format_bytes
 from swapper.core.budget import Budget, read_ahead_pages
 from swapper.core.layout import SectionPlan
 from swapper.core.rehearsal import Rehearsal
+from swapper.core.schedule import Access
 from swapper.core.section import Section, pieces_of
 from swapper.core.store import TURNS
+from swapper.device.budget import DeviceBudget
+from swapper.device.placement import DevicePlacement
 from swapper.drives import deal
 from swapper.io.tuning import Tuning
 from swapper.stats import by_family
 from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
-from swapper.train.placement import choose_placement, is_resident
+from swapper.train.placement import choose_placement, is_resident, place_images
 from swapper.train.spare import find_rooms
+from swapper.train.sweep import Trainable
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Plan:
         tuning: what `swapper tune` found out about the drive, or None.
         update: when parameters are updated.
         weights: of the drives that hold the run.
+        device: where forwards and backwards run, if not on the CPU, and of its memory.
+        on_device: how that is divided.
     """
 
     inventory: Inventory
@@ -74,6 +80,8 @@ class Plan:
     tuning: Tuning | None
     update: str
     weights: tuple[float, ...] = (1.0,)
+    device: DeviceBudget | None = None
+    on_device: DevicePlacement | None = None
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -128,15 +136,21 @@ class Plan:
         taken[0] += files * (self.layout.tail_offset - sum(pages))  # headers
         return taken
 
+    def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
+        """Return the order of use that is expected of a step, given all sections."""
+        page_bytes, on_device = self.budget.page_bytes, self.device is not None
+        return expected_cycle(self.inventory, sections, trainables, page_bytes, self.update, on_device)
+
     @cached_property
     def traffic(self) -> Traffic:
         """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
-        rooms = {page: room.section.plan.group for page, room in find_rooms(sections, grad_sections).items()}
+        found = find_rooms(sections, grad_sections) if self.device is None else {}
+        rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
-        cycle = expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.update)
+        cycle = self.cycle(sections, trainables)
         frames = self.budget.frame_count
         return Traffic(*Rehearsal(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
 
@@ -170,6 +184,7 @@ class Plan:
                 f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
                 f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
             ),
+            *([("device memory", self._on_device())] if self.device is not None else []),
             (
                 "drive space",
                 f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"
@@ -186,6 +201,13 @@ class Plan:
         daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
         lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
         return lines
+
+    def _on_device(self) -> str:
+        if self.device is None or self.on_device is None:
+            return "none"
+        count, staying = len(self.inventory.groups), len(self.on_device.staying)
+        size = f"{format_bytes(self.device.nbytes)} on {self.device.device}"
+        return f"{size}: {staying} of {count} groups stay from forward to backward"
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
@@ -218,6 +240,8 @@ def plan_run(
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
     weights: tuple[float, ...] = (1.0,),
+    device: DeviceBudget | None = None,
+    buffer_bytes: int = 0,
 ) -> Plan:
     """Decide everything about a run that can be decided before it begins.
 
@@ -230,15 +254,22 @@ def plan_run(
         update: when parameters are updated.
         page_bytes, existing_files: of a run that goes on.
         weights: of the drives that hold the run.
+        device: where forwards and backwards run, if not on the CPU; `params` may be "device" then.
+        buffer_bytes: of the model's buffers.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    places, budget = choose_placement(inventory, params, optimizer_state, gradients, host_bytes, page_bytes, update)
+    on_device = None if device is None else place_images(inventory, device, buffer_bytes, params)
+    params = "auto" if params == "device" else params  # their place beside that
+    asked = params, optimizer_state, gradients, host_bytes, page_bytes, update
+    places, budget = choose_placement(inventory, *asked, on_device=device is not None)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
-    return Plan(inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights)
+    return Plan(
+        inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device
+    )  # fmt: skip
 
 
 def _make_sections(

@@ -163,7 +163,7 @@ class Changeover:
 
 def _check_between_steps(run: Run) -> None:
     """Raise StateError where a forward, a backward or a gather has parts of the model in use."""
-    doing = "manager.gather" if run.model.is_gathered else ""
+    doing = "manager.gather" if run.model.gathering.is_open else ""
     if torch._C._current_graph_task_id() != -1 or run.model.pass_is_open:
         doing = "a forward or backward"
     if doing:

@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.config import PLACEMENTS, UPDATES, parse_choice
+from swapper.device.budget import DeviceBudget
+from swapper.device.device import Device
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning
 from swapper.modules.several import as_one
@@ -29,6 +31,7 @@ class Request:
         update: when parameters are updated.
         commit_policy: `commit_every`.
         weights: of the drives that hold the run.
+        device: where forwards and backwards run, if not on the CPU, and of its memory.
     """
 
     model: nn.Module
@@ -41,6 +44,7 @@ class Request:
     host_bytes: int
     commit_policy: str | int | None
     weights: tuple[float, ...] = (1.0,)
+    device: DeviceBudget | None = None
 
     @classmethod
     def parse(
@@ -55,17 +59,25 @@ class Request:
         host_bytes: int,
         commit_policy: str | int | None,
         weights: tuple[float, ...] = (1.0,),
+        device: str | torch.device | Device = "cpu",
+        device_memory: int | str = "auto",
     ) -> Request:
-        """Raises: ConfigError, UnsupportedError."""
+        """Raises: ConfigError, DeviceError, UnsupportedError."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
             parse_choice(value, option, PLACEMENTS)
-            if value == "device":
+            if value == "device" and option != "params":
                 raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
         parse_choice(update, "update", UPDATES)
+        budget = DeviceBudget.parse(device, device_memory)
+        if budget is None and params == "device":
+            raise ConfigError("params='device' needs a device: say manager.offload(..., device='cuda')")
+        if budget is not None and update != "step":
+            raise ConfigError(
+                f"update={update!r} is not available with device={str(budget.device)!r} yet: use update='step'"
+            )
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        return cls(
-            whole, used, params, optimizer_state, gradients, master_weights, update, host_bytes, commit_policy, weights
-        )
+        places = params, optimizer_state, gradients
+        return cls(whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget)
 
     @property
     def kind(self) -> str:
@@ -74,7 +86,8 @@ class Request:
 
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List what there is. See `take_inventory`."""
-        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before)
+        where = None if self.device is None else self.device.device.device
+        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where)
         check_update(self.update, self.model, found.forms.values(), type(self.optimizer).__name__)
         return found
 
@@ -94,5 +107,6 @@ class Request:
         params, optimizer_state = places or (self.params, self.optimizer_state)
         return plan_run(
             inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
-            self.update, page_bytes, existing_files, self.weights,
+            self.update, page_bytes, existing_files, self.weights, self.device,
+            sum(buffer.nbytes for buffer in self.model.buffers()),
         )  # fmt: skip

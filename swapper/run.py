@@ -35,6 +35,7 @@ from swapper.core.schedule import Schedule
 from swapper.core.scratch import ScratchFile, Stores
 from swapper.core.section import Page, Section, pieces_of
 from swapper.core.store import Store
+from swapper.device.host_side import HostSide
 from swapper.directory import RunDirectory
 from swapper.errors import StateError, SwapperError
 from swapper.interrupts import held_back
@@ -43,8 +44,9 @@ from swapper.plan import Plan
 from swapper.stats import StepClock
 from swapper.train.content import CarriedContent, Content
 from swapper.train.initial import Values
-from swapper.train.inventory import expected_cycle, find_places, find_trainables
+from swapper.train.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
+from swapper.train.on_device import OnDevice
 from swapper.watchdog import Watchdog, describe_waits
 
 log = logging.getLogger("swapper")
@@ -109,6 +111,7 @@ class Run:
 
     Attributes:
         sections: of parameters and optimizer state.
+        on_device: what the model has on an accelerator, where it runs there.
 
     Raises:
         DirectoryError: the drive has not enough room.
@@ -120,6 +123,8 @@ class Run:
     _scratch: ScratchFile | None = None
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
+    _host_side: HostSide | None = None
+    on_device: OnDevice | None = None
 
     def __init__(
         self,
@@ -183,6 +188,8 @@ class Run:
             pages = [page for section in paged_grads for page in section.pages]
             self._scratch = ScratchFile(self.engine, drives, pages)
         self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
+        if plan.device is not None:
+            self._host_side = HostSide(plan.device.device, arena, frames_offset, self._pool)
 
     def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
         assert self._store is not None
@@ -193,7 +200,7 @@ class Run:
             [page for section in everything for page in section.pages],
             self._pool,
             Stores(self._store, self._scratch),
-            Schedule(expected_cycle(inventory, everything, trainables, page_bytes, plan.update)),
+            Schedule(plan.cycle(everything, trainables)),
             self._counters,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
@@ -201,6 +208,7 @@ class Run:
         model_part = OffloadedModel(
             model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
             self._manager.enter, self._manager.enter_to_write, plan.update, self._manager.begin_step, self._manager.undo,
+            self._open_on_device(plan),
         )  # fmt: skip
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         self.committer = Committer(
@@ -209,6 +217,11 @@ class Run:
         )  # fmt: skip
         model_part.changed_in_pass = self.committer.changed_in_pass
         self._model = model_part
+
+    def _open_on_device(self, plan: Plan) -> OnDevice | None:
+        if plan.device is not None and plan.on_device is not None and self._host_side is not None:
+            self.on_device = OnDevice(plan.device, plan.on_device, self._host_side, self.pager, self._counters)
+        return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
         budget, places, inventory = plan.budget, plan.places, plan.inventory
@@ -292,7 +305,7 @@ class Run:
         self._close(keep_cold=False)
         for section in (*self.sections, *self._grad_sections):
             section.detach()
-        self._model = None  # whoever has this run still shall not keep its memory
+        self._model = self.on_device = None  # whoever has this run still shall not keep its memory
         del self.pager, self.committer, self.publisher, self._pool
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -300,10 +313,14 @@ class Run:
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
         watch_free_memory(self.plan.host_bytes)  # without the parameters; the gradients' memory comes where they were
-        self._memory.attach([section for section in self._grad_sections if section.resident], 0)
+        gradients = [section for section in self._grad_sections if section.resident]
+        arena, nbytes = self._memory.attach(gradients, 0)
+        if self._host_side is not None:
+            self._host_side.add(arena, nbytes)
         self.model.start()
         if values is not None:
             self.model.initialise(values)
+        self.model.move_buffers()
 
     def snapshot(
         self,
@@ -320,7 +337,7 @@ class Run:
             has_frozen: with parameters that are not trained.
             start: called when somebody waits for it; has it started at once.
         """
-        if self.model.is_gathered:
+        if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         self.publisher.raise_failure()
         step = self._counters.step
@@ -357,7 +374,7 @@ class Run:
         self.model.updates.drop()
         self.model.abandon_pass()
         self.model.finish_update()
-        self.model.end_gathers()
+        self.model.gathering.close()
         self.pager.flush()
         self.committer.finish()
 
@@ -393,6 +410,9 @@ class Run:
         if self.engine is not None:
             self.count_bytes()
             self.engine.close()
+        if self._host_side is not None:
+            self._host_side.close()
+            self._host_side = None
         for files in (self._store, self._scratch):
             if files is not None:
                 files.close()

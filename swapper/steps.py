@@ -38,7 +38,7 @@ class Steps:
         self._clock.end_step()
 
     def _take(self, run: Run) -> None:
-        if run.model.is_gathered:
+        if run.model.gathering.is_open:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         run.model.abandon_pass()
         run.model.finish_update(in_order=True)

@@ -107,6 +107,16 @@ class Device:
             kept_bytes = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
         return int(free_bytes) + int(kept_bytes)
 
+    def total_bytes(self) -> int:
+        """Return how much memory it has."""
+        with self.named("the memory's size"):
+            return int(self._module.mem_get_info(self.device)[1])
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The same for all objects that are this accelerator."""
+        return self.device, id(self._module)
+
     def allocated_bytes(self) -> int:
         """Return what tensors have."""
         return int(self._module.memory_allocated(self.device))

@@ -52,6 +52,15 @@ class DeviceStorage:
     def is_allocated(self) -> bool:
         return self._storage.nbytes() > 0
 
+    @property
+    def identity(self) -> int:
+        """What all tensors on this storage have in common, with memory or without: see `storage_of`."""
+        return int(self._storage._cdata)
+
+    def read(self, begin: int, nbytes: int) -> torch.Tensor:
+        """Return bytes of it as they are in the order of the current stream: uint8 of shape (nbytes,)."""
+        return self._filling[begin : begin + nbytes]
+
     def allocate(self) -> None:
         """Take memory on the current stream, of any content.
 
@@ -86,6 +95,14 @@ class DeviceStorage:
             self._device.let_wait(current, self.filled_at)
         if current != self._stream:
             self._device.let_wait(current, self.room_since)
+
+    def outdate(self) -> None:
+        """What is there is not what is to be there any more: it can be filled anew, where it is. No copy may be in flight."""
+        current = self._device.current_stream()
+        if current != self._stream:
+            self._device.let_wait(self._stream, self._device.record(current))
+        self.room_since = self._device.record(self._stream)  # after the kernels that have used it
+        self.filled_at = self._filler = None
 
     def free(self) -> None:
         """Give the memory back, in the order of the stream that took it. [Note: whose turn a storage's memory is]"""

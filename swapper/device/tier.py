@@ -6,19 +6,22 @@ are its own kernels queued: memory that is asked for behind them would wait for 
 
 When the device runs short (another tensor of the user's, a budget that was too generous) the images that stay are given up, and
 the allocation is tried once more; they are brought for each use from then on.
+
+A pass of inference is like the one before it, so its order of use goes round. A step of training ends with an update, which puts
+all that was brought out of date: its order has an end, beyond which nothing is brought until it begins again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from swapper.config import format_bytes
 from swapper.counters import Counters
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.storage import DeviceStorage
 from swapper.device.uploads import PageCopy, Uploads
-from swapper.errors import BudgetError, DeviceError
+from swapper.errors import BudgetError, DeviceError, InvariantError
 
 LEAST_FREE_BYTES = 256 << 20
 """Less than this on the device, when a pass begins, and images that stay are given up, as many as are missing."""
@@ -63,14 +66,18 @@ class DeviceTier:
         uploads: what fills them.
         budget_bytes: for all images together.
         counters: to keep.
+        goes_round: after the last image of what is expected comes the first.
     """
 
-    def __init__(self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters) -> None:
+    def __init__(
+        self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters, goes_round: bool = True
+    ) -> None:
         self._device = device
         self._uploads = uploads
         self._budget_bytes = budget_bytes
         self._limit_bytes = budget_bytes  # less while the device is short
         self._counters = counters
+        self._goes_round = goes_round
         self._used_bytes = 0
         self._images: list[Image] = []
         self._cycle: list[Image] = []
@@ -83,6 +90,22 @@ class DeviceTier:
         """From here on images are expected to be used in this order, over and over."""
         self._cycle = list(order)
         self._position = 0
+
+    def prepare(self) -> None:
+        """Bring what is expected first, before anybody asks for it."""
+        self._prepare_next()
+
+    def outdate(self, images: Iterable[Image]) -> None:
+        """What these are filled from is about to be changed. Nobody may use them now."""
+        self._uploads.finish()
+        for image in images:
+            if image.leases:
+                raise InvariantError(f"{image.name} is changed while kernels may use it")
+            if image.storage.is_allocated and image.stays:
+                image.storage.outdate()
+                image.sent = 0
+            else:
+                self._free(image)
 
     # --- use ------------------------------------------------------------------------------------------------------
 
@@ -111,10 +134,10 @@ class DeviceTier:
         self._end_lease(image, is_whole=True)
         self._prepare_next()
 
-    def forget(self, image: Image) -> None:
-        """What held it is gone."""
-        if image.leases:
-            image.leases = 1
+    def forget(self, image: Image, kept: int = 0) -> None:
+        """What held it is gone, but for `kept` leases."""
+        if image.leases > kept:
+            image.leases = kept + 1
             self._end_lease(image, is_whole=image.is_filled)
 
     def drop(self, image: Image) -> None:
@@ -125,14 +148,21 @@ class DeviceTier:
 
     def _end_lease(self, image: Image, is_whole: bool) -> None:
         image.leases -= 1
-        if image.leases == 0 and not (image.stays and is_whole):
+        if image.leases == 0 and not (is_whole and (image.stays or self._is_next(image))):
             self._free(image)
+
+    def _is_next(self, image: Image) -> bool:
+        """Whether it is used twice running, as what a forward ends with and its backward begins with."""
+        return not self._goes_round and self._cycle[self._position : self._position + 1] == [image]
 
     def _find_place(self, image: Image) -> None:
         ahead = [*self._cycle[self._position :], *self._cycle[: self._position]]
         for number, expected in enumerate(ahead):
             if expected is image:
-                self._position = (self._position + number + 1) % len(self._cycle)
+                after = self._position + number + 1
+                self._position = after if after <= len(self._cycle) else after - len(self._cycle)
+                if self._goes_round:
+                    self._position %= len(self._cycle)
                 return
 
     # --- bringing -------------------------------------------------------------------------------------------------
@@ -150,7 +180,8 @@ class DeviceTier:
     def _prepare_next(self) -> None:
         """[Note: before its kernels] What cannot be had now is brought when it is needed, and its error is told then."""
         self._uploads.give_back()
-        for number in range(len(self._cycle)):
+        count = len(self._cycle) if self._goes_round else len(self._cycle) - self._position
+        for number in range(count):
             image = self._cycle[(self._position + number) % len(self._cycle)]
             if image.is_filled:
                 continue
@@ -190,7 +221,7 @@ class DeviceTier:
             )
             raise BudgetError(
                 f"device_memory is too small for what is used at one time: {in_use}, and {format_bytes(self._budget_bytes)} are "
-                f"for weights on {self._device}; raise device_memory"
+                f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"
             )
         try:
             self._allocate(image)

@@ -53,7 +53,7 @@ class PageCopy:
             return (
                 page.ticket is not None and page.predecessor is None and page.ticket.done and page.ticket.error is None
             )
-        return page.residency is Residency.CLEAN
+        return page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
 
 
 class Uploads:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swapper.device.placement import DevicePlacement, place_on_device
 from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.errors import BudgetError, InvariantError
 from swapper.infer.blueprint import Blueprint, with_cuts, with_lookups, with_single_experts
-from swapper.infer.device_placement import DevicePlacement, place_on_device
 from swapper.infer.placement import AHEAD_BYTES, Demand, Placement, place
 
 PASSING_BYTES = 2 * AHEAD_BYTES

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from swapper.checkpoint.sources import Source, open_source
-from swapper.config import parse_bytes, parse_host_memory
-from swapper.device.device import Device, open_device
+from swapper.config import parse_host_memory
+from swapper.device.budget import DeviceBudget
+from swapper.device.device import Device
 from swapper.errors import ConfigError, UnsupportedError
 from swapper.infer.blueprint import draw
 from swapper.infer.fitting import fit, fit_on_device
@@ -112,14 +113,10 @@ class Budgets:
             DeviceError: there is no such device.
         """
         host_bytes, is_said = parse_host_memory(host_memory), host_memory != "auto"
-        opened = open_device(device)
-        if opened is None:
-            if device_memory != "auto":
-                raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")
+        given = DeviceBudget.parse(device, device_memory)
+        if given is None:
             return Budgets(host_bytes, is_host_memory_said=is_said)
-        auto = device_memory == "auto"
-        device_bytes = opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory")
-        return Budgets(host_bytes, opened, device_bytes, is_said)
+        return Budgets(host_bytes, given.device, given.nbytes, is_said)
 
 
 def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:

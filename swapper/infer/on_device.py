@@ -16,13 +16,13 @@ from swapper.core.section import Section
 from swapper.counters import Counters
 from swapper.device.device import Device
 from swapper.device.layout import Span, place_in_storage, spans_of_page
+from swapper.device.placement import DevicePlacement
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier, Image
 from swapper.device.uploads import COPIES_IN_FLIGHT, PageCopy, Uploads
 from swapper.errors import DeviceError
 from swapper.infer.adoption import view_of
 from swapper.infer.blueprint import StreamedGroup
-from swapper.infer.device_placement import DevicePlacement
 from swapper.infer.streaming import Streaming, page_access
 
 

@@ -76,18 +76,26 @@ def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int,
         units: as `partition` returns them.
         group_pages: for each group, how many pages it has.
     """
-    by_name = {unit.name: unit for unit in units}
     worst, where = 0, ""
+    for unit, needed in zip(units, working_sets(units), strict=True):
+        pages = sum(group_pages[group] for group in needed)
+        if pages > worst:
+            worst, where = pages, unit.name
+    return worst, where
+
+
+def working_sets(units: list[Unit]) -> list[set[int]]:
+    """Return for each unit the groups that are in use while it runs: its own, and its ancestors'."""
+    by_name = {unit.name: unit for unit in units}
+    found = []
     for unit in units:
         needed = set(unit.groups)
         parts = unit.name.split(".") if unit.name else []
         for depth in range(len(parts)):
             ancestor = by_name.get(".".join(parts[:depth]))
             needed.update(ancestor.groups if ancestor else ())
-        pages = sum(group_pages[group] for group in needed)
-        if pages > worst:
-            worst, where = pages, unit.name
-    return worst, where
+        found.append(needed)
+    return found
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:

@@ -21,9 +21,6 @@ class Models(nn.Module):
         for name, model in models.items():
             self.add_module(name, model)
 
-    def state_dicts(self) -> dict[str, Any]:
-        return {name: model.state_dict() for name, model in self.named_children()}
-
 
 def as_one(models: Any) -> nn.Module:
     """Return a module that is `models`, or contains them: a module, a dictionary of modules by name, or a list or tuple.

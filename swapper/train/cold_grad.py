@@ -16,10 +16,8 @@ import torch
 from swapper.errors import ColdParameterError
 from swapper.modules.cold import METADATA
 
-ADVICE = (
-    "clip with clip_grad_norm_ or clip_grad_value_, let go of it with zero_grad, or keep gradients in memory: "
-    "manager.offload(..., gradients='host')"
-)
+ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or let go of it with zero_grad"
+KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is to become of elements of a gradient; returns new ones. It must do the same wherever an element is."""
@@ -50,10 +48,12 @@ class ColdGradient(torch.Tensor):
 
     Attributes:
         swapper_name: the parameter's.
+        swapper_where: it is, in words.
         swapper_gradient: returns what it stands for; None if that is gone.
     """
 
     swapper_name = ""
+    swapper_where = "on NVMe"
     swapper_gradient: Callable[[], Gradient | None]
 
     @classmethod
@@ -66,15 +66,17 @@ class ColdGradient(torch.Tensor):
         action = _ACTIONS.get(func)
         done = NotImplemented if action is None else action(*args, **(kwargs or {}))
         if done is NotImplemented:
-            name = next((a.swapper_name for a in args if type(a) is ColdGradient), "")
+            one = next((a for a in args if type(a) is ColdGradient), None)
+            name, where = ("a parameter", cls.swapper_where) if one is None else (one.swapper_name, one.swapper_where)
             raise ColdParameterError(
-                f"the gradient of {name or 'a parameter'} is on NVMe and {getattr(func, '__name__', func)} needs its data: {ADVICE}"
+                f"the gradient of {name} is {where} and {getattr(func, '__name__', func)} needs its data: "
+                f"{ADVICE}{KEEP if where == cls.swapper_where else ''}"
             )
         return done
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         with torch._C.DisableTorchFunctionSubclass():
-            return f"ColdGradient(on NVMe, shape={tuple(self.shape)}, dtype={self.dtype})"
+            return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def _of(tensor: Any) -> Gradient | None:
@@ -105,7 +107,7 @@ def _mul(tensor: Any, other: Any) -> Any:
     gradient = _of(tensor)
     if gradient is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
         return NotImplemented
-    factor = other.detach().clone() if isinstance(other, torch.Tensor) else other
+    factor = other.detach().cpu().clone() if isinstance(other, torch.Tensor) else other  # it is used there
     return _change(tensor, gradient, lambda part: part.mul(factor))
 
 
@@ -135,11 +137,11 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
     plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
-    factor = inv_scale.detach().clone()
+    factor = inv_scale.detach().cpu().clone()  # it is used there
 
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], torch.zeros_like(found_inf), factor)
+        torch._amp_foreach_non_finite_check_and_unscale_([changed], torch.zeros_like(found_inf, device="cpu"), factor)
         return changed
 
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py).
+"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py).
 
 In host memory: when autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor
 that autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
@@ -23,6 +23,8 @@ from swapper.core.section import Section
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import ColdGradient
+from swapper.train.device_grads import DeviceGradients
+from swapper.train.on_device import OnDevice
 from swapper.train.paged_grads import PagedGradients
 from swapper.train.slices import Place
 from swapper.train.spare import GradientRoom, Room
@@ -36,6 +38,7 @@ class Gradients:
         sections: with memory; those that are not resident are on NVMe.
         pager: what leases go to.
         rooms: by index of a page of parameters, where in `sections` it may wait.
+        on_device: where parameters are on an accelerator; brings gradients down.
     """
 
     def __init__(
@@ -44,14 +47,19 @@ class Gradients:
         sections: Iterable[Section],
         pager: Pager,
         rooms: Mapping[int, Room],
+        on_device: OnDevice | None = None,
     ) -> None:
         places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
         trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
-        self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
+        self.paged: PagedGradients
+        if on_device is not None:
+            self.paged = DeviceGradients(trained, pager, on_device)
+            at_hand = []
+        else:
+            self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
+            at_hand = [entry for entry in trained if entry[2].section.resident]
         self._host = HostGradients(
-            [(name, p, place.section.tensor(place.slot)) for name, p, place in trained if place.section.resident],
-            rooms,
-            pager,
+            [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], rooms, pager
         )
 
     def remove(self) -> None:

@@ -27,7 +27,7 @@ from swapper.interrupts import held_back
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook, keep_out_of_graphs
-from swapper.train.storage import GroupParameters
+from swapper.train.storage import GroupParameters, storage_of
 from swapper.train.updates import Updates
 
 
@@ -63,6 +63,9 @@ class Hooks:
         drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
         enter_phase: told which phase of a step begins: "forward", "backward" or "between".
         updates: told which groups passes use, and how backwards go on.
+
+    Attributes:
+        check_inputs: given a module whose forward is the outermost one, and what it is called with; raises if it cannot run.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Hooks:
         enter_phase: Callable[[str], None],
         updates: Updates,
     ) -> None:
+        self.check_inputs: Callable[[nn.Module, Any], None] = lambda module, inputs: None
         self._groups = groups
         self._updates = updates
         self._check_usable = check_usable
@@ -87,7 +91,7 @@ class Hooks:
         self._handles: list[Any] = []
         keep_out_of_graphs()
         self._group_of = {id(p): group for group in groups for p in group.parameters}
-        self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
+        self._homes = {home for group in groups for home in group.homes}
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         for unit in units:
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
@@ -152,6 +156,7 @@ class Hooks:
                 self._updates.backward_goes_on()
             elif not self._forward:
                 self._tasks.clear()
+                self.check_inputs(module, args)
                 self._enter_phase("forward")
             call = Call(unit, [], self._tick())
             self._forward.append(call)
@@ -228,14 +233,8 @@ class Hooks:
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
-        if tensor.device.type == "cpu" and not tensor.is_sparse and type(tensor) is not nn.Parameter:
-            try:
-                base = tensor.untyped_storage().data_ptr()
-            except (NotImplementedError, RuntimeError):
-                return tensor
-            if base in self._homes:
-                return tensor.clone()
-        return tensor
+        is_plain = not tensor.is_sparse and type(tensor) is not nn.Parameter
+        return tensor.clone() if is_plain and storage_of(tensor) in self._homes else tensor
 
     # --- backward -------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.core.schedule import Access
 from swapper.core.section import Section
+from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, largest_working_set, partition
 from swapper.train.discovery import Discovery, StateForm, check_supported, is_plain
+from swapper.train.on_device import PAGES_ON_THEIR_WAY, page_access
 from swapper.train.slices import ParameterPlaces, Place, plan_slices
 from swapper.train.sweep import Trainable
 
@@ -69,6 +71,7 @@ def take_inventory(
     master_weights: torch.dtype | None,
     may_be_meta: bool = False,
     before: Inventory | None = None,
+    device: torch.device | None = None,
 ) -> Inventory:
     """List what is to be placed.
 
@@ -78,6 +81,7 @@ def take_inventory(
         may_be_meta: parameters may be on the meta device: their values come later.
         before: what there is, where the model is offloaded already and its optimizer gets more to train: all that was trained
             is trained still, frozen or not, and so is all that has joined a group since.
+        device: where the model is to run, if not on the CPU; it may be there already.
 
     Raises:
         ConfigError: master_weights is not None or torch.float32.
@@ -87,7 +91,7 @@ def take_inventory(
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
-        _check_model(model, may_be_meta)
+        _check_model(model, may_be_meta, device)
     check_supported(optimizer)
     settings = _settings(model, optimizer)
     discovery = Discovery(optimizer) if before is None else before.discovery
@@ -202,11 +206,16 @@ def make_sections(
 
 
 def frames_needed(
-    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, update: str = "step"
+    inventory: Inventory,
+    resident: Callable[[SectionPlan], bool],
+    page_bytes: int,
+    update: str = "step",
+    on_device: bool = False,
 ) -> int:
     """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
 
-    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward.
+    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward. `on_device`,
+    parameters only pass through their frames, and gradients through others.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
@@ -215,6 +224,8 @@ def frames_needed(
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
+    if on_device:
+        most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
     meanwhile = most if update != "step" else 0
     if any(section.transient and section.pages for section in sections):
         most += 1  # on which a gradient leaves
@@ -232,34 +243,44 @@ def expected_cycle(
     trainables: Sequence[Trainable],
     page_bytes: int,
     update: str,
+    on_device: bool = False,
 ) -> list[Access]:
     """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
 
-    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward".
+    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `on_device`, pages of
+    parameters are used one by one.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
         if section.plan.family == "param":
             pages[section.plan.group] += [page.index for page in section.pages]
-    forward = {group: Access(("param", group), tuple(indices)) for group, indices in pages.items() if indices}
+    forward = {group: _uses(group, indices, on_device) for group, indices in pages.items() if indices}
     backward: list[Access] = []
     seen: set[int] = set()
     by_group = {trainable.group: trainable for trainable in trainables}
     slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
     for group in sorted(pages, reverse=True):
-        backward += [forward[group]] if group in forward else []
+        backward += forward.get(group, [])
         for places in reversed(by_group[group].places if group in by_group else []):
             backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
         backward += slices.get(group, []) if update == "backward" else []
+    forwards = itertools.chain.from_iterable(forward.values())
     if update == "backward":
-        return [*forward.values(), *backward]
+        return [*forwards, *backward]
     if update == "step":
-        return [*forward.values(), *backward, *itertools.chain.from_iterable(slices.values())]
+        return [*forwards, *backward, *itertools.chain.from_iterable(slices.values())]
     updating = []
     for group in sorted(pages):
         updating += slices.get(group, [])
-        updating += [forward[group]] if group in forward else []
+        updating += forward.get(group, [])
     return [*updating, *backward]
+
+
+def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
+    """Return a use of a group's parameters."""
+    if on_device:
+        return [page_access(group, page) for page in pages]
+    return [Access(("param", group), tuple(pages))]
 
 
 def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:
@@ -279,7 +300,7 @@ def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:
     return accesses
 
 
-def _check_model(model: nn.Module, may_be_meta: bool) -> None:
+def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -292,10 +313,10 @@ def _check_model(model: nn.Module, may_be_meta: bool) -> None:
                 f"parameter {name} is on the meta device and has no values: say where they come from, "
                 "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
             )
-        if parameter.device.type != "cpu" and not parameter.is_meta:
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise UnsupportedError(
-                f"parameter {name} is on {parameter.device}: swapper pages to CPU memory only as yet; "
-                "call model.to('cpu') before the optimizer is built"
+                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: say "
+                f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
             )
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
             raise UnsupportedError(

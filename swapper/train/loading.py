@@ -15,7 +15,7 @@ from torch import nn
 from swapper.modules.cold import is_aliasing
 from swapper.modules.groups import Unit
 from swapper.modules.own_hook import OwnHook
-from swapper.train.storage import GroupParameters
+from swapper.train.storage import GroupParameters, storage_of
 
 
 class LoadHooks:
@@ -40,7 +40,7 @@ class LoadHooks:
         self._written = written
         self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # what is being loaded and held, outermost first
         self._handles: list[Any] = []
-        self._homes = {s.memory.data_ptr() for group in groups if group.paged for s, _ in group.places}
+        self._homes = {home for group in groups for home in group.homes}
         for owner in {owner: None for unit in units for owner in unit.module.modules()}:
             copy = OwnHook(self._copy)
             self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
@@ -91,5 +91,5 @@ class LoadHooks:
             tensor = state_dict.get(prefix + name)
             if tensor is None or tensor is parameter:  # keep_vars: the guarded parameter itself
                 continue
-            if tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self._homes:
+            if storage_of(tensor) in self._homes:
                 state_dict[prefix + name] = tensor.clone()

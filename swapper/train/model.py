@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,25 +11,29 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.core.layout import Slot
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.errors import StateError
-from swapper.interrupts import held_back, surely
-from swapper.modules.cold import aliases, is_cold
-from swapper.modules.groups import changes_itself
-from swapper.modules.several import Models
+from swapper.interrupts import held_back
+from swapper.modules.cold import is_cold
+from swapper.modules.groups import Group, changes_itself
 from swapper.stats import StepClock
+from swapper.train.checkpoint_form import state_dict_of
 from swapper.train.conditions import Conditions
 from swapper.train.content import Content
 from swapper.train.deferred import DeferredStep
+from swapper.train.device_group import DeviceGroupParameters
 from swapper.train.during_backward import StepInBackward
 from swapper.train.entries import PAGED, StateEntries
+from swapper.train.gathering import Gathering
 from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
 from swapper.train.initial import Values
 from swapper.train.inventory import Inventory, find_places, find_trainables
 from swapper.train.loading import LoadHooks
+from swapper.train.on_device import OnDevice
 from swapper.train.optim import packed_groups
 from swapper.train.shadow import Shadow
 from swapper.train.shown_parameters import ShownParameters
@@ -60,6 +63,7 @@ class OffloadedModel:
         begin_step: called before a backward updates the first group of a step.
         undo: called with sections and an error when updates outside of `optimizer.step()` fail; has the sections as they were
             before their step, so many after the last one that was counted, and returns whether it could.
+        on_device: where forwards and backwards run on an accelerator.
     """
 
     advice = (
@@ -83,8 +87,10 @@ class OffloadedModel:
         update: str,
         begin_step: Callable[[], None],
         undo: Callable[[list[Section], BaseException, int], bool],
+        on_device: OnDevice | None,
     ) -> None:
         self.model = model
+        self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
         self._page_bytes = page_bytes
@@ -107,9 +113,8 @@ class OffloadedModel:
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
         groups_by_name = {name: group.index for group in inventory.groups for name, _ in group.parameters}
         self._shown = ShownParameters(self._places, groups_by_name, pager)
-        self._gathered = 0
-        self._closed = False
         self.groups: list[GroupParameters] = []
+        self.gathering = Gathering(self.groups, self._refresh_masters)
         self.state_view = StateView(self._with_state, self._read_state)
         self._hooks: Hooks | None = None
         self._load_hooks: LoadHooks | None = None
@@ -164,13 +169,17 @@ class OffloadedModel:
             places = [
                 (self._places[name, "param"].section, self._places[name, "param"].slot) for name, _ in group.parameters
             ]
-            parameters = GroupParameters(
-                group, places, self._pager, self, partial(self._shown.expire, group=group.index)
-            )
+            parameters = self._group(group, places)
             self.groups.append(parameters)
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+
+    def _group(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> GroupParameters:
+        expire = partial(self._shown.expire, group=group.index)
+        if self._on_device is None:
+            return GroupParameters(group, places, self._pager, self, expire)
+        return DeviceGroupParameters(group, places, self._pager, self, expire, self._on_device)
 
     def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
         """Give the optimizer's groups the settings of a run that goes on."""
@@ -184,23 +193,30 @@ class OffloadedModel:
     def start(self) -> None:
         """Gradients get their places, and the hooks are put in."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        rooms = find_rooms(self._sections, self._grad_sections)
-        self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms)
+        rooms = find_rooms(self._sections, self._grad_sections) if self._on_device is None else {}
+        self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms, self._on_device)
         self._gradients.paged.finish_update = self.finish_update
         units = self._inventory.units
-        self._hooks = Hooks(
-            units, self.groups, self._enter_forward, self._pager.drop_leases, self._clock.enter, self.updates
-        )
+        self._hooks = Hooks(units, self.groups, self._enter_forward, self._drop_leases, self._clock.enter, self.updates)
+        if self._on_device is not None:
+            self._hooks.check_inputs = self._on_device.check_inputs
         self._load_hooks = LoadHooks(units, self.groups, self._enter_to_write, self._refresh_masters)
         self.updates.watch(parameter for parameter, _ in self._trained())
+        if self._on_device is not None:
+            self._on_device.start()
 
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""
         for group in self.groups:
             parameters = values.owners(group.parameters)
-            with self.gather(parameters, write=True):
+            with self.gathering.gather(parameters, write=True):
                 values.fill(group.parameters)
         values.finish()
+
+    def move_buffers(self) -> None:
+        """What the model has besides parameters is whole: it goes where forwards run."""
+        if self._on_device is not None:
+            self._on_device.move(self.model)
 
     def _enter_forward(self) -> None:
         is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one
@@ -213,6 +229,8 @@ class OffloadedModel:
         self._enter()
         if self._gradients is not None and not is_backward:
             self._gradients.entered()
+        if self._on_device is not None and not is_backward and not self.pass_is_open:
+            self._on_device.pass_begins()
 
     @property
     def gradients(self) -> Gradients:
@@ -239,7 +257,12 @@ class OffloadedModel:
         elif self._before is not None:
             self._before = self.packed_groups(), self._before[1]
         self.gradients.before_step()
+        if self._on_device is None:
+            self.updates.take_step()
+            return
+        self._on_device.before_update(trainable.group for trainable in self._trainables)
         self.updates.take_step()
+        self._on_device.after_update()
 
     def _note_before(self) -> None:
         self._state_dicts.expire("the next step")
@@ -249,7 +272,7 @@ class OffloadedModel:
     def _begin_early(self) -> bool:
         """A backward is about to update the first group of a step. Returns False where everything must wait for the step."""
         more_to_train = any(parameter.requires_grad for parameter in self._untrained)
-        if self.is_gathered or more_to_train or self._conditions.all_gradients_matter:
+        if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter:
             return False
         self._conditions.check_settings()
         self._begin_step()
@@ -300,16 +323,19 @@ class OffloadedModel:
         """Whether a forward or a backward has groups leased."""
         return self._hooks is not None and self._hooks.pass_is_open
 
-    @property
-    def is_gathered(self) -> bool:
-        return self._gathered > 0
-
     def abandon_pass(self) -> None:
         """Forget a forward, a backward or a load_state_dict that never ended."""
         self.updates.pass_begins()
         if self._hooks is not None and self._load_hooks is not None:
             self._load_hooks.forget()
             self._hooks.abandon_pass()
+
+    def _drop_leases(self, kept: Iterable[Access]) -> None:
+        """All leases of passes are gone, and so are those of copies, which are waited for."""
+        if self._on_device is not None:
+            self._on_device.finish()
+            self._on_device.forget_uses()
+        self._pager.drop_leases(kept)
 
     def _refuse_original(self, optimizer: Optimizer, *_: Any) -> None:
         """A step hook, which both optimizers share."""
@@ -319,60 +345,7 @@ class OffloadedModel:
                 "`model, optimizer = manager.offload(model, optimizer)`"
             )
 
-    def end_gathers(self) -> None:
-        """Let go of what is gathered, as leaving the contexts would: the manager closes inside of them."""
-        for group in self.groups:
-            for access in list(group.holds):
-                group.let_go(write=bool(access.writes))
-                if access.writes:
-                    self._refresh_masters([group])
-        self._closed = True
-
     # --- looking at it --------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def gather(self, parameters: Iterable[nn.Parameter], write: bool) -> Iterator[None]:
-        """Lease the groups of `parameters` for the time of the context."""
-        wanted = {id(parameter) for parameter in parameters}
-        unknown = wanted - self._names.keys()
-        if unknown:
-            raise StateError("gather was given parameters that are not of the offloaded model")
-        groups = [g for g in self.groups if any(id(p) in wanted for p in g.parameters)]
-        leased: list[GroupParameters] = []
-        versions = {id(p): p._version for group in groups for p in group.parameters}
-        names: list[str] = []  # of parameters that were changed though nobody had said so
-        self._gathered += 1
-        try:
-            with held_back:
-                for group in groups:
-                    group.hold(write)
-                    leased.append(group)
-            yield
-        finally:
-            surely(lambda: names.extend(self._end_gather(leased, versions, write)))
-        if names:
-            raise StateError(
-                f"parameter {names[0]} was changed inside gather(write=False), and the change may be lost: "
-                "say gather(..., write=True)"
-            )
-
-    def _end_gather(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:
-        """Let go of what was gathered. Returns the names of the parameters that were changed though nobody had said so."""
-        self._gathered -= 1
-        names: list[str] = []
-        if self._closed:
-            return names  # `close` has let go of them
-        for group in leased:
-            seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
-            unannounced = [] if write else [*seen, *group.written()]
-            group.let_go(write)
-            if unannounced:  # memory and file shall not differ
-                names += unannounced
-                group.hold(write=True)
-                group.let_go(write=True)
-        if write:
-            self._refresh_masters(leased)
-        return names
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: see Hooks.bring."""
@@ -390,7 +363,7 @@ class OffloadedModel:
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the parameter as the swap file is mapped. Within a forward it is brought in instead."""
-        if self._closed or self.bring(parameter):
+        if self.gathering.is_closed or self.bring(parameter):
             return None
         self.finish_update()
         return self._shown.show(self._names[id(parameter)])
@@ -418,11 +391,8 @@ class OffloadedModel:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections: look at their place, not at their data."""
-        with aliases():
-            model = self.model
-            content: dict[str, Any] = {
-                "model": model.state_dicts() if isinstance(model, Models) else model.state_dict()
-            }
+        placed = None if self._on_device is None else self._placed
+        content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {
             places.name: self._alias(places.name, "master") for _, places in self._trained() if places.has_master
         }
@@ -436,7 +406,6 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Take the hooks out. Paged parameters stay cold for good if `keep_cold`."""
-        self._closed = True
         if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
             self._load_hooks.remove()
@@ -445,8 +414,12 @@ class OffloadedModel:
             self._gradients.remove()
         if self._original_guard is not None:
             self._original_guard.remove()
+        if self._on_device is not None:
+            self._on_device.finish()
         for group in self.groups:
             group.abandon(keep_cold)
+        if self._on_device is not None:
+            self._on_device.close()
 
     def part(self, why: str) -> None:
         """Another takes this one's place: leave the parameters without data, and refuse what an old graph still asks for.
@@ -471,6 +444,11 @@ class OffloadedModel:
         """Return the tensor at its place, which may be away."""
         place = self._places[name, kind]
         return place.section.tensor(place.slot)
+
+    def _placed(self, parameter: int) -> torch.Tensor | None:
+        """Return the tensor at a parameter's place, given its id."""
+        name = self._names.get(parameter)
+        return None if name is None else self._alias(name, "param")
 
     def _trained(self) -> Iterator[tuple[nn.Parameter, Any]]:
         for trainable in self._trainables:

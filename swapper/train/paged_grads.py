@@ -21,6 +21,7 @@ from torch import nn
 from swapper.core.heap import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
+from swapper.core.section import Page
 from swapper.errors import StateError, UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.own_hook import hookable
@@ -73,6 +74,25 @@ class _Home:
     here: weakref.ref[torch.Tensor] | None = None
     stash: torch.Tensor | None = None
     content: Content = field(default_factory=Content)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [begin, end) of a gradient, at their place.
+
+    Attributes:
+        view: of them, flat.
+        at: where in the page, or in the section if that stays in memory, they begin, in bytes.
+        page: that they lie on; the section as a whole if that stays in memory.
+        access: the page's, to be leased; None if it stays in memory.
+    """
+
+    view: torch.Tensor
+    begin: int
+    end: int
+    at: int
+    page: Page
+    access: Access | None
 
 
 class PagedGradients:
@@ -132,6 +152,9 @@ class PagedGradients:
     @torch.no_grad()
     def is_finite(self, home: _Home) -> bool:
         _check_whole(home)
+        known = home.content.norms.get(USUAL_NORM)
+        if home.content.finite is None and known is not None and bool(known.isfinite()):
+            home.content.finite = True
         if home.content.finite is None:
             home.content.finite = bool(torch.isfinite(self._whole(home)).all())
         return home.content.finite
@@ -164,8 +187,12 @@ class PagedGradients:
             flat[begin:end] = home.content.of(view)
         return whole
 
+    def settle(self) -> None:
+        """Somebody is about to look at places: have everything there that is on its way."""
+
     def before_step(self) -> None:
         """The sweep leases the pages of every gradient: have something there where one was zeroed and nothing came since."""
+        self.settle()
         for home in self._homes.values():
             if home.content.zero and type(home.parameter.grad) is ColdGradient:
                 for view, _, _ in self._pages(home):
@@ -266,31 +293,51 @@ class PagedGradients:
         home.content = Content(norms=norms, finite=is_finite)
 
     def _make_cold(self, home: _Home) -> torch.Tensor:
-        here = home.place.section.tensor(home.place.slot)
+        here = self._stand_in(home)
         here.__class__ = ColdGradient
         here.swapper_name = home.name  # type: ignore[attr-defined]
         home.here = weakref.ref(here, lambda _: self._let_go.append(home))
         here.swapper_gradient = _finder(weakref.ref(self), id(home.parameter), home.here)  # type: ignore[attr-defined]
         return here
 
+    def _stand_in(self, home: _Home) -> torch.Tensor:
+        """Return a tensor that is like the gradient, but for its data."""
+        return home.place.section.tensor(home.place.slot)
+
     def _pages(self, home: _Home) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield (flat view, begin, end) of the gradient page by page, each leased meanwhile."""
+        self.settle()
+        for part in self._parts(home):
+            self._lease(home, part)
+            try:
+                yield part.view, part.begin, part.end
+            finally:
+                self._release(part)
+
+    def _parts(self, home: _Home) -> Iterator[Part]:
+        """Yield the gradient page by page, or at one time where it stays in memory. Each is to be leased before the next."""
         section, slot = home.place.section, home.place.slot
         itemsize = slot.spec.dtype.itemsize
         flat = section.tensor(slot).view(-1)
+        if section.resident:
+            yield Part(flat, 0, slot.spec.numel, slot.offset, section.piece, None)
         for number, page in enumerate(section.pages_of(slot.offset, slot.end)):
-            users = self._users.setdefault(page.index, set())
             only = frozenset({page.index})
-            fresh = frozenset() if users else only
+            fresh = frozenset() if self._users.get(page.index) else only
             access = Access(("grad", home.name, number), (page.index,), fresh=fresh, writes=only)
-            self._pager.acquire(access)
-            users.add(id(home.parameter))
-            try:
-                begin = max(page.offset - slot.offset, 0) // itemsize
-                end = (min(slot.end, page.offset + page.nbytes) - slot.offset) // itemsize
-                yield flat[begin:end], begin, end
-            finally:
-                self._pager.release(access, access.writes)
+            begin = max(page.offset - slot.offset, 0) // itemsize
+            end = (min(slot.end, page.offset + page.nbytes) - slot.offset) // itemsize
+            at = slot.offset + begin * itemsize - page.offset
+            yield Part(flat[begin:end], begin, end, at, page, access)
+
+    def _lease(self, home: _Home, part: Part) -> None:
+        if part.access is not None:
+            self._pager.acquire(part.access)
+            self._users.setdefault(part.page.index, set()).add(id(home.parameter))
+
+    def _release(self, part: Part) -> None:
+        if part.access is not None:
+            self._pager.release(part.access, part.access.writes)
 
     def forget_what_was_let_go(self) -> None:
         """Act upon `zero_grad`. A ColdGradient may die anywhere, at a collection within the pager even: here it is safe to act."""

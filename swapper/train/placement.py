@@ -5,7 +5,12 @@ from __future__ import annotations
 from swapper.config import format_bytes
 from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.core.layout import SectionPlan
+from swapper.device.budget import DeviceBudget
+from swapper.device.host_side import STAGING_BYTES
+from swapper.device.layout import place_in_storage
+from swapper.device.placement import DevicePlacement, place_on_device
 from swapper.errors import BudgetError, ConfigError
+from swapper.modules.groups import working_sets
 from swapper.train.inventory import Inventory, frames_needed
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -23,6 +28,7 @@ def choose_placement(
     host_bytes: int,
     page_bytes: int | None,
     update: str,
+    on_device: bool = False,
 ) -> tuple[dict[str, str], Budget]:
     """Return where "param", "state" and "grad" live, and the division of the budget.
 
@@ -32,6 +38,7 @@ def choose_placement(
         host_bytes: the budget.
         page_bytes: the size of a page where a run goes on; None to choose it.
         update: when parameters are updated.
+        on_device: forwards and backwards run on an accelerator.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -42,7 +49,7 @@ def choose_placement(
             continue
         places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
-            return places, _divide(inventory, places, host_bytes, page_bytes, update)
+            return places, _divide(inventory, places, host_bytes, page_bytes, update, on_device)
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
@@ -56,7 +63,12 @@ def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
 
 
 def _divide(
-    inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None, update: str
+    inventory: Inventory,
+    places: dict[str, str],
+    host_bytes: int,
+    page_bytes: int | None,
+    update: str,
+    on_device: bool,
 ) -> Budget:
     def resident(plan: SectionPlan) -> bool:
         return is_resident(plan, places)
@@ -64,6 +76,8 @@ def _divide(
     kept = [p for p in inventory.plans if resident(p)]
     kept_grads = [p for p in inventory.grad_plans if resident(p)]
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
+    if on_device:
+        kept_bytes += STAGING_BYTES
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
         for family, name in (("grad", "gradients"), ("param", "parameters"), ("state", "optimizer state"))
@@ -72,7 +86,34 @@ def _divide(
         host_bytes,
         kept_bytes,
         [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
-        lambda size: frames_needed(inventory, resident, size, update),
+        lambda size: frames_needed(inventory, resident, size, update, on_device),
         explain,
         page_bytes,
     )
+
+
+def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str) -> DevicePlacement:
+    """Return which groups stay on a device from forward to backward.
+
+    Args:
+        inventory: of the model.
+        budget: of the device.
+        buffer_bytes: what else of the model is on the device.
+        params: "device" if all of them must stay.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+    """
+    images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
+    units = [sorted(groups) for groups in working_sets(inventory.units)]
+    where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
+    gradients = [slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots]
+    other_bytes = buffer_bytes + 2 * max(gradients, default=0)  # on their way down: one, while another comes
+    placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device)
+    if params == "device" and len(placement.staying) < len(images):
+        all_bytes = other_bytes + sum(images.values())
+        raise BudgetError(
+            f"params='device' needs all parameters on {budget.device} at one time: at least {format_bytes(all_bytes)} "
+            f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or say params='auto'"
+        )
+    return placement

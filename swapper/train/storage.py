@@ -18,6 +18,14 @@ from swapper.train.content import Content
 from swapper.train.visit import fill
 
 
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return what all tensors on one storage have in common, wherever it is; None for a tensor that has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 class GroupParameters:
     """Owns the placement of one group's parameters.
 
@@ -60,6 +68,11 @@ class GroupParameters:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.group.parameters]
+
+    @property
+    def homes(self) -> set[int]:
+        """Storages that parameters go away with, as `storage_of` gives them."""
+        return {int(section.memory.untyped_storage()._cdata) for section in self._sections} if self.paged else set()
 
     @property
     def is_leased(self) -> bool:
@@ -178,6 +191,10 @@ class GroupParameters:
         if self.paged:
             for parameter in self.parameters:
                 set_warm(parameter)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raise StateError unless the parameters are where they were put."""
         for (name, parameter), (_, slot), address in zip(
             self.group.parameters, self.places, self._addresses, strict=True
         ):

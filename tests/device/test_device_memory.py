@@ -14,9 +14,9 @@ from infer.host_device import HostDevice, Registering
 from swapper import _C
 from swapper.core.layout import SECTOR_BYTES
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
+from swapper.device.placement import place_on_device
 from swapper.device.storage import DeviceStorage
 from swapper.errors import BudgetError, IoError
-from swapper.infer.device_placement import place_on_device
 from swapper.infer.placement import Demand, place
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging

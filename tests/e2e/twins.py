@@ -7,18 +7,21 @@ did, that both have the same parameters, gradients and optimizer state, bit for 
 from __future__ import annotations
 
 import copy
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import swapper
 from swapper.core.residency import Residency
+from swapper.train.cold_grad import ColdGradient
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -74,7 +77,8 @@ class Twins:
         budget: bytes, or None for the smallest that works and `room_bytes` more.
         select: what the optimizer is given of a model.
         wait: True leaves the offload to the test, which calls `offload`.
-        options: of SwapManager.offload.
+        options: of SwapManager.offload. With SWAPPER_TEST_DEVICE=late (or another order of tests/infer/host_device.py) in the
+            environment, runs that can be are on a device, with a small budget there: whole suites can be run so.
     """
 
     def __init__(
@@ -105,6 +109,10 @@ class Twins:
         self.original = make_optimizer(select(self.swapped))
         self.optimizer: Any = self.original
         self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
+        if (order := os.environ.get("SWAPPER_TEST_DEVICE")) and self.options.get("update", "step") == "step":
+            self.options.setdefault("device", HostDevice(order))
+            smallest = smallest_device_budget(directory, self.swapped, **self.options)
+            self.options.setdefault("device_memory", smallest + (1 << 20))
         if master:
             self.options["master_weights"] = torch.float32
         self.budget = budget
@@ -159,6 +167,8 @@ class Twins:
     def check_pager(self) -> None:
         """Assert that no lease is left and that every frame is accounted for."""
         assert self.manager is not None
+        if self.manager.current.run.on_device is not None:
+            self.manager.current.run.on_device.finish()
         self.manager.current.run.pager.check()
         assert leased_pages(self.manager) == []
 
@@ -179,7 +189,15 @@ class Twins:
             expected, actual = self.plain.get_parameter(name), self.swapped.get_parameter(name)
             with self.manager.gather(actual):
                 assert torch.equal(actual, expected), name
-            assert_same(actual.grad, expected.grad, f"gradient of {name}")
+            assert_same(self.gradient(actual), expected.grad, f"gradient of {name}")
+
+    def gradient(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return a parameter's gradient, wherever it is."""
+        if type(parameter.grad) is not ColdGradient:
+            return parameter.grad
+        assert self.manager is not None
+        gradients = self.manager.current.run.model.gradients.paged
+        return gradients._whole(gradients._homes[id(parameter)])
 
     def assert_same_state(self) -> None:
         assert_same_state(self.optimizer.state_dict(), self.plain_optimizer.state_dict())
@@ -208,6 +226,16 @@ def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **o
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
             manager.offload(model, optimizer, **options)
+        except swapper.BudgetError as error:
+            return named_budget(error)
+    raise AssertionError("a budget of one byte was enough")
+
+
+def smallest_device_budget(directory: Path, model: nn.Module, **options: Any) -> int:
+    """Return the smallest budget of the device's memory that works, in bytes."""
+    with swapper.SwapManager(directory, host_memory="64GiB") as manager:
+        try:
+            manager.plan(model, adamw(model.parameters()), **{**options, "device_memory": 1})
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")

@@ -5,12 +5,16 @@ waits for an event behind them (*late*), at once, or at chance; kernels are torc
 is not made to wait reads poison, and a frame that is used again before its event has its copy see other bytes. What a late copy
 cannot show, memory that is filled while kernels before it may still use it, is shown by clocks: each stream knows how far the
 others have come, as it learns it from events.
+
+Copies the other way: until one has run its target is poison, its source must be alive and as it was, and it must be queued behind
+what compute had queued by then.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import weakref
 import zlib
 from collections import Counter
 from contextlib import contextmanager
@@ -83,7 +87,7 @@ class Module:
     def __init__(self, order, capacity_bytes):
         self.chance = random.Random(order) if order.startswith("by chance") else None
         self.capacity_bytes = capacity_bytes
-        self.current = Stream(is_compute=True)
+        self.compute = self.current = Stream(is_compute=True)
         self.used_bytes = 0
         self.times_emptied = 0
         self.is_lost = False
@@ -167,9 +171,17 @@ class HostDevice(Device):
         self.peak_bytes = max(self.peak_bytes, self._module.used_bytes)
         self.taken[key] = stream.tick()
 
+    def current_stream(self):
+        """Whoever asks may have queued kernels since."""
+        stream = super().current_stream()
+        stream.tick()
+        return stream
+
     def copy(self, target, source, stream):
         key = target.untyped_storage()._cdata
-        assert key in self.taken, "a copy into memory that is not there"
+        if key not in self.taken:
+            self.copy_to_host(target, source, stream)
+            return
         assert stream.knows(self.taken[key]), "a copy into memory that earlier kernels may still use"
         self.filled.setdefault(key, []).append(stream.tick())
         content = zlib.crc32(source.numpy())
@@ -181,6 +193,26 @@ class HostDevice(Device):
         stream.add(run)
         if self.is_immediate:
             stream.run(len(stream.operations))
+
+    def copy_to_host(self, target, source, stream):
+        compute, alive, content = self._module.compute, weakref.ref(source), checksum(source)
+        assert source.untyped_storage().nbytes(), "a copy of memory that is not there"
+        assert stream.clock[compute] >= compute.clock[compute], "a copy that does not wait for the kernels before it"
+        target.fill_(POISON)
+
+        def run():
+            source = alive()
+            assert source is not None, "memory was let go before its copy was over"
+            assert checksum(source) == content, "memory was changed before its copy was over"
+            target.copy_(source)
+
+        stream.add(run)
+        if self.is_immediate:
+            stream.run(len(stream.operations))
+
+
+def checksum(tensor):
+    return zlib.crc32(tensor.clone().numpy())  # numpy() has a storage not be resized any more
 
 
 class Registering(HostDevice):

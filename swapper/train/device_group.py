@@ -1,0 +1,160 @@
+"""A group's parameters where kernels run on an accelerator: views of its image there, warm while leased, cold otherwise.
+
+Their content has its place in host memory or on NVMe, as without a device: there the optimizer updates it and from there the image
+is filled. What is changed on the device itself (by a forward that writes to its own weights, or inside `manager.gather`) is copied
+back to that place before the image may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from swapper.core.layout import Slot
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+from swapper.device.tier import Image
+from swapper.errors import StateError
+from swapper.modules.cold import Keeper, forsake, guard, unguard
+from swapper.modules.groups import Group
+from swapper.train.content import Content
+from swapper.train.on_device import OnDevice
+from swapper.train.storage import GroupParameters, storage_of
+from swapper.train.visit import fill
+
+
+class DeviceGroupParameters(GroupParameters):
+    """As any group; what is leased is its image, and pages in host memory only for as long as they are copied.
+
+    Args:
+        group, places, pager, keeper, expire: as for any group.
+        on_device: has the images.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        places: Sequence[tuple[Section, Slot]],
+        pager: Pager,
+        keeper: Keeper,
+        expire: Callable[[str], None],
+        on_device: OnDevice,
+    ) -> None:
+        super().__init__(group, places, pager, keeper, expire)
+        self._on_device = on_device
+        self.image: Image
+        self.image, self._views = on_device.image(group, places)
+        self._is_in_memory = not self.paged
+        self.paged = True  # it goes away between its uses, wherever its place is
+        self._read_access = Access(None, ())  # what is held is the image; these only say what for
+        self._write_access = Access(None, (), writes=frozenset({-1}))
+
+    @property
+    def homes(self) -> set[int]:
+        return {self.image.storage.identity}
+
+    def adopt(self, content: Content | None) -> None:
+        if content is not None:
+            for section in self._sections:
+                fill(section, self._pager, content)
+        for (_, parameter), view in zip(self.group.parameters, self._views, strict=True):
+            if parameter.is_meta:
+                home = nn.Parameter(view, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]
+            else:
+                parameter.data = view
+            guard(parameter, self._keeper)
+        self._chill()
+
+    def lease(self) -> None:
+        if self._leases == 0:
+            self._on_device.lease(self)
+        self._leases += 1
+        try:
+            self._warm()
+        except BaseException:
+            self._leases -= 1
+            if self._leases == 0:
+                self._on_device.tier.release(self.image)
+            raise
+        if self._leases == 1:
+            self._versions = [parameter._version for parameter in self.parameters]
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases:
+            return
+        changed = self._changed()
+        try:
+            if changed:
+                self._expire("a forward or backward that changed the parameter")
+                self._on_device.bring_back(self.image)
+        finally:
+            self._chill()
+            self._on_device.tier.release(self.image)
+        if changed:
+            self._keeper.note_change(self, changed)
+
+    def written(self) -> list[str]:
+        """Nobody sees what is written past torch's version counter on a device."""
+        return []
+
+    def hold(self, write: bool) -> None:
+        access = self._write_access if write else self._read_access
+        self._on_device.tier.lease(self.image)
+        self.holds.append(access)
+        try:
+            self._warm()
+        except BaseException:
+            self._drop_hold(access)
+            raise
+
+    def let_go(self, write: bool) -> None:
+        access = self._write_access if write else self._read_access
+        try:
+            if write:
+                self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
+                self._on_device.bring_back(self.image)
+        finally:
+            self._drop_hold(access)
+
+    def _drop_hold(self, access: Access) -> None:
+        self.holds.remove(access)
+        self._chill()
+        self._on_device.tier.release(self.image)
+
+    def forget_leases(self) -> None:
+        self._leases = 0
+        self._chill()
+        self._on_device.tier.forget(self.image, len(self.holds))
+
+    def abandon(self, keep_cold: bool) -> None:
+        """Parameters whose place is in host memory are usable there; the others stay cold for good if `keep_cold`."""
+        for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
+            if keep_cold and not self._is_in_memory:
+                forsake(parameter)
+                continue
+            unguard(parameter)
+            if keep_cold:
+                parameter.data = section.tensor(slot)
+        self._on_device.tier.drop(self.image)
+
+    def _check_places(self) -> None:
+        identity = self.image.storage.identity
+        for (name, parameter), view in zip(self.group.parameters, self._views, strict=True):
+            same = storage_of(parameter) == identity or not view.numel()
+            if (
+                not same
+                or parameter.storage_offset() != view.storage_offset()
+                or parameter.shape != view.shape
+                or parameter.dtype != view.dtype
+            ):
+                raise StateError(
+                    f"parameter {name} was replaced or resized behind the manager's back: expected {view.dtype} "
+                    f"{list(view.shape)} at its place on {view.device}, found {parameter.dtype} {list(parameter.shape)} on "
+                    f"{parameter.device}. Change values inside `with manager.gather(..., write=True)`; change shapes, dtypes or "
+                    "devices before manager.offload"
+                )

@@ -1,0 +1,225 @@
+"""What an offloaded model has on an accelerator: images of its groups, its buffers, and the copies both ways.
+
+Forwards and backwards run there. Parameters come page by page from host memory or NVMe, where their place is, before their
+kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, and puts the images of
+all that is trained out of date. What the device's budget can hold stays from one use to the next within a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from swapper.config import format_bytes
+from swapper.core.layout import Slot
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.core.section import Section
+from swapper.counters import Counters
+from swapper.device.budget import DeviceBudget
+from swapper.device.downloads import Downloads
+from swapper.device.host_side import HostSide
+from swapper.device.layout import Span, place_in_storage, spans_of_page
+from swapper.device.placement import DevicePlacement
+from swapper.device.storage import DeviceStorage
+from swapper.device.tier import DeviceTier, Image
+from swapper.device.uploads import PageCopy, Uploads
+from swapper.errors import BudgetError, ConfigError, DeviceError
+from swapper.modules.cold import tensors_among
+from swapper.modules.groups import Group
+
+PAGES_ON_THEIR_WAY = 2
+"""Frames that may be leased for gradients at one time."""
+USES_REMEMBERED = 64
+"""Of each group in a step, on average: what comes beyond that is not expected again."""
+
+
+_open: weakref.WeakSet[OnDevice] = weakref.WeakSet()
+
+
+class Leased(Protocol):
+    """A group, as far as it matters here."""
+
+    image: Image
+
+
+class OnDevice:
+    """Owns the device's part of one run.
+
+    Args:
+        budget: where kernels run, and how much of its memory may be used.
+        placement: of that.
+        host: the frames' memory, and that of what stays.
+        pager: of the frames.
+        counters: to keep.
+
+    Attributes:
+        tier: has the images.
+        downloads: bring gradients down, and what was changed on the device.
+
+    Raises:
+        BudgetError: with what other runs have of the device it is more than there is.
+    """
+
+    def __init__(
+        self, budget: DeviceBudget, placement: DevicePlacement, host: HostSide, pager: Pager, counters: Counters
+    ) -> None:
+        self.device = device = budget.device
+        self._budget = budget
+        _check_others(budget)
+        self.host = host
+        self._staying = placement.staying
+        self._pager = pager
+        self._uploads = Uploads(device, pager, host.of, counters)
+        self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, goes_round=False)
+        self.downloads = Downloads(device, counters)
+        self._images: list[Image] = []
+        self._used: list[Image] = []  # in this step, in order
+        self._buffers: list[tuple[nn.Module, str]] = []
+        _open.add(self)
+
+    def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[Image, list[torch.Tensor]]:
+        """Return the image of a group whose parameters have their place there, and each as a view of it."""
+        offsets, nbytes = place_in_storage(slot.spec.nbytes for _, slot in places)
+        storage = DeviceStorage(self.device, nbytes)
+        views = [
+            storage.memory[offset : offset + slot.spec.nbytes].view(slot.spec.dtype).view(slot.spec.shape)
+            for offset, (_, slot) in zip(offsets, places, strict=True)
+        ]
+        spans: dict[Section, list[Span]] = {}
+        for offset, (section, slot) in zip(offsets, places, strict=True):
+            spans.setdefault(section, []).append(Span(slot.offset, slot.spec.nbytes, offset))
+        copies = [copy for section, of_section in spans.items() for copy in _copies(group.index, section, of_section)]
+        storage.free()
+        image = Image(group.name, storage, copies, group.index in self._staying)
+        self._images.append(image)
+        self.tier.add(image)
+        return image, views
+
+    def start(self) -> None:
+        """All images are made: expect a forward and a backward."""
+        self.tier.expect([*self._images, *reversed(self._images)])
+
+    def move(self, model: nn.Module) -> None:
+        """Have the model's buffers on the device."""
+        done: dict[int, torch.Tensor] = {}
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device.device:
+                    module._buffers[name] = done.setdefault(id(buffer), buffer.to(self.device.device))
+                    self._buffers.append((module, name))
+
+    # --- what passes tell -------------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        self.tier.keep_some_free()
+
+    def check_inputs(self, module: nn.Module, inputs: object) -> None:
+        """Raise ConfigError where a forward is given tensors, and all of them are somewhere else."""
+        where = {tensor.device for tensor in tensors_among(inputs)}
+        if where and self.device.device not in where:
+            found = ", ".join(sorted(map(str, where)))
+            raise ConfigError(
+                f"{type(module).__name__} runs on {self.device} and was given tensors on {found} only: move them, "
+                f"`tensor.to({str(self.device)!r})`"
+            )
+
+    def lease(self, group: Leased) -> None:
+        """See DeviceTier.lease."""
+        self.tier.lease(group.image)
+        if len(self._used) < USES_REMEMBERED * len(self._images):
+            self._used.append(group.image)
+
+    def bring_back(self, image: Image) -> None:
+        """What is on the device is what counts: have its place in memory or on NVMe the same, and wait for that.
+
+        Raises:
+            IoError: a page could not be read.
+            DeviceError: the device failed.
+        """
+        for copy in image.copies:
+            only = frozenset() if copy.page.section.resident else frozenset({copy.page.index})
+            access = Access(None, tuple(only), writes=only)
+            self._pager.acquire(access)
+            try:
+                memory = self.host.of(copy.page)
+                self.downloads.send(
+                    [(memory[s.begin : s.begin + s.nbytes], image.storage.read(s.target, s.nbytes)) for s in copy.spans]
+                )
+                self.downloads.finish()
+            finally:
+                self._pager.release(access, only)
+
+    def finish(self) -> None:
+        """Wait for all copies, also of passes that failed. What was on its way from a device that failed is lost."""
+        with contextlib.suppress(DeviceError):
+            self.downloads.finish()
+        self.tier.finish()
+
+    def forget_uses(self) -> None:
+        """A pass was abandoned: nothing is learned from it."""
+        self._used.clear()
+
+    # --- an update --------------------------------------------------------------------------------------------------
+
+    def before_update(self, groups: Iterable[int]) -> None:
+        """The places of these groups' parameters are about to be changed."""
+        self.tier.outdate(self._images[group] for group in groups)
+
+    def after_update(self) -> None:
+        """Parameters are what the next step's forward is to use. What this one did is expected of it."""
+        if self._used:
+            self.tier.expect(self._used)
+        self._used.clear()
+        self.tier.prepare()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Nobody uses an image any more. Waits for all copies; the buffers are on the CPU again."""
+        _open.discard(self)
+        self.finish()
+        self._move_back()
+        self.tier.close()
+        self._images, self._used = [], []
+
+    def _move_back(self) -> None:
+        """The model's buffers are on the CPU again, unless the device failed."""
+        with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
+            for module, name in self._buffers:
+                buffer = module._buffers.get(name)
+                if buffer is not None and buffer.device == self.device.device:
+                    module._buffers[name] = buffer.cpu()
+        self._buffers.clear()
+
+
+def _check_others(budget: DeviceBudget) -> None:
+    others = [other._budget.nbytes for other in _open if other.device.identity == budget.device.identity]
+    total_bytes = budget.device.total_bytes() if others else 0
+    if others and budget.nbytes + sum(others) > total_bytes:
+        raise BudgetError(
+            f"{budget.device} has {format_bytes(total_bytes)}, of which {len(others)} other manager{'s' * (len(others) > 1)} "
+            f"may use {format_bytes(sum(others))}: device_memory={format_bytes(budget.nbytes)} is more than the rest. Lower one of "
+            "them, or close the other manager"
+        )
+
+
+def _copies(group: int, section: Section, spans: Sequence[Span]) -> list[PageCopy]:
+    """Return how a section comes to an image: page by page, or where it stays in memory, at one time."""
+    if section.resident:
+        whole = Access(None, ())
+        return [PageCopy(section.piece, whole, tuple(spans), stays=True, is_held=True)]
+    return [
+        PageCopy(page, page_access(group, page.index), spans_of_page(spans, page.offset, page.nbytes))
+        for page in section.pages
+    ]
+
+
+def page_access(group: int, page: int) -> Access:
+    """Return the use of one page of a group's parameters, which goes on to the device."""
+    return Access(("param", group, page), (page,))

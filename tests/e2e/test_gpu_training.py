@@ -1,0 +1,142 @@
+"""Training on a CUDA device: losses and parameters of the same arithmetic in memory, within the budget; nothing is left there."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+WIDTH, LAYERS = 1024, 8
+"""4 MiB a layer in fp32."""
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.scale * torch.tanh(layer(x))
+        return self.layers[0](x).square().mean()
+
+
+def inputs(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(64, WIDTH, generator=generator).cuda()
+
+
+def train(model: nn.Module, step: Any) -> list[float]:
+    losses = []
+    for number in range(4):
+        for half in range(2):
+            loss = model(inputs(2 * number + half)) / 2
+            loss.backward()
+            losses.append(loss.item())
+        step()
+    return losses
+
+
+def plain() -> tuple[list[float], nn.Module]:
+    """Forward and backward there, gradients added and parameters updated on the CPU."""
+    model = Layers()
+    held = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(held, lr=1e-3)
+    model.cuda()
+    for parameter, ours in zip(model.parameters(), held, strict=True):
+
+        def take(p: torch.Tensor, ours: nn.Parameter = ours) -> None:
+            ours.grad = p.grad.cpu() if ours.grad is None else ours.grad + p.grad.cpu()
+            p.grad = None
+
+        parameter.register_post_accumulate_grad_hook(take)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, ours in zip(model.parameters(), held, strict=True):
+                parameter.copy_(ours)
+
+    return train(model, step), model
+
+
+def swapped(directory: Path, params: str, gradients: str, budget: int) -> list[float]:
+    with swapper.SwapManager(directory, host_memory=512 * MIB) as manager:
+        model = Layers().cuda() if params == "host" else Layers()
+        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        places = {"params": params, "gradients": gradients}
+        model, optimizer = manager.offload(model, original, **places, device="cuda", device_memory=budget)
+        assert model.layers[0].weight.device == torch.device("cuda", torch.cuda.current_device())
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        losses = train(model, step)
+        assert manager.counters.device_peak_bytes <= budget
+        manager.snapshot(directory / "snapshot.pt").wait()
+        return losses
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("params", ["host", "nvme"])
+@pytest.mark.parametrize("budget", [24 * MIB, 256 * MIB])
+def test_training_is_that_of_the_same_arithmetic(tmp_path: Path, params: str, gradients: str, budget: int) -> None:
+    expected, reference = plain()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    assert swapped(tmp_path, params, gradients, budget) == expected
+    saved = torch.load(tmp_path / "snapshot.pt")["model"]
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(saved[name], parameter.cpu()), name
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before
+
+
+def test_clipping_and_scaling_work(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Layers()
+        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = manager.offload(model, original, device="cuda", device_memory=64 * MIB)
+        scaler = torch.amp.GradScaler("cuda")
+        losses = []
+        for number in range(6):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(inputs(number % 2))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert norm.isfinite() or scaler.get_scale() > 1
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert losses[-1] < losses[0]
+
+
+def test_out_of_memory_fails_the_step_and_it_can_be_taken_again(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Layers()
+        original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = manager.offload(model, original, device="cuda", device_memory=24 * MIB)
+
+        def too_much(*_: Any) -> None:
+            torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+        handle = model.layers[3].register_forward_pre_hook(too_much)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(inputs(0))
+        handle.remove()
+        model(inputs(0)).backward()
+        optimizer.step()
