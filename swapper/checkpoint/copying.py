@@ -1,4 +1,4 @@
-"""Copying runs of bytes from file to file through the engine, checked against the checksums with which they were written.
+"""Copying runs of bytes from file to file through the engine, checked against the checksums that were taken when they were written.
 
 Runs in a snapshot's own thread and touches nothing but the engine, which any thread may use, files that nobody else has
 open in Python, and COPY_BYTES of memory of its own, which goes when the copy is done.
@@ -31,23 +31,33 @@ class Run:
     source: Any  # swapper._C.File
     offset: int  # bytes from the start of the file
     nbytes: int
-    crc32: int
+    crc32: int | None  # with which they were written; None: nobody took it
     name: str  # for a person
 
 
-def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
-    """Copy `runs` into `target`, an open file; returns when all is written.
+def copy(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
+    """Copy `runs` into `target`, an open file; returns when all is written: the checksum of each by its offset.
 
     Raises:
         IoError: a transfer failed.
         CheckpointError: what was read has not its checksum.
     """
+    return _read(engine, runs, target)
+
+
+def checksums_of(engine: Any, runs: Iterable[Run]) -> dict[int, int]:
+    """Read `runs` and return the checksum of each by its offset. Raises as `copy` does."""
+    return _read(engine, runs, None)
+
+
+def _read(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
     memory = mmap.mmap(-1, COPY_BYTES)
     memory.madvise(mmap.MADV_DONTFORK)
     view = torch.frombuffer(memory, dtype=torch.uint8)
     in_flight: deque[tuple[Run, int, int, Any, Any]] = deque()
     free = [view.data_ptr() + number * PIECE_BYTES for number in range(PIECES)]
     checksum = 0
+    checksums: dict[int, int] = {}
 
     def finish_one() -> None:
         nonlocal checksum
@@ -55,12 +65,12 @@ def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
         read.wait()
         checksum = _C.crc32_combine(checksum, read.crc32, read.nbytes)
         if end == run.offset + run.nbytes:
-            if checksum != run.crc32:
+            if run.crc32 is not None and checksum != run.crc32:
                 raise CheckpointError(
                     f"{run.name}: bytes {run.offset} to {end} of {run.source.path} have not the checksum with which they were "
                     "written: the drive or memory changed them. Do not trust this run; go back to an earlier snapshot"
                 )
-            checksum = 0
+            checksums[run.offset], checksum = checksum, 0
         write.wait()
         in_flight.popleft()
         free.append(address)
@@ -71,7 +81,7 @@ def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
                 finish_one()
             address = free.pop()
             read = engine.read(run.source, offset, address, nbytes, checksum=True)
-            write = engine.write(target, offset, address, nbytes, after=read)
+            write = read if target is None else engine.write(target, offset, address, nbytes, after=read)
             in_flight.append((run, offset + nbytes, address, read, write))
         while in_flight:
             finish_one()
@@ -80,6 +90,7 @@ def copy(engine: Any, runs: Iterable[Run], target: Any) -> None:
             drain(read)
             drain(write)
         del view
+    return checksums
 
 
 def _pieces(runs: Iterable[Run]) -> Iterator[tuple[Run, int, int]]:

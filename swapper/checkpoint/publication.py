@@ -21,7 +21,7 @@ from typing import Any
 
 from swapper import _C
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
-from swapper.checkpoint.copying import Run, copy
+from swapper.checkpoint.copying import Run, checksums_of, copy
 from swapper.checkpoint.manifest import Chunk, TensorPlace
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
@@ -118,20 +118,31 @@ class Draft:
 class Content:
     """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of.
 
-    `holes` are payloads that it shall not have, as (offset, nbytes); their checksums in `chunks` are those of zeros.
+    `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
+    way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
+    checksums in `chunks` are those of zeros.
     """
 
     tail: PreparedTail
     layout: ContainerLayout
-    crc32s: Mapping[str, int]
+    records: Mapping[str, Sequence[tuple[int, int, int | None]]]
     chunks: Sequence[Chunk]
     tensors: Mapping[str, Sequence[TensorPlace]]
     everything: Sequence[Run]
     left_out: frozenset[str]
     holes: Sequence[tuple[int, int]]
 
-    def make_tail(self) -> bytes:
-        return self.tail.build(self.crc32s, self.chunks, self.tensors, self.left_out)
+    def make_tail(self, found: Mapping[int, int]) -> bytes:
+        """`found` has, by offset, the CRC-32 of each piece whose own is None."""
+        chunks = [
+            *(Chunk(r.offset, r.nbytes, found[r.offset] if r.crc32 is None else r.crc32) for r in self.everything),
+            *self.chunks,
+        ]
+        crc32s = dict.fromkeys(self.records, 0)
+        for key, pieces in self.records.items():
+            for offset, nbytes, crc32 in pieces:
+                crc32s[key] = _C.crc32_combine(crc32s[key], found[offset] if crc32 is None else crc32, nbytes)
+        return self.tail.build(crc32s, chunks, self.tensors, self.left_out)
 
 
 class Publication:
@@ -170,6 +181,7 @@ class Publication:
         self._engine = engine
         self._predecessor = predecessor
         self._published = published
+        self._found: dict[int, int] = {}  # checksums of what was read, by offset
         self.sources_read = threading.Event()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
@@ -273,7 +285,8 @@ class Publication:
 
     def _bring_over(self, file: Any) -> None:
         """Copy into `file` what other files than the frozen one have of the step."""
-        copy(self._engine, [run for run in self._content.everything if run.source.path != self._base_path], file)
+        runs = [run for run in self._content.everything if run.source.path != self._base_path]
+        self._found.update(copy(self._engine, runs, file))
         self.sources_read.set()
 
     def _copy(self) -> None:
@@ -283,9 +296,8 @@ class Publication:
                 if not self._content.holes:
                     file.allocate(self._content.layout.tail_offset)
                 self._bring_over(file)
-                copy(
-                    self._engine, [run for run in self._content.everything if run.source.path == self._base_path], file
-                )
+                runs = [run for run in self._content.everything if run.source.path == self._base_path]
+                self._found.update(copy(self._engine, runs, file))
             for offset, data in self._content.layout.headers():
                 _write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)
@@ -295,8 +307,10 @@ class Publication:
         """Write the tail, cut off what was behind it, and make the whole file durable."""
         for hole in self._content.holes:
             _punch(descriptor, *hole)
+        unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]
+        self._found.update(checksums_of(self._engine, unknown))
         offset = self._content.layout.tail_offset
-        tail = self._content.make_tail()
+        tail = self._content.make_tail(self._found)
         _write_all(descriptor, tail, offset)
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)

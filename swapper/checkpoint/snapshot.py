@@ -171,7 +171,7 @@ class Publisher:
         is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
         base = self._replace(number, is_near)
         try:
-            everything = [Run(files[_place(p)], p.file_offset, p.nbytes, _checksum_of(p), repr(p)) for p in pieces]
+            everything = [Run(files[_place(p)], p.file_offset, p.nbytes, p.crc32, repr(p)) for p in pieces]
             # The run may need what the frozen file has of them: that stays, though nothing names it.
             kept = [
                 p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
@@ -180,9 +180,11 @@ class Publisher:
             content = Content(
                 snapshot.tail,
                 self._layout,
-                self._crc32s(),
+                {
+                    r.key: [(p.file_offset, p.nbytes, p.crc32) for p in pieces_of(s)]
+                    for r, s in zip(self._layout.records, self._sections, strict=True)
+                },
                 [
-                    *(Chunk(run.offset, run.nbytes, run.crc32) for run in everything),
                     *(Chunk(piece.file_offset, piece.nbytes, _checksum_of(piece)) for piece in kept),
                     *(Chunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in holes),
                 ],
@@ -219,16 +221,6 @@ class Publisher:
 
     def _open(self, number: int, drive: int) -> Any:
         return _C.File(str(self._store.paths[number][drive]), read_only=True)
-
-    def _crc32s(self) -> dict[str, int]:
-        """Return the CRC-32 of each record's payload, from those of its pieces."""
-        checksums = {}
-        for record, section in zip(self._layout.records, self._sections, strict=True):
-            checksum = 0
-            for piece in pieces_of(section):
-                checksum = _C.crc32_combine(checksum, _checksum_of(piece), piece.nbytes)
-            checksums[record.key] = checksum
-        return checksums
 
 
 def _place(piece: Page) -> tuple[int, int]:

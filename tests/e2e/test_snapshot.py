@@ -22,6 +22,7 @@ import swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.test_modules import Convolutions, image_step
 from e2e.twins import PlainMasters, Twins, adamw, assert_same, assert_same_state
+from swapper.checkpoint.verify import verify
 
 MakeTwins = Callable[..., Twins]
 
@@ -43,6 +44,26 @@ def test_it_opens_in_every_way_and_zip_tools_accept_it(twins: MakeTwins) -> None
     with zipfile.ZipFile(path) as archive:
         assert archive.testzip() is None
     pair.train(train_step, steps=1)
+    pair.finish()
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_of_a_run_that_never_commits_it_has_all_checksums_though_none_were_taken_of_state(
+    twins: MakeTwins, second_drive: Path, is_near: bool
+) -> None:
+    """Both where the swap file itself becomes the snapshot and where its bytes are copied."""
+    pair = twins(Net(), commit_every=None, params="host")
+    pair.train(train_step, steps=2)
+    pages = [
+        page for section in pair.manager.current.run.sections for page in section.pages if page.location is not None
+    ]  # type: ignore[union-attr]
+    assert pages and all(page.crc32 is None for page in pages)
+    path = pair.manager.snapshot((pair.directory if is_near else second_drive) / "a.pt").result()
+    pair.train(train_step, steps=1)
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    (report,) = verify(path)
+    assert report.checked_bytes and not report.faults
     pair.finish()
 
 

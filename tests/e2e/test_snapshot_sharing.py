@@ -125,10 +125,10 @@ def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
     run.manager.current.run.committer.finish()
     go_on, reached = threading.Event(), threading.Event()
 
-    def copy_late(*arguments: Any) -> None:
+    def copy_late(*arguments: Any) -> dict[int, int]:
         reached.set()
         go_on.wait()
-        copy(*arguments)
+        return copy(*arguments)
 
     monkeypatch.setattr("swapper.checkpoint.publication.copy", copy_late)
     ticket = run.manager.snapshot(tmp_path / "a.pt")
