@@ -7,18 +7,16 @@ goes backwards. Nothing of the model is changed before everything that can be re
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.checkpoint.sources import Source
 from swapper.config import format_bytes
 from swapper.core.schedule import Access
 from swapper.counters import Counters
@@ -33,6 +31,7 @@ from swapper.infer.device_weights import DeviceGroup, LargerThanDevice
 from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
 from swapper.infer.fitting import Fit
 from swapper.infer.hooks import Hooks
+from swapper.infer.mapped import MappedSource
 from swapper.infer.matching import BufferPlace, Recipe
 from swapper.infer.on_device import OnDevice
 from swapper.infer.passes import Passes
@@ -88,7 +87,7 @@ class LoadedModel:
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._mappings: dict[Path, mmap.mmap] = {}
+        self._mapped = MappedSource(source)
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._experts: Experts | None = None
@@ -194,7 +193,7 @@ class LoadedModel:
                     stop_looking_up(module)
                     stop_cutting(module)
             self._together = None
-            self._mappings.clear()
+            self._mapped.forget()
             if self._experts is not None:
                 self._experts.forget()
             if self._on_device is not None:
@@ -224,19 +223,7 @@ class LoadedModel:
         if self._hooks is not None and self._hooks.bring(parameter):
             return None  # within a forward
         recipe = self._recipes[id(parameter)]
-        return recipe.from_parts([self._mapped(part) for part in recipe.parts])
-
-    def _mapped(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.path in self._source.joined:  # a mapping cannot put its stretches side by side
-            extents = [e for _, e in self._source.extents(stored.path, stored.offset, stored.nbytes)]
-            parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
-            return torch.cat([self._mapped(part) for part in parts]).view(stored.shape)
-        if stored.path not in self._mappings:
-            with stored.path.open("rb") as file:
-                self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        number = stored.nbytes // stored.dtype.itemsize
-        flat = torch.frombuffer(self._mappings[stored.path], dtype=stored.dtype, count=number, offset=stored.offset)
-        return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
+        return self._mapped.made(recipe)
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         self._check_usable()

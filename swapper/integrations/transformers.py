@@ -1,4 +1,4 @@
-"""Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget.
+"""Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
 
 transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained` is run on
 tensors without data that remember where they come from (swapper.infer.tracing). Renamed keys, tied weights, dtypes, buffers that
@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
-from swapper.checkpoint.sources import open_source
+from swapper.checkpoint.sources import Source, open_source
 from swapper.device.device import Device
 from swapper.errors import UnsupportedError
 from swapper.infer.adoption import Places
 from swapper.infer.loading import Budgets, load_matched
+from swapper.infer.mapped import MappedSource
 from swapper.infer.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.tracing import Traced, recipe_of
 
@@ -56,17 +57,94 @@ def from_pretrained(
     """
     budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
     source = open_source(path)
-    if config is None:
-        config = _read_config(cls, path)
-    model_class = _model_class(cls, config)
-    layouts = layouts_of(source.metadata, source.path)
-    traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
-    model: nn.Module = model_class.from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
-    model.config.name_or_path = str(path)  # type: ignore[union-attr]
-    _read_generation_config(model, path)
+    model = _traced_model(cls, path, source, config, dtype, options)
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
     return load_matched(model, source, _take_out(model), budgets, backend)
+
+
+def for_training(
+    cls: Any,
+    path: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    dtype: torch.dtype | str = "auto",
+    **options: Any,
+) -> tuple[Any, FirstValues]:
+    """Return a model as `cls.from_pretrained(path)` does but without its values, and what gives it them in `manager.offload`.
+
+        model, values = for_training(AutoModelForCausalLM, "path/to/model")
+        model, optimizer = manager.offload(model, AdamW(model.parameters()), init=values)
+
+    So the model is whole in memory at no time. Values that are not in the checkpoint (a new head) are made by transformers, and
+    in memory. In evaluation mode, as from transformers; a Trainer puts it into training mode.
+
+    Args:
+        cls, path, config, options: as for `from_pretrained`.
+        dtype: of the parameters; "auto" is the checkpoint's.
+
+    Raises:
+        CheckpointError: `path` is no checkpoint, or damaged.
+        UnsupportedError: values would be missing; and what transformers raises.
+    """
+    source = open_source(path)
+    model = _traced_model(cls, path, source, config, dtype, options)
+    match = _take_out(model)
+    for weight in match.weights:
+        weight.parameter.requires_grad_(weight.parameter.dtype.is_floating_point)
+    return model, FirstValues(source, match)
+
+
+class FirstValues:
+    """The values of a model that was made by `for_training`: an `init` for `manager.offload`.
+
+    Args:
+        source: the checkpoint.
+        match: what of it each parameter and buffer gets.
+    """
+
+    def __init__(self, source: Source, match: Match) -> None:
+        self._source = source
+        self._weights = {id(weight.parameter): weight for weight in match.weights}
+        self._buffers = {(id(place.module), place.name): place.recipe for place in match.buffers}
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        """Fill the module's own parameters and buffers.
+
+        Raises:
+            CheckpointError: the checkpoint was changed since.
+            UnsupportedError: the module was put into the model later, and has no values.
+        """
+        self._source.check_unchanged()
+        mapped = MappedSource(self._source)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (id(module), name) in self._buffers:
+                buffer.copy_(mapped.made(self._buffers[id(module), name]))
+        own = [parameter for parameter in module._parameters.values() if parameter is not None]
+        for parameter in own:
+            if id(parameter) in self._weights:
+                parameter.copy_(mapped.made(self._weights[id(parameter)].recipe))
+        if own and not any(id(parameter) in self._weights for parameter in own):
+            raise UnsupportedError(
+                f"{type(module).__name__} has parameters without values that {self._source.path} does not know. What is put into "
+                "the model later must have values: adapters of peft by swapper.integrations.peft.get_peft_model"
+            )
+
+
+def _traced_model(
+    cls: Any, path: str | os.PathLike[str], source: Source, config: Any, dtype: Any, options: dict[str, Any]
+) -> nn.Module:
+    """Return the model as transformers makes it of traced tensors."""
+    if config is None:
+        config = _read_config(cls, path)
+    layouts = layouts_of(source.metadata, source.path)
+    traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
+    made = _model_class(cls, config).from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
+    made.config.name_or_path = str(path)
+    _read_generation_config(made, path)
+    model: nn.Module = made
+    return model
 
 
 def _read_config(cls: Any, path: str | os.PathLike[str]) -> Any:

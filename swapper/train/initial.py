@@ -7,7 +7,7 @@ tensors are read straight to where they belong.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Values:
     Args:
         init: a function of a module that fills the module's own parameters and buffers, or a checkpoint's path: a safetensors
             file, a Hugging Face directory, a torch checkpoint, a DCP directory.
-        model: on the meta device, all or in part.
+        model: on the meta device, all or in part; then the other part keeps its values.
         engine: reads.
 
     Raises:
@@ -40,9 +40,11 @@ class Values:
         self._engine = engine
         self._call: Initialise | None = None
         self._source: Source | None = None
+        absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+        self._wanted = absent or {id(parameter) for parameter in model.parameters()}
         if isinstance(init, str | os.PathLike):
             self._source = open_source(init)
-            self._stored = _find(self._source, model)
+            self._stored = _find(self._source, model, self._wanted)
         elif callable(init):
             self._call = init
         else:
@@ -50,6 +52,10 @@ class Values:
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._done: set[int] = set()
+
+    def missing(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of `parameters` that are to get values: those that were on the meta device, or all where none was."""
+        return [parameter for parameter in parameters if id(parameter) in self._wanted]
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -142,15 +148,16 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
 
 
-def _find(source: Source, model: nn.Module) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter, and of each buffer on the meta device, by name."""
+def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
+    """Return the stored tensor of each parameter whose id is in `ids`, and of each buffer on the meta device, by name."""
     if source.grids:
         raise UnsupportedError(
             f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "
             f"`swapper export {source.path} NEW --to safetensors`"
         )
     prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]  # a training keeps its model under "model"
-    wanted: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    named = model.named_parameters(remove_duplicate=False)
+    wanted: dict[str, Any] = {name: parameter for name, parameter in named if id(parameter) in ids}
     wanted.update({name: b for name, b in model.named_buffers() if b.is_meta})
     found: dict[str, StoredTensor] = {}
     missing = []

@@ -208,9 +208,10 @@ class OffloadedModel:
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""
         for group in self.groups:
-            parameters = values.owners(group.parameters)
-            with self.gathering.gather(parameters, write=True):
-                values.fill(group.parameters)
+            missing = values.missing(group.parameters)
+            if missing:
+                with self.gathering.gather(values.owners(missing), write=True):
+                    values.fill(missing)
         values.finish()
 
     def move_buffers(self) -> None:

@@ -1,0 +1,85 @@
+"""Fine-tunes a causal language model of transformers that does not fit in memory, by transformers' own Trainer.
+
+    python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run          # all parameters
+    python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run --lora 8  # adapters by peft
+
+`path/to/model` is a directory as `save_pretrained` or `huggingface-cli download` leaves it. It is read tensor by tensor; the model
+is whole in memory at no time. A run that was killed goes on from its last step when the same command is given again.
+Needs transformers and accelerate, and peft for --lora.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+import swapper
+from swapper.integrations.transformers import for_training
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True, help="a sample a line")
+    parser.add_argument("--directory", type=Path, required=True, help="for the run, on an NVMe drive")
+    parser.add_argument("--budget", default="2GiB", help="host memory for swapper (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and not the model")
+    return parser.parse_args()
+
+
+def samples(tokenizer: Any, path: Path) -> list[dict[str, torch.Tensor]]:
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    tokens = [tokenizer(line, truncation=True, max_length=256, return_tensors="pt")["input_ids"][0] for line in lines]
+    return [{"input_ids": each, "labels": each} for each in tokens]
+
+
+class Progress(TrainerCallback):
+    """Prints where the time of each step went."""
+
+    def __init__(self, manager: swapper.SwapManager) -> None:
+        self._manager = manager
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        print(f"step {self._manager.step:3}  {self._manager.stats().brief}")
+
+
+def main() -> None:
+    options = parse_arguments()
+    model, values = for_training(AutoModelForCausalLM, options.model)
+    if options.lora:
+        from peft import LoraConfig
+
+        from swapper.integrations.peft import get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=options.lora, task_type="CAUSAL_LM", target_modules="all-linear"))
+    optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with swapper.SwapManager(options.directory, options.budget, resume="auto") as manager:
+        placement = {"params": "nvme", "optimizer_state": "nvme"}  # then each step is committed at no cost
+        masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
+        print(manager.plan(model, optimizer, master_weights=masters, **placement))
+        model, optimizer = manager.offload(model, optimizer, init=values, master_weights=masters, **placement)
+        left = options.steps - manager.step
+        if left > 0:
+            arguments = TrainingArguments(
+                output_dir=str(options.directory / "trainer"), max_steps=left, per_device_train_batch_size=1, logging_steps=1,
+                save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            )  # fmt: skip
+            data = samples(AutoTokenizer.from_pretrained(options.model), options.text)
+            schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+            trainer = Trainer(
+                model=model, args=arguments, train_dataset=data, optimizers=(optimizer, schedule), callbacks=[Progress(manager)]
+            )  # fmt: skip
+            trainer.train()
+        model.save_pretrained(options.directory / "result")
+        print(f"written: {options.directory / 'result'}")
+
+
+if __name__ == "__main__":
+    main()

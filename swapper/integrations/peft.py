@@ -1,0 +1,67 @@
+"""Adapters of the peft library in a model whose values come later (`for_training`, `swapper.without_weights`).
+
+peft puts an adapter's parameters on the device of the layer that it adapts. Beside one on the meta device they would be there too,
+and have no values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import UnsupportedError
+
+INDEPENDENT = (True, False, "gaussian", "orthogonal")
+"""What `init_lora_weights` may be: adapters whose first values do not come from those of the layers that they adapt."""
+
+
+def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
+    """Return what `peft.get_peft_model(model, config, **options)` does, its adapters with their values, in memory.
+
+    Args:
+        model: parameters on the meta device are seen by peft as zeros that take no memory, and are on meta again afterwards.
+        config: a LoraConfig whose adapters do not begin from the values of the layers that they adapt.
+
+    Raises:
+        UnsupportedError: what peft makes would depend on the model's values.
+    """
+    import peft
+
+    _check_independent(config)
+    stand_ins: dict[int, nn.Parameter] = {}
+    absent: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                absent.append((module, name, parameter))
+                zeros = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                stand_in = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+                module._parameters[name] = stand_ins.setdefault(id(parameter), stand_in)
+    try:
+        return peft.get_peft_model(model, config, **options)
+    finally:
+        for module, name, parameter in absent:
+            parameter.requires_grad_(stand_ins[id(parameter)].requires_grad)
+            module._parameters[name] = parameter
+
+
+def _check_independent(config: Any) -> None:
+    """Raise UnsupportedError unless what `config` asks for is the same whatever the model's values are."""
+    kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
+    if kind != "LORA":
+        raise UnsupportedError(f"peft_type {kind} in a model without values is not supported: use a LoraConfig")
+    wanted = {
+        "init_lora_weights": config.init_lora_weights not in INDEPENDENT,
+        "use_dora": config.use_dora,
+        "modules_to_save": config.modules_to_save,
+        "trainable_token_indices": getattr(config, "trainable_token_indices", None),
+        "target_parameters": getattr(config, "target_parameters", None),
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise UnsupportedError(
+                f"{name}={getattr(config, name)!r} needs the model's values, which come in manager.offload: leave it out, or load "
+                "the model with its values (transformers' from_pretrained) before"
+            )
