@@ -15,6 +15,9 @@ PLACEMENTS = ("device", "host", "nvme", "auto")
 UPDATES = ("step", "deferred", "backward")
 """When parameters are updated: in `optimizer.step()`, when the next forward reaches them, or as backward has done with them."""
 
+UPDATE_PLACES = ("cpu", "device", "auto")
+"""Where the optimizer's arithmetic is done, for a model that runs on a device."""
+
 _UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -139,6 +139,7 @@ class SwapManager:
         update: str = "step",
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
+        update_on: str = "cpu",
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
@@ -158,10 +159,13 @@ class SwapManager:
                 each group is updated when the next forward reaches it and its parameters are used at once, so that they are read
                 once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
                 "backward" updates each group as soon as backward has done with it; see docs/training.md for what that rules out.
-            device: where forwards and backwards run: "cpu", "cuda", "cuda:1", ... Inputs are to be there; the model may be. The
-                optimizer's update is made on the CPU. `parameter.grad` has no data to look at then, wherever gradients live.
+            device: where forwards and backwards run: "cpu", "cuda", "cuda:1", ... Inputs are to be there; the model may be.
+                `parameter.grad` has no data to look at then, wherever gradients live.
             device_memory: bytes, or "8GiB", of parameters on the device at one time; "auto" is half of what is free there. What it
                 can hold stays from forward to backward; params="device" refuses a budget that cannot hold all of them.
+            update_on: for a model on a device, where the optimizer's arithmetic is done: on the "cpu", where the state is; on the
+                "device", to which slices of it go and from which they come back (as plain torch's, its results may differ from
+                the CPU's in the last bits); or "auto", where that is faster by a trial of both.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
@@ -183,7 +187,7 @@ class SwapManager:
                 "make one manager for each"
             )
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        self._request = request = Request.parse(model, optimizer, *asked, device, device_memory)
+        self._request = request = Request.parse(model, optimizer, *asked, device, device_memory, update_on)
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
             paged = self._open(inventory, request, init)
@@ -207,6 +211,7 @@ class SwapManager:
         update: str = "step",
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
+        update_on: str = "cpu",
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
@@ -214,7 +219,7 @@ class SwapManager:
         """
         self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        request = Request.parse(model, optimizer, *asked, device, device_memory)
+        request = Request.parse(model, optimizer, *asked, device, device_memory, update_on)
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:

@@ -25,6 +25,7 @@ from swapper.device.placement import DevicePlacement
 from swapper.drives import deal
 from swapper.io.tuning import Tuning
 from swapper.stats import by_family
+from swapper.train.device_sweep import ring_bytes
 from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
 from swapper.train.placement import choose_placement, is_resident, place_images
 from swapper.train.spare import find_rooms
@@ -67,6 +68,7 @@ class Plan:
         weights: of the drives that hold the run.
         device: where forwards and backwards run, if not on the CPU, and of its memory.
         on_device: how that is divided.
+        update_on: "cpu", or "device" where the optimizer's update is made there.
     """
 
     inventory: Inventory
@@ -82,6 +84,7 @@ class Plan:
     weights: tuple[float, ...] = (1.0,)
     device: DeviceBudget | None = None
     on_device: DevicePlacement | None = None
+    update_on: str = "cpu"
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -184,7 +187,11 @@ class Plan:
                 f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
                 f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
             ),
-            *([("device memory", self._on_device())] if self.device is not None else []),
+            *(
+                [("device memory", self._on_device()), ("updates", f"on the {self.update_on}")]
+                if self.device is not None
+                else []
+            ),
             (
                 "drive space",
                 f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"
@@ -242,6 +249,7 @@ def plan_run(
     weights: tuple[float, ...] = (1.0,),
     device: DeviceBudget | None = None,
     buffer_bytes: int = 0,
+    update_on: str = "cpu",
 ) -> Plan:
     """Decide everything about a run that can be decided before it begins.
 
@@ -256,19 +264,26 @@ def plan_run(
         weights: of the drives that hold the run.
         device: where forwards and backwards run, if not on the CPU; `params` may be "device" then.
         buffer_bytes: of the model's buffers.
+        update_on: "device" if the optimizer's update is made there.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    on_device = None if device is None else place_images(inventory, device, buffer_bytes, params)
-    params = "auto" if params == "device" else params  # their place beside that
-    asked = params, optimizer_state, gradients, host_bytes, page_bytes, update
-    places, budget = choose_placement(inventory, *asked, on_device=device is not None)
+    host_params = "auto" if params == "device" else params  # their place beside that
+    asked = host_params, optimizer_state, gradients, host_bytes, page_bytes, update
+    places, budget = choose_placement(inventory, *asked, device is not None, update_on)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
+    on_device = None
+    if device is not None:
+        sections = _make_sections(inventory, places, budget, layout)
+        trainables = find_trainables(inventory, find_places(inventory, sections))
+        slices = ring_bytes(trainables, budget.page_bytes) if update_on == "device" else 0
+        on_device = place_images(inventory, device, buffer_bytes + slices, params)
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
     return Plan(
-        inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device
+        inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device,
+        update_on,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.config import PLACEMENTS, UPDATES, parse_choice
+from swapper.config import PLACEMENTS, UPDATE_PLACES, UPDATES, parse_choice
 from swapper.device.budget import DeviceBudget
 from swapper.device.device import Device
 from swapper.errors import ConfigError
@@ -19,6 +19,7 @@ from swapper.plan import Plan, plan_run
 from swapper.train.conditions import check_update
 from swapper.train.inventory import Inventory, take_inventory
 from swapper.train.optim import NoOptimizer
+from swapper.train.update_rates import faster_place
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Request:
         commit_policy: `commit_every`.
         weights: of the drives that hold the run.
         device: where forwards and backwards run, if not on the CPU, and of its memory.
+        update_on: "cpu", or "device" where the optimizer's update is made there.
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class Request:
     commit_policy: str | int | None
     weights: tuple[float, ...] = (1.0,)
     device: DeviceBudget | None = None
+    update_on: str = "cpu"
 
     @classmethod
     def parse(
@@ -61,6 +64,7 @@ class Request:
         weights: tuple[float, ...] = (1.0,),
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
+        update_on: str = "cpu",
     ) -> Request:
         """Raises: ConfigError, DeviceError, UnsupportedError."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
@@ -76,8 +80,13 @@ class Request:
                 f"update={update!r} is not available with device={str(budget.device)!r} yet: use update='step'"
             )
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
+        parse_choice(update_on, "update_on", UPDATE_PLACES)
+        if update_on == "device" and budget is None:
+            raise ConfigError("update_on='device' needs a device: say manager.offload(..., device='cuda')")
+        if update_on == "auto":
+            update_on = "cpu" if budget is None else faster_place(used, budget.device)
         places = params, optimizer_state, gradients
-        return cls(whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget)
+        return cls(whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on)
 
     @property
     def kind(self) -> str:
@@ -108,5 +117,5 @@ class Request:
         return plan_run(
             inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
             self.update, page_bytes, existing_files, self.weights, self.device,
-            sum(buffer.nbytes for buffer in self.model.buffers()),
+            sum(buffer.nbytes for buffer in self.model.buffers()), self.update_on,
         )  # fmt: skip

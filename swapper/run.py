@@ -220,7 +220,8 @@ class Run:
 
     def _open_on_device(self, plan: Plan) -> OnDevice | None:
         if plan.device is not None and plan.on_device is not None and self._host_side is not None:
-            self.on_device = OnDevice(plan.device, plan.on_device, self._host_side, self.pager, self._counters)
+            updates = plan.update_on == "device"
+            self.on_device = OnDevice(plan.device, plan.on_device, self._host_side, self.pager, self._counters, updates)
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:

@@ -226,10 +226,7 @@ class DeviceTier:
         try:
             self._allocate(image)
         except OUT_OF_MEMORY:
-            self._limit_bytes = self._used_bytes
-            for victim in self._victims():
-                self._give_up(victim)
-            self._device.release_cached()
+            self.give_up_what_is_idle()
             try:
                 self._allocate(image)
             except OUT_OF_MEMORY as error:
@@ -237,6 +234,13 @@ class DeviceTier:
                     f"{self._device} has no {format_bytes(nbytes)} left for {image.name}, after everything that is not in use "
                     f"was given up: lower device_memory, or what else is on the device ({error})"
                 ) from error
+
+    def give_up_what_is_idle(self) -> None:
+        """The device is out of memory: keep what is in use."""
+        self._limit_bytes = self._used_bytes
+        for victim in self._victims():
+            self._give_up(victim)
+        self._device.release_cached()
 
     def _allocate(self, image: Image) -> None:
         image.storage.allocate()

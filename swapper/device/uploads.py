@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,6 +106,12 @@ class Uploads:
         self._counters.uploaded_bytes += sum(span.nbytes for span in copy.spans)
         if not copy.is_held:
             self._in_flight.append((event, copy.access))
+
+    def fill(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Queue copies of memory that nobody changes before they are over, which the caller sees to; they are all for `storage`."""
+        storage.fill(pieces, self._stream)
+        storage.all_is_queued()
+        self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
 
     @property
     def is_full(self) -> bool:

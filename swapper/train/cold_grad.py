@@ -141,7 +141,8 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
 
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], torch.zeros_like(found_inf, device="cpu"), factor)
+        found = torch.zeros_like(found_inf, device=part.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([changed], found, factor.to(part.device))
         return changed
 
     for tensor in tensors:

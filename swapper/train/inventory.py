@@ -19,7 +19,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, largest_working_set, partition
 from swapper.train.discovery import Discovery, StateForm, check_supported, is_plain
-from swapper.train.on_device import PAGES_ON_THEIR_WAY, page_access
+from swapper.train.on_device import PAGES_ON_THEIR_WAY, RING, page_access
 from swapper.train.slices import ParameterPlaces, Place, plan_slices
 from swapper.train.sweep import Trainable
 
@@ -211,11 +211,13 @@ def frames_needed(
     page_bytes: int,
     update: str = "step",
     on_device: bool = False,
+    update_on: str = "cpu",
 ) -> int:
     """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
 
     With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward. `on_device`,
-    parameters only pass through their frames, and gradients through others.
+    parameters only pass through their frames, and gradients through others; slices that are updated there are leased as many as
+    are on their way.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
@@ -232,8 +234,8 @@ def frames_needed(
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
-            # Two slices are leased at one time: any two, for parameters without gradient are left out.
-            most = max(most, meanwhile + 2 * len(part.access.pages))
+            # Several slices are leased at one time: any, for parameters without gradient are left out.
+            most = max(most, meanwhile + (2 if update_on == "cpu" else RING + 1) * len(part.access.pages))
     return most + 2
 
 

@@ -25,6 +25,7 @@ from swapper.train.conditions import Conditions
 from swapper.train.content import Content
 from swapper.train.deferred import DeferredStep
 from swapper.train.device_group import DeviceGroupParameters
+from swapper.train.device_sweep import DeviceSweep
 from swapper.train.during_backward import StepInBackward
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.gathering import Gathering
@@ -104,10 +105,13 @@ class OffloadedModel:
         self._places = find_places(inventory, [*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
         self.entries = StateEntries(inventory.forms)
-        self._sweep = Sweep(
+        parts = (
             self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters,
             lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end),
         )  # fmt: skip
+        self._sweep = Sweep(*parts)
+        if on_device is not None and on_device.updates:
+            self._sweep = DeviceSweep(on_device, lambda parameter: self.gradients.paged.where(parameter), *parts)
         self._conditions = Conditions(inventory, self._trainables, self.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}

@@ -22,6 +22,7 @@ from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.counters import Counters
 from swapper.device.budget import DeviceBudget
+from swapper.device.device import OUT_OF_MEMORY
 from swapper.device.downloads import Downloads
 from swapper.device.host_side import HostSide
 from swapper.device.layout import Span, place_in_storage, spans_of_page
@@ -35,6 +36,8 @@ from swapper.modules.groups import Group
 
 PAGES_ON_THEIR_WAY = 2
 """Frames that may be leased for gradients at one time."""
+RING = 3
+"""Slices that are on the device at one time where they are updated there: one comes, one is updated, one goes."""
 USES_REMEMBERED = 64
 """Of each group in a step, on average: what comes beyond that is not expected again."""
 
@@ -57,6 +60,7 @@ class OnDevice:
         host: the frames' memory, and that of what stays.
         pager: of the frames.
         counters: to keep.
+        updates: whether the optimizer's update is made there too.
 
     Attributes:
         tier: has the images.
@@ -67,8 +71,15 @@ class OnDevice:
     """
 
     def __init__(
-        self, budget: DeviceBudget, placement: DevicePlacement, host: HostSide, pager: Pager, counters: Counters
+        self,
+        budget: DeviceBudget,
+        placement: DevicePlacement,
+        host: HostSide,
+        pager: Pager,
+        counters: Counters,
+        updates: bool,
     ) -> None:
+        self.updates = updates
         self.device = device = budget.device
         self._budget = budget
         _check_others(budget)
@@ -154,6 +165,33 @@ class OnDevice:
                 self.downloads.finish()
             finally:
                 self._pager.release(access, only)
+
+    def new_storage(self, nbytes: int) -> DeviceStorage:
+        """Return memory on the device; where it is short, what stays there is given up for it.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        try:
+            storage = DeviceStorage(self.device, nbytes)
+        except OUT_OF_MEMORY:
+            self.tier.give_up_what_is_idle()
+            try:
+                storage = DeviceStorage(self.device, nbytes)
+            except OUT_OF_MEMORY as error:
+                raise BudgetError(
+                    f"{self.device} has no {format_bytes(nbytes)} left for the update of a slice, after everything that is not in "
+                    f"use was given up: lower device_memory, or say update_on='cpu' ({error})"
+                ) from error
+        storage.free()
+        storage.allocate()
+        return storage
+
+    def bring_up(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Fill a storage anew, in the order of kernels that have used it, and have those that are queued next wait for that."""
+        storage.outdate()
+        self._uploads.fill(storage, pieces)
+        storage.let_compute_use()
 
     def finish(self) -> None:
         """Wait for all copies, also of passes that failed. What was on its way from a device that failed is lost."""

@@ -137,6 +137,12 @@ class PagedGradients:
         _check_whole(home)
         return home.content.of(home.place.section.tensor(home.place.slot).view(-1)[begin:end])
 
+    def where(self, parameter: nn.Parameter) -> tuple[Place, Content]:
+        """Return the place of a gradient, and what it is besides what is there."""
+        home = self._homes[id(parameter)]
+        _check_whole(home)
+        return home.place, home.content
+
     @torch.no_grad()
     def norm(self, home: _Home, norm_type: float) -> torch.Tensor:
         """Return a gradient's norm. It was taken as the gradient left, or is taken now of what is read back for it.

@@ -29,6 +29,7 @@ def choose_placement(
     page_bytes: int | None,
     update: str,
     on_device: bool = False,
+    update_on: str = "cpu",
 ) -> tuple[dict[str, str], Budget]:
     """Return where "param", "state" and "grad" live, and the division of the budget.
 
@@ -39,6 +40,7 @@ def choose_placement(
         page_bytes: the size of a page where a run goes on; None to choose it.
         update: when parameters are updated.
         on_device: forwards and backwards run on an accelerator.
+        update_on: "device" if updates are made there too.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -49,7 +51,7 @@ def choose_placement(
             continue
         places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
-            return places, _divide(inventory, places, host_bytes, page_bytes, update, on_device)
+            return places, _divide(inventory, places, host_bytes, page_bytes, update, on_device, update_on)
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
@@ -69,6 +71,7 @@ def _divide(
     page_bytes: int | None,
     update: str,
     on_device: bool,
+    update_on: str,
 ) -> Budget:
     def resident(plan: SectionPlan) -> bool:
         return is_resident(plan, places)
@@ -86,7 +89,7 @@ def _divide(
         host_bytes,
         kept_bytes,
         [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
-        lambda size: frames_needed(inventory, resident, size, update, on_device),
+        lambda size: frames_needed(inventory, resident, size, update, on_device, update_on),
         explain,
         page_bytes,
     )
@@ -98,7 +101,7 @@ def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, 
     Args:
         inventory: of the model.
         budget: of the device.
-        buffer_bytes: what else of the model is on the device.
+        buffer_bytes: what else is on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
 
     Raises:

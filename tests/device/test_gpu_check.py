@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import subprocess
@@ -12,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import swapper
 
 TOOL = Path(__file__).parents[2] / "tools" / "gpu_check"
 
@@ -46,11 +43,7 @@ def test_a_rehearsal_gives_every_figure_marked_as_one(tmp_path: Path) -> None:
         return  # what is skipped and what cannot be measured is another matter there
     status = {row["figure"]: row["status"] for row in report["rows"]}
     unmeasured = {figure for figure, found in status.items() if found != "rehearsed"}
-    open_yet = {"update of streamed state on the device, of the link"}
-    if "device" not in inspect.signature(swapper.SwapManager.offload).parameters:
-        open_yet |= {"a model of 4 x device_memory trains, losses equal"}
-        open_yet |= {"training, state in host memory", "training, state on NVMe"}
-    assert unmeasured == {"drive -> device, GdsHandle", "device -> drive, GdsHandle"} | open_yet
+    assert unmeasured == {"drive -> device, GdsHandle", "device -> drive, GdsHandle"}
     assert {status[figure] for figure in unmeasured} == {"open"} and len(status) == 35
     tests = next(row for row in report["rows"] if row["figure"] == "tests that need a GPU")
     assert "skipped" in tests["number"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from swapper.device.tier import DeviceTier
 from swapper.device.uploads import Uploads
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.device_grads import DeviceGradients
+from swapper.train.device_sweep import DeviceSweep, _Slot
 
 MakeTwins = Callable[..., Twins]
 MIB = 1 << 20
@@ -37,6 +39,14 @@ def on_device(twins: MakeTwins) -> MakeTwins:
         )
 
     return make
+
+
+def forget_copies(pair: Twins) -> None:
+    """After one of them was found to be wrong, what is left would fail too."""
+    assert pair.manager is not None
+    on_device = pair.manager.current.run.on_device
+    for stream in (on_device._uploads._stream, on_device.downloads._stream):
+        stream.done = len(stream.operations)
 
 
 def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
@@ -147,6 +157,114 @@ def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_de
         _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
+
+
+def test_activations_may_be_offloaded_too(on_device: MakeTwins) -> None:
+    pair = on_device()
+    activations = swapper.offload_activations(pair.manager, min_bytes=4096)
+
+    def step(model: Any, optimizer: Any) -> torch.Tensor:
+        with activations if model is pair.swapped else contextlib.nullcontext():
+            loss = loss_of(model, tokens(8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(step, steps=3)
+    pair.finish(paged=False)
+
+
+# --- the update on the device -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
+def test_updates_on_the_device_are_bit_equal(on_device: MakeTwins, order: str, params: str, state: str) -> None:
+    """Its arithmetic is the CPU's here."""
+    device = HostDevice(order)
+    pair = on_device(params=params, optimizer_state=state, update_on="device", device=device, device_memory=8 * MIB)
+    pair.train(accumulate, steps=3)
+    assert device.peak_bytes <= 8 * MIB
+    pair.finish(paged=False)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_updates_on_the_device(on_device: MakeTwins, name: str) -> None:
+    pair = on_device(Net(), OPTIMIZERS[name], update_on="device", device_memory=16 * MIB)
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_masters_are_updated_on_the_device(on_device: MakeTwins, gradients: str) -> None:
+    options = {"update_on": "device", "gradients": gradients, "device_memory": 8 * MIB}
+    pair = on_device(Net().to(torch.bfloat16), master=True, **options)
+    pair.train(accumulate, steps=3)
+    pair.finish(paged=False)
+
+
+def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    pair = on_device(update_on="device", device_memory=8 * MIB, optimizer_state="host", params="host")
+    pair.train(train_step, steps=1)
+    update = DeviceSweep.update_all
+
+    def without_waiting(self: DeviceSweep, updates: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
+            update(self, updates)
+
+    monkeypatch.setattr(DeviceSweep, "update_all", without_waiting)
+    with pytest.raises(AssertionError):
+        pair.train(train_step, steps=2)
+        pair.assert_same_parameters()
+    forget_copies(pair)
+
+
+def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
+    on_device: MakeTwins, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
+    pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
+    with pytest.raises(AssertionError, match=r"memory was changed before its copy was over|used again before"):
+        pair.train(train_step, steps=2)
+    forget_copies(pair)
+
+
+def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(on_device: MakeTwins) -> None:
+    device = HostDevice("late")
+    pair = on_device(update_on="device", device=device, device_memory=8 * MIB)
+    pair.train(train_step, steps=2)
+    loss_of(pair.swapped, batch := tokens()).backward()
+    capacity, device.module.capacity_bytes = device.module.capacity_bytes, MIB // 4
+    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
+        pair.optimizer.step()
+    device.module.capacity_bytes = capacity
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    loss_of(pair.plain, batch).backward()
+    pair.plain_optimizer.step()
+    pair.plain_optimizer.zero_grad()
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("rate, place", [(0.0, "device"), (1.0, "cpu")])
+def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
+    times = iter([0.5, rate])
+    monkeypatch.setattr("swapper.train.update_rates._seconds", lambda act: next(times, 0.5))
+    pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
+    assert pair.manager.current.run.plan.update_on == place
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
 
 
 # --- looking at it ----------------------------------------------------------------------------------------------------
@@ -338,8 +456,7 @@ def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTw
         patch.setattr(Uploads, "finish", lambda self: None)
         pair.optimizer.step()
         loss_of(pair.swapped, tokens())
-    copies = pair.manager.current.run.on_device._uploads._stream
-    copies.done = len(copies.operations)  # what is left of them would fail too
+    forget_copies(pair)
 
 
 def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(

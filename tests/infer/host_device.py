@@ -51,7 +51,7 @@ class Stream:
 
     def run(self, end):
         while self.done < end:
-            operation = self.operations[self.done]
+            operation, self.operations[self.done] = self.operations[self.done], None
             self.done += 1
             operation()
 

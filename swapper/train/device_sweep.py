@@ -1,0 +1,205 @@
+"""The optimizer's sweep where slices are updated on an accelerator: up k+1 | update k | down k-1, beside what the drive does.
+
+A slice's state, gradient and parameters go to one of a ring of storages on the device by the copy stream, the user's optimizer
+works on views of it in the order of the compute stream, and what it leaves comes down to the places by another stream. The slice's
+pages are leased until that has arrived, and then its storage is free. So three stages of three slices go on at one time, and Python
+waits for the oldest only.
+
+What an optimizer computes on a device may differ from what it computes on a CPU in the last bits, as in plain torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.core.layout import round_up
+from swapper.core.schedule import Access
+from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.storage import DeviceStorage
+from swapper.train.on_device import RING, OnDevice
+from swapper.train.paged_grads import Content
+from swapper.train.shadow import Work
+from swapper.train.slices import Piece, Place, Slice
+from swapper.train.sweep import GroupUpdate, Sweep, Trainable, Update
+
+Gradient = Callable[[nn.Parameter], tuple[Place, Content]]
+"""Returns where a parameter's gradient is, and what it is besides what is there."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One of the ring.
+
+    Attributes:
+        storage: its memory.
+        is_free: nothing is on its way to or from it.
+    """
+
+    storage: DeviceStorage
+    is_free: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements [begin, end) of what is at a place, and where in a slot they are.
+
+    Attributes:
+        offset: in bytes.
+        goes_up, comes_down: whether it is copied.
+    """
+
+    place: Place
+    begin: int
+    end: int
+    offset: int
+    goes_up: bool
+    comes_down: bool
+
+    @property
+    def nbytes(self) -> int:
+        return (self.end - self.begin) * self.place.slot.spec.dtype.itemsize
+
+    def view(self, slot: DeviceStorage) -> torch.Tensor:
+        return slot.memory[self.offset : self.offset + self.nbytes].view(self.place.slot.spec.dtype)
+
+
+class DeviceSweep(Sweep):
+    """As any sweep; it updates on the device.
+
+    Args:
+        on_device: brings slices up and down.
+        gradient_of: where gradients are.
+        others: as for any sweep.
+    """
+
+    def __init__(self, on_device: OnDevice, gradient_of: Gradient, *others: Any) -> None:
+        super().__init__(*others)
+        self.on_device = on_device
+        self.gradient_of = gradient_of
+        self._over: deque[Access] = deque()  # arrived, and leased still until the next slice is
+
+    def update_all(self, updates: Iterable[GroupUpdate]) -> None:
+        todo = [
+            (update, part) for update in updates for part in update.trainable.slices(update.active, self._page_bytes)
+        ]
+        if not todo:
+            return
+        nbytes = max(slice_bytes(update.trainable, part) for update, part in todo)
+        slots = [_Slot(self.on_device.new_storage(nbytes)) for _ in range(min(RING, len(todo)))]
+        try:
+            for number, (update, part) in enumerate(todo):
+                self._update_on_device(update, part, slots[number % len(slots)])
+            self.on_device.downloads.finish()
+        finally:
+            self.on_device.finish()
+            self._give_back()
+            for slot in slots:
+                slot.storage.free()
+
+    def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
+        while not slot.is_free:
+            self.on_device.downloads.wait_for_oldest()
+        self._pager.lease(part.access)
+        self._give_back()
+        self._pager.wait(part.access)
+        started = time.monotonic()
+        try:
+            parts = _parts(update, part, self.gradient_of)
+            self.on_device.bring_up(slot.storage, [copied for p in parts if p.goes_up for copied in self._pieces(p)])
+            run = list(self._runs(update, part, parts, slot.storage))
+            self._shadow.update([one.work for one in run])
+            for one in run:
+                self._bring_home(one)
+            found = [copied for p in parts if p.comes_down for copied in self._pieces(p)]
+            down = [(memory, slot.storage.read(at, memory.numel())) for at, memory in found]
+        except BaseException:
+            self.on_device.finish()  # a part of it may be on its way
+            self._pager.release(part.access)
+            raise
+        slot.is_free = False
+        self.on_device.downloads.send(
+            down, lambda: self._arrived(part.access, slot), lambda error: self._lost(part.access, slot)
+        )
+        self._counters.updated(started, part.access.key)
+
+    def _arrived(self, access: Access, slot: _Slot) -> None:
+        slot.is_free = True
+        self._over.append(access)
+
+    def _lost(self, access: Access, slot: _Slot) -> None:
+        slot.is_free = True
+        self._pager.release(access)
+
+    def _give_back(self) -> None:
+        while self._over:
+            access = self._over.popleft()
+            self._pager.release(access, access.writes)
+
+    def _runs(self, update: GroupUpdate, part: Slice, parts: list[_Part], slot: DeviceStorage) -> Iterator[Update]:
+        """Yield what the optimizer is to do, on views of the slot."""
+        views = {(p.place, p.begin): p.view(slot) for p in parts}
+        for piece in part.pieces:
+            trainable = update.trainable
+            places = trainable.places[piece.parameter]
+            shape = (-1,) if places.may_cut else places.param.slot.spec.shape
+            homes = {key: views[place, piece.begin].view(shape) for key, place in places.state.items()}
+            param = views[places.param, piece.begin].view(shape)
+            master = homes.pop("master", None)
+            target = param if master is None else master
+            grad, content = self.gradient_of(trainable.parameters[piece.parameter])
+            gradient = content.of(views[grad, piece.begin]).view(shape).to(target.dtype)
+            state = self._state(places, piece.begin, piece.end, homes)
+            settings = trainable.settings[piece.parameter]
+            if self._shadow.counts_on_device(settings):
+                state = {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            work = Work(settings, target.detach(), gradient, state)
+            yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
+
+    def _pieces(self, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield where in the slot, and what memory of the host, page by page."""
+        section, slot = part.place.section, part.place.slot
+        begin = slot.offset + part.begin * slot.spec.dtype.itemsize
+        end = begin + part.nbytes
+        for page in section.pages_of(begin, end) or [section.piece]:
+            first, last = max(begin, page.offset), min(end, page.offset + page.nbytes)
+            if first < last:
+                memory = self.on_device.host.of(page)
+                yield part.offset + first - begin, memory[first - page.offset : last - page.offset]
+
+
+def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Part]:
+    """Return what of a slice is on the device while it is updated, one behind the other."""
+    found: list[tuple[Place, Piece, bool, bool]] = []
+    for piece in part.pieces:
+        places = update.trainable.places[piece.parameter]
+        grad, _ = gradient_of(update.trainable.parameters[piece.parameter])
+        found += [(place, piece, True, True) for place in places.state.values()]
+        found += [(grad, piece, True, False), (places.param, piece, not places.has_master, True)]
+    sizes = [(piece.end - piece.begin) * place.slot.spec.dtype.itemsize for place, piece, _, _ in found]
+    offsets, _ = place_in_storage(sizes)
+    return [
+        _Part(place, piece.begin, piece.end, offset, goes_up, comes_down)
+        for (place, piece, goes_up, comes_down), offset in zip(found, offsets, strict=True)
+    ]
+
+
+def slice_bytes(trainable: Trainable, part: Slice) -> int:
+    """Return what a slice takes on a device: its state, its gradients, and its parameters, which are as large."""
+    total = 0
+    for piece in part.pieces:
+        places = trainable.places[piece.parameter]
+        for place in (*places.state.values(), places.param, places.param):
+            total += round_up((piece.end - piece.begin) * place.slot.spec.dtype.itemsize, DEVICE_ALIGNMENT_BYTES)
+    return max(total, DEVICE_ALIGNMENT_BYTES)
+
+
+def ring_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
+    """Return what the ring takes at most."""
+    return RING * max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)
