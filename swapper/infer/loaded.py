@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from swapper.device.tier import Image
 from swapper.errors import ConfigError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint
+from swapper.infer.checksums import Checksums
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
 from swapper.infer.device_weights import DeviceGroup, LargerThanDevice
@@ -36,12 +38,12 @@ from swapper.infer.matching import BufferPlace, Recipe
 from swapper.infer.on_device import OnDevice
 from swapper.infer.passes import Passes
 from swapper.infer.placement import Placement
+from swapper.infer.refusals import allow_changes, refuse_changes
 from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
 from swapper.infer.weights import CPU, GroupWeights, PagedWeight
 from swapper.interrupts import held_back
-from swapper.modules.conversions import changes_nothing
 
 log = logging.getLogger("swapper")
 
@@ -83,6 +85,7 @@ class LoadedModel:
         blueprint, placement = fitting.blueprint, fitting.placement
         self._model = weakref.ref(model)
         self._source = source
+        self._checksums = Checksums(source)
         self._pid = os.getpid()
         self._closed = False
         self._names: dict[int, str] = {}
@@ -172,6 +175,18 @@ class LoadedModel:
                 results += convoy.run() if is_streamed else [function(batch) for batch in together]
         return results
 
+    def verify(self) -> dict[Path, int]:
+        """Read all of the files, and return the CRC-32 of each.
+
+        Each pass looks at their sizes and times only. A second call finds what changed since the first, whatever those say.
+
+        Raises:
+            CheckpointError: a file was changed.
+            IoError: a file cannot be read.
+        """
+        self._check_usable()
+        return self._checksums.check()
+
     def unload(self) -> None:
         """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""
         if self._closed or os.getpid() != self._pid:
@@ -189,7 +204,7 @@ class LoadedModel:
                 empty(Places(model), [*paged, *self._small])
                 for module in model.modules():
                     module.__dict__.pop(KEY, None)
-                    module.__dict__.pop("_apply", None)
+                    allow_changes(module)
                     stop_looking_up(module)
                     stop_cutting(module)
             self._together = None
@@ -223,6 +238,9 @@ class LoadedModel:
         if self._hooks is not None and self._hooks.bring(parameter):
             return None  # within a forward
         recipe = self._recipes[id(parameter)]
+        self._source.check_unchanged(
+            {e.path for p in recipe.parts for _, e in self._source.extents(p.path, p.offset, p.nbytes)}
+        )
         return self._mapped.made(recipe)
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
@@ -281,7 +299,7 @@ class LoadedModel:
             for linear in blueprint.cuts:
                 multiply_by_parts(linear, bench, self._where)
         for name, module in model.named_modules():
-            module.__dict__["_apply"] = _refuse_to_move(name or type(model).__name__, weakref.ref(module))
+            refuse_changes(module, name or type(model).__name__)
 
     @property
     def _where(self) -> torch.device:
@@ -361,19 +379,3 @@ def _goes_round(cycle: list[Access], other: list[Access]) -> bool:
     if len(cycle) != len(other) or not cycle:
         return cycle == other
     return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])
-
-
-def _refuse_to_move(name: str, of: weakref.ref[nn.Module]) -> Callable[..., nn.Module]:
-    """Return what takes the place of `Module._apply`: what would change nothing is done, the rest refused."""
-
-    def refuse(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
-        module = of()
-        tensors = [] if module is None else [*module.parameters(recurse), *module.buffers(recurse)]
-        if module is not None and all(changes_nothing(convert, tensor) for tensor in tensors):
-            return module
-        raise StateError(
-            f"{name} was loaded by swapper.load and cannot be moved or converted (.to, .half, .cuda, ...): its weights stay in "
-            "the checkpoint's files. Say dtype= and device= when loading"
-        )
-
-    return refuse

@@ -20,12 +20,13 @@ from torch import nn
 from swapper.checkpoint.quantization import layouts_of
 from swapper.checkpoint.sources import Source, open_source
 from swapper.device.device import Device
-from swapper.errors import UnsupportedError
+from swapper.errors import CheckpointError, UnsupportedError
 from swapper.infer.adoption import Places
 from swapper.infer.loading import Budgets, load_matched
 from swapper.infer.mapped import MappedSource
 from swapper.infer.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.tracing import Traced, recipe_of
+from swapper.integrations.transformers_options import read_config, taken
 
 
 def from_pretrained(
@@ -36,7 +37,7 @@ def from_pretrained(
     device: str | torch.device | Device = "cpu",
     device_memory: int | str = "auto",
     config: Any = None,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | None = None,
     backend: str = "auto",
     **options: Any,
 ) -> Any:
@@ -47,16 +48,17 @@ def from_pretrained(
         path: a directory with config.json and weights; or a file of weights, with `config` given.
         host_memory, device, device_memory: see swapper.load.
         config: the model's configuration, where it shall not be read from `path`.
-        dtype: "auto" is the checkpoint's; another one is converted to as weights come in.
+        dtype: None or "auto" is the checkpoint's; another one is converted to as weights come in. Also as `torch_dtype`.
         backend: of the I/O engine.
-        options: for `cls.from_pretrained`, as attn_implementation="sdpa". Where experts_implementation is not among them it is
-            "eager", which alone takes experts one by one.
+        options: for `cls.from_pretrained`, as attn_implementation="sdpa", or for the configuration, as num_labels=3. Where
+            experts_implementation is not among them it is "eager", which alone takes experts one by one.
 
     Raises:
         As swapper.load; and what transformers raises.
+        ConfigError: an option says where or how weights are kept, which is what `host_memory` and the others here say.
     """
     budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
-    source = open_source(path)
+    source = _open(path)
     model = _traced_model(cls, path, source, config, dtype, options)
     if "experts_implementation" not in options:
         _take_experts_one_by_one(model)
@@ -68,7 +70,7 @@ def for_training(
     path: str | os.PathLike[str],
     *,
     config: Any = None,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> tuple[Any, FirstValues]:
     """Return a model as `cls.from_pretrained(path)` does but without its values, and what gives it them in `manager.offload`.
@@ -81,13 +83,13 @@ def for_training(
 
     Args:
         cls, path, config, options: as for `from_pretrained`.
-        dtype: of the parameters; "auto" is the checkpoint's.
+        dtype: of the parameters; None or "auto" is the checkpoint's.
 
     Raises:
         CheckpointError: `path` is no checkpoint, or damaged.
         UnsupportedError: values would be missing; and what transformers raises.
     """
-    source = open_source(path)
+    source = _open(path)
     model = _traced_model(cls, path, source, config, dtype, options)
     match = _take_out(model)
     for weight in match.weights:
@@ -136,8 +138,9 @@ def _traced_model(
     cls: Any, path: str | os.PathLike[str], source: Source, config: Any, dtype: Any, options: dict[str, Any]
 ) -> nn.Module:
     """Return the model as transformers makes it of traced tensors."""
+    dtype = taken(options, dtype)
     if config is None:
-        config = _read_config(cls, path)
+        config, options = read_config(cls, path, options)
     layouts = layouts_of(source.metadata, source.path)
     traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
     made = _model_class(cls, config).from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
@@ -147,11 +150,13 @@ def _traced_model(
     return model
 
 
-def _read_config(cls: Any, path: str | os.PathLike[str]) -> Any:
-    from transformers import AutoConfig
-
-    reader = getattr(cls, "config_class", None) or AutoConfig
-    return reader.from_pretrained(path, local_files_only=True)
+def _open(path: str | os.PathLike[str]) -> Source:
+    if not Path(path).exists():
+        raise CheckpointError(
+            f"{path} is not there: a model is read in place, from a directory on this machine. huggingface_hub.snapshot_download "
+            "gets one from the hub, and returns its path"
+        )
+    return open_source(path)
 
 
 def _model_class(cls: Any, config: Any) -> Any:

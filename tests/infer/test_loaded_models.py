@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import weakref
+import zlib
 from pathlib import Path
 
 import pytest
@@ -378,3 +379,23 @@ def test_buffers_that_no_checkpoint_holds_are_made_properly(tmp_path):
     x = torch.randn(3, 8)
     assert torch.equal(model(x), reference(x))
     assert not Rotary().map.weight.is_meta
+
+
+def test_a_change_without_a_trace_is_found_by_checksum(path):
+    model = swapper.load(on_meta(), path, host_memory="6MiB")
+    status = path.stat()
+    found = swapper.loaded(model).verify()
+    assert found == {path: zlib.crc32(path.read_bytes())} == swapper.loaded(model).verify()
+    with path.open("r+b") as file:
+        file.seek(status.st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(status.st_size // 2)
+        file.write(bytes([byte ^ 1]))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(swapper.CheckpointError, match=r"CRC-32 .* size and time as before"):
+        swapper.loaded(model).verify()
+    os.utime(path)
+    for look in (swapper.loaded(model).verify, lambda: model.state_dict()["layers.0.qkv.weight"]):
+        with pytest.raises(swapper.CheckpointError, match="was changed"):
+            look()
+    swapper.loaded(model).unload()
