@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.checkpoint.joined import Extent, JoinedFile
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError, ConfigError, IoError
 
 if TYPE_CHECKING:
     from swapper.checkpoint.chunks import ChunkedTensor
@@ -148,8 +148,13 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
     Raises:
         CheckpointError: it is none of these, or not what it claims to be.
+        ConfigError: `path` is no path.
         IoError: it cannot be read.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"a checkpoint is named by its path, not by a {type(path).__name__}: what is in memory needs no loading"
+        )
     target = Path(path).absolute()
     if target.is_dir():
         if (target / ".metadata").exists():

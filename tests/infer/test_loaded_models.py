@@ -399,3 +399,8 @@ def test_a_change_without_a_trace_is_found_by_checksum(path):
         with pytest.raises(swapper.CheckpointError, match="was changed"):
             look()
     swapper.loaded(model).unload()
+
+
+def test_a_state_dict_is_no_source(reference):
+    with pytest.raises(swapper.ConfigError, match="by its path, not by a OrderedDict"):
+        swapper.load(on_meta(), reference.state_dict())
