@@ -174,10 +174,14 @@ def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, S
     tied = {id(wanted[name]) for name in found}
     missing = [name for name in missing if id(wanted[name]) not in tied]
     if missing:
-        raise UnsupportedError(
-            f"{source.path} lacks {len(missing)} of the model's tensors: {', '.join(missing[:5])}"
-            + (", ..." if len(missing) > 5 else "")
-        )
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        remedy = ""
+        if not any(isinstance(wanted[name], nn.Parameter) for name in missing):
+            remedy = (
+                ". Buffers that no checkpoint has get their values when the model is built within swapper.without_weights(), "
+                "which leaves them on the CPU"
+            )
+        raise UnsupportedError(f"{source.path} lacks {len(missing)} of the model's tensors: {some}{remedy}")
     for name, tensor in wanted.items():
         if name not in found:
             found[name] = next(found[other] for other in list(found) if wanted[other] is tensor)

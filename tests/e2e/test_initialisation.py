@@ -160,3 +160,27 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_is_written(
             manager.offload(model, adamw(model), init=tmp_path / "model.pt")
         assert list(run.rglob("*.swap")) == []
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+class Turned(Model):
+    """With a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+
+def test_buffers_that_no_checkpoint_has_are_made_as_ever_without_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole = Turned()
+    torch.save(whole.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        absent = Turned()
+    with swapper.without_weights():
+        model = Turned()
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        with pytest.raises(swapper.UnsupportedError, match=r"frequencies\. .* swapper\.without_weights"):
+            manager.offload(absent, adamw(absent), init=tmp_path / "model.pt")
+        model, _ = manager.offload(model, adamw(model), init=tmp_path / "model.pt")
+        assert_same(dict(model.state_dict()), dict(whole.state_dict()))
+        assert torch.equal(model.frequencies, whole.frequencies)
