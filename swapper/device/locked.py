@@ -78,7 +78,12 @@ class LockedMemory:
             self._collect()
             return self._extents.used_bytes
 
+    def wait(self) -> None:
+        """Wait until the device knows all of it, or has refused."""
+        self._registration.wait()
+
     def describe(self) -> str:
+        """Return "registered", or why some of it is not."""
         return self._registration.describe()
 
     def _collect(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS
+from infer.host_device import ORDERS, HostDevice
 
 import swapper
 from e2e.late_device import LateDevice
@@ -126,6 +126,19 @@ def test_together_with_the_pager(twins: MakeTwins, order: str, checkpointing: bo
     activations = offload(pair.manager, LateDevice(order), host_memory="64KiB", device_memory="16KiB", to="nvme")
     pair.train(swapped_only(pair, activations, train_step), steps=3)
     assert activations.counters.written_bytes > 0 and activations.counters.up_bytes > 0
+    pair.finish()
+
+
+@pytest.mark.parametrize("order", ["late", "by chance 1"])
+@pytest.mark.parametrize("checkpointing", [None, False])
+def test_together_with_parameters_on_the_device(twins: MakeTwins, order: str, checkpointing: bool | None) -> None:
+    device = HostDevice(order)
+    model = Net(depth=6, dropout=0.1, checkpointing=checkpointing)
+    pair = twins(model, device=device, device_memory="2MiB", room_bytes=1 << 20)
+    activations = offload(pair.manager, LateDevice(order), host_memory="64KiB", device_memory="16KiB", to="nvme")
+    pair.train(swapped_only(pair, activations, train_step), steps=3)
+    assert activations.counters.written_bytes > 0 and activations.counters.up_bytes > 0
+    assert device.peak_bytes <= 2 << 20
     pair.finish()
 
 

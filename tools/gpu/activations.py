@@ -48,6 +48,8 @@ def activations(bench: Bench) -> Iterator[Row]:
         equal = all(torch.equal(a, b) for a, b in zip(gradients(bench, model, value, context), wanted, strict=True))
         if not equal:
             raise AssertionError("the gradients are not plain torch's")
+        if context._locked is not None:
+            context._locked.wait()
         before = context.counters.down_bytes + context.counters.up_bytes
         taken_s, peak_bytes = steps(bench, model, value, context)
         moved = (context.counters.down_bytes + context.counters.up_bytes - before) / (STEPS + 1)
