@@ -20,7 +20,7 @@ class Figures(NamedTuple):
 FIGURES: dict[str, Figures] = {
     "copies": Figures(copies.arena_copies, (copies.UP, copies.DOWN), 40),
     "adamw": Figures(kernels.adamw_kernel, kernels.ADAMW, 45),
-    "activations": Figures(activations.activations, activations.FIGURES, 80),
+    "activations": Figures(activations.activations, activations.FIGURES, 100),
     "staged": Figures(drive.through_host_memory, drive.STAGED, 45),
     "inference": Figures(inference.passes, inference.PASSES, 60),
     "large": Figures(training.four_times_the_budget, (training.LARGE,), 45),

@@ -32,8 +32,9 @@ class Report:
 
     def write(self) -> None:
         """Write the JSON; done by itself after each row."""
+        told = self.json()
         for path in self._files:
-            path.write_text(self.json())
+            path.write_text(told)
 
     def table(self) -> str:
         head = [("figure", "bar", "number", "")]
