@@ -18,7 +18,7 @@ from swapper.counters import Counters
 from swapper.device.device import Device
 
 MOST_BYTES = 256 << 20
-"""Of the device's memory, kept for copies that are on their way: beyond that the next one waits for the oldest."""
+"""Of the device's memory it does not pay to keep more for copies that are on their way."""
 
 Piece = tuple[torch.Tensor, torch.Tensor]
 """Host memory and where it is filled from on the device: uint8, of the same size."""
@@ -31,7 +31,7 @@ class _Copy:
     Attributes:
         event: after it the copy is over.
         sources: on the device.
-        nbytes: of them.
+        nbytes: of them, where only this keeps them.
         arrived: to be called then.
         lost: to be called, with the error, where the device fails instead.
     """
@@ -49,9 +49,11 @@ class Downloads:
     Args:
         device: where from.
         counters: to keep.
+        most_bytes: of tensors that are kept until they have arrived: the next one waits for the oldest.
     """
 
-    def __init__(self, device: Device, counters: Counters) -> None:
+    def __init__(self, device: Device, counters: Counters, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes = most_bytes
         self._device = device
         self._counters = counters
         self._stream = device.new_stream()
@@ -63,6 +65,7 @@ class Downloads:
         pieces: Sequence[Piece],
         arrived: Callable[[], None] = lambda: None,
         lost: Callable[[BaseException], None] = lambda error: None,
+        is_held: bool = True,
     ) -> None:
         """Queue copies, behind everything that is queued on the current stream by now.
 
@@ -70,14 +73,16 @@ class Downloads:
             pieces: what, and where to.
             arrived: called once they are over, by whoever finds that out.
             lost: called instead where the device fails.
+            is_held: nobody else keeps what is copied.
 
         Raises:
             DeviceError: the device failed. `lost` was called.
         """
         nbytes = sum(source.numel() for _, source in pieces)
+        held_bytes = nbytes if is_held else 0
         try:
             self.collect()
-            while self._in_flight and self._bytes + nbytes > MOST_BYTES:
+            while self._in_flight and self._bytes + held_bytes > self._most_bytes:
                 self.wait_for_oldest()
             self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
             with torch.inference_mode(False), torch.no_grad():
@@ -87,8 +92,8 @@ class Downloads:
         except BaseException as error:
             lost(error)
             raise
-        self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), nbytes, arrived, lost))
-        self._bytes += nbytes
+        self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
+        self._bytes += held_bytes
         self._counters.downloaded_bytes += nbytes
 
     def collect(self) -> None:

@@ -27,10 +27,12 @@ class DevicePlacement:
     Attributes:
         image_bytes: for all groups that are on the device at one time.
         staying: groups that stay once they were brought.
+        down_bytes: for gradients on their way to host memory, where there are any.
     """
 
     image_bytes: int
     staying: frozenset[int]
+    down_bytes: int = 0
 
 
 def place_on_device(

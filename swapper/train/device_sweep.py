@@ -125,7 +125,10 @@ class DeviceSweep(Sweep):
             raise
         slot.is_free = False
         self.on_device.downloads.send(
-            down, lambda: self._arrived(part.access, slot), lambda error: self._lost(part.access, slot)
+            down,
+            lambda: self._arrived(part.access, slot),
+            lambda error: self._lost(part.access, slot),
+            is_held=False,
         )
         self._counters.updated(started, part.access.key)
 

@@ -88,7 +88,7 @@ class OnDevice:
         self._pager = pager
         self._uploads = Uploads(device, pager, host.of, counters)
         self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, goes_round=False)
-        self.downloads = Downloads(device, counters)
+        self.downloads = Downloads(device, counters, placement.down_bytes)
         self._images: list[Image] = []
         self._used: list[Image] = []  # in this step, in order
         self._buffers: list[tuple[nn.Module, str]] = []

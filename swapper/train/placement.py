@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from swapper.config import format_bytes
 from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.core.layout import SectionPlan
 from swapper.device.budget import DeviceBudget
+from swapper.device.downloads import MOST_BYTES
 from swapper.device.host_side import STAGING_BYTES
 from swapper.device.layout import place_in_storage
 from swapper.device.placement import DevicePlacement, place_on_device
@@ -18,6 +21,9 @@ PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "h
 
 Gradients are on the host unless the user says "nvme", which changes what can be done with `parameter.grad`.
 """
+
+DOWN_SHARE = 16
+"""Of a device's budget, for gradients on their way down."""
 
 
 def choose_placement(
@@ -111,7 +117,10 @@ def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, 
     units = [sorted(groups) for groups in working_sets(inventory.units)]
     where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
     gradients = [slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots]
-    other_bytes = buffer_bytes + 2 * max(gradients, default=0)  # on their way down: one, while another comes
+    down_bytes = max(
+        2 * max(gradients, default=0), min(MOST_BYTES, budget.nbytes // DOWN_SHARE)
+    )  # one, while another comes
+    other_bytes = buffer_bytes + down_bytes
     placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device)
     if params == "device" and len(placement.staying) < len(images):
         all_bytes = other_bytes + sum(images.values())
@@ -119,4 +128,4 @@ def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, 
             f"params='device' needs all parameters on {budget.device} at one time: at least {format_bytes(all_bytes)} "
             f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or say params='auto'"
         )
-    return placement
+    return replace(placement, down_bytes=down_bytes)

@@ -441,6 +441,17 @@ def test_memory_that_is_let_go_before_its_copy_is_over_is_noticed() -> None:
         down.finish()
 
 
+def test_no_more_is_kept_for_copies_than_is_set_aside() -> None:
+    down = Downloads(HostDevice("late"), Counters(), most_bytes=128)
+    arrived: list[int] = []
+    for number in range(4):
+        host, source = torch.zeros(64, dtype=torch.uint8), torch.full((64,), number, dtype=torch.uint8)
+        down.send([(host, source)], lambda number=number: arrived.append(number))
+    assert arrived == [0, 1]
+    down.finish()
+    assert arrived == [0, 1, 2, 3]
+
+
 def test_a_copy_that_does_not_wait_for_the_kernels_before_it_is_noticed(monkeypatch: Any) -> None:
     down, host, source = downloads(device := HostDevice("late"))
     monkeypatch.setattr(device, "let_wait", lambda stream, event: None)
