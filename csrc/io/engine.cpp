@@ -132,7 +132,7 @@ void Engine::serve(Backend& backend) {
     if (inbox_->is_abandoned()) scheduler.abandon();
     scheduler.accept(ops);
     scheduler.fill();
-    const bool wait = !scheduler.has_work() && inbox_->may_sleep();
+    const bool wait = !scheduler.has_work() && inbox_->may_sleep(scheduler.is_full());
     const std::size_t count = backend.reap(completions, wait);
     scheduler.complete(std::span<const Completion>(completions).first(count));
     scheduler.fill();

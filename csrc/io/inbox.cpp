@@ -16,7 +16,7 @@ Inbox::Push Inbox::push(const std::shared_ptr<Op>& op, Clock::duration patience)
   ++unfinished_;
   in_flight_.fetch_add(1, std::memory_order_acq_rel);
   arrived_.push_back(op);
-  ring();
+  if (!full_) ring();
   return Push::taken;
 }
 
@@ -63,7 +63,7 @@ void Inbox::release(std::shared_ptr<Op> op) {
 
 void Inbox::ring() {
   if (sleeping_ && bell_) bell_();
-  sleeping_ = false;
+  sleeping_ = full_ = false;
 }
 
 void Inbox::set_bell(std::function<void()> bell) {
@@ -73,14 +73,15 @@ void Inbox::set_bell(std::function<void()> bell) {
 
 void Inbox::take(Ops& ops) {
   std::lock_guard lock(mutex_);
-  sleeping_ = false;
+  sleeping_ = full_ = false;
   ops.insert(ops.end(), std::make_move_iterator(arrived_.begin()), std::make_move_iterator(arrived_.end()));
   arrived_.clear();
 }
 
-bool Inbox::may_sleep() {
+bool Inbox::may_sleep(bool full) {
   std::lock_guard lock(mutex_);
   sleeping_ = arrived_.empty() && !(stopping_ && unfinished_ == 0);
+  full_ = sleeping_ && full;
   return sleeping_;
 }
 

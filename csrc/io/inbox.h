@@ -40,7 +40,9 @@ class Inbox {
   // The I/O thread.
   void set_bell(std::function<void()> bell);
   void take(Ops& ops);  // appends all that arrived
-  bool may_sleep();     // true: nothing arrived, and the bell will ring when something does
+  // True: nothing arrived, and the bell will ring when something does. `full`: no new operation could begin
+  // before a result comes, which ends the sleep anyway; so they do not ring.
+  bool may_sleep(bool full);
   void note_started();  // an operation no longer waits
   void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket says so
   void note_finished();                                                          // after
@@ -62,6 +64,7 @@ class Inbox {
   std::size_t waiting_ = 0;     // pushed, not started
   std::size_t unfinished_ = 0;  // pushed, ticket not finished
   bool sleeping_ = false;
+  bool full_ = false;  // while sleeping
   bool closed_ = false;
   bool stopping_ = false;
   bool abandoned_ = false;

@@ -51,6 +51,8 @@ class Scheduler {
   // between. Copies come first: the drive waits for them.
   void work();
   bool has_work() const { return !copies_.empty() || !checksums_.empty(); }
+  // Nothing new can begin before a piece has ended.
+  bool is_full() const { return free_slots_.empty(); }
 
  private:
   using OpPtr = std::shared_ptr<Op>;

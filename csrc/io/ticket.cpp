@@ -80,8 +80,8 @@ void Ticket::finish(std::optional<IoError> error, std::uint32_t crc32) {
     finished_.store(true, std::memory_order_release);
     subscriptions.swap(subscriptions_);
     listeners.swap(listeners_);
-    changed_.notify_all();
   }
+  changed_.notify_all();  // who wakes finds the mutex free; the caller keeps the ticket alive
   for (Subscription& each : subscriptions) each.inbox->release(std::move(each.op));
   for (const UniqueFd& listener : listeners) ring(listener);
 }
