@@ -74,12 +74,12 @@ def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
 
 def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "auto", ordinary: bool = False) -> Speed:
     """By swapper's engine, from an arena that it registered, or from `ordinary` memory."""
-    # Twice `depth` pieces are submitted, so that the engine is never short of any; they share the memory of `depth`, which
-    # is what fio has: on a filesystem in memory it matters how much of it the processor's cache holds.
-    pieces = max(2 * pattern.depth // OPERATIONS_AHEAD, 1)
+    # Twice `depth` pieces are submitted, so that the engine is never short of any; they share the memory of `depth`, both
+    # directions together, which is what fio has: on a filesystem in memory it matters how much the processor's cache holds.
+    lanes = len(pattern.directions)
+    pieces = max(2 * pattern.depth // lanes // OPERATIONS_AHEAD, 1)
     span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
     span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
-    lanes = len(pattern.directions)
     slots = OPERATIONS_AHEAD // 2
     arena = None if ordinary else _C.Arena(span_bytes * slots * lanes)
     memory = torch.ones(span_bytes * slots * lanes + 4096, dtype=torch.uint8) if arena is None else None
