@@ -12,6 +12,7 @@ Decision: docs/decisions/container-format.md.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import re
 import sys
@@ -236,4 +237,4 @@ def _name(root: str, key: int | str) -> str:
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(on_host).numpy().tobytes()
+    return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())
