@@ -7,8 +7,11 @@ whole matrix gives; in wider types torch may choose another kernel for another n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -87,31 +90,61 @@ def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> CutLinear | N
 
 
 class Parts:
-    """Owns the memory into which parts are read, one map at a time."""
+    """Owns the memory into which parts are read, one map at a time.
+
+    Parts are used in the order in which they were asked for, and lie in the slots in turn. When the last ones of a map are under
+    way, the first ones of the map that came after it the last time are asked for: so the drive has no pause between maps.
+    """
 
     def __init__(self, memory: torch.Tensor, read: ReadInto) -> None:
         self._slots = memory.view(PARTS_IN_MEMORY, -1)
         self._read = read
+        self._number = 0  # of parts that were asked for
+        self._reading: deque[_Reading] = deque()  # asked for and not used up
+        self._last: CutLinear | None = None
+        self._after: dict[int, CutLinear] = {}  # by id: the map that came after it
+        weakref.finalize(self, _settle_all, self._reading)  # a model may be forgotten while they are on their way
 
     def multiply(self, linear: CutLinear, x: torch.Tensor) -> torch.Tensor:
         """Return what the whole map gives of `x`, where that is."""
+        if any(part.of != id(linear) for part in self._reading):
+            self._forget()  # another map was expected
+        if self._last is not None:
+            self._after[id(self._last)] = linear
+        self._last = linear
         ranges = list(linear.ranges())
-        reading: list[_Reading] = []
+        following = self._after.get(id(linear))
+        ahead = [] if following is None else [(following, *range_) for range_ in following.ranges()]
+        wanted = chain([(linear, *range_) for range_ in ranges[len(self._reading) :]], ahead)
         outputs = []
         try:
-            for number, (begin, end) in enumerate(ranges):
-                while len(reading) < min(number + PARTS_IN_MEMORY, len(ranges)):
-                    slot = self._slots[len(reading) % PARTS_IN_MEMORY]
-                    reading.append(_Reading(linear.recipes(*ranges[len(reading)])))
-                    self._submit(reading[-1], slot)
-                weight, *bias = reading[number].ready(x.device)
+            for begin, end in ranges:
+                self._ask(wanted)
+                weight, *bias = self._reading[0].ready(x.device)
                 here = linear.module.bias
                 known = bias[0] if bias else None if here is None else here[begin:end]
                 outputs.append(F.linear(x, weight, known))
-        finally:
-            for part in reading:
-                part.settle()
+                self._reading.popleft()
+            self._ask(wanted)
+        except BaseException:
+            self._forget()
+            raise
         return torch.cat(outputs, dim=-1)
+
+    def _ask(self, wanted: Iterator[tuple[CutLinear, int, int]]) -> None:
+        """Begin to read what is wanted next, as far as there are slots."""
+        while len(self._reading) < PARTS_IN_MEMORY:
+            asked = next(wanted, None)
+            if asked is None:
+                return
+            linear, begin, end = asked
+            self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
+            self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
+            self._number += 1
+
+    def _forget(self) -> None:
+        _settle_all(self._reading)
+        self._reading.clear()
 
     def _submit(self, reading: _Reading, slot: torch.Tensor) -> None:
         """Begin to read a part. Each tensor lies in memory as it lies in its sector where that suits the kernels."""
@@ -126,6 +159,7 @@ class Parts:
 
 @dataclass
 class _Reading:
+    of: int  # id of its map: it must not keep the model
     recipes: Sequence[Recipe]
     parts: list[torch.Tensor] = field(default_factory=list)
     tickets: list[Any] = field(default_factory=list)
@@ -141,6 +175,11 @@ class _Reading:
         """The memory is used for something else next: no read may be on its way."""
         for ticket in self.tickets:
             ticket.exception()
+
+
+def _settle_all(reading: Iterable[_Reading]) -> None:
+    for part in reading:
+        part.settle()
 
 
 def multiply_by_parts(linear: CutLinear, parts: Parts, device: torch.device) -> None:

@@ -30,7 +30,7 @@ class Fit:
         """What a pass reads, in bytes, and about what its copies count beside that."""
         blueprint, placement = self.blueprint, self.placement
         cut_bytes = sum(linear.stored_bytes for linear in blueprint.cuts)
-        cut_bytes += cut_bytes // 16  # they are not read ahead
+        cut_bytes += cut_bytes // 16  # little of them is read ahead
         if self.on_device is None:
             return placement.read_bytes(blueprint.runs_of_used) + cut_bytes
         staying = self.on_device.staying

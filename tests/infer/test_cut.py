@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -105,3 +108,50 @@ def test_what_cannot_be_cut_says_what_is_needed(tmp_path):
         model = Own(256, 32_768)
     with pytest.raises(swapper.BudgetError, match=r"this model needs at least 3[0-9]\.\d+ MiB"):
         swapper.load(model, tmp_path / "model.safetensors", host_memory="12MiB")
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.ModuleList(nn.Linear(256, outputs) for outputs in (32_768, 20_000, 40_064))
+
+    def forward(self, x, order=(0, 1, 2)):
+        return [self.maps[index](x) for index in order]
+
+
+def test_the_map_that_came_next_is_read_ahead_and_any_other_is_right_too(tmp_path):
+    torch.manual_seed(0)
+    reference = Several().eval()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Several().eval()
+    swapper.load(model, tmp_path / "model.safetensors", host_memory="14MiB")
+    loaded = swapper.loaded(model)
+    x = torch.randn(3, 256)
+    with torch.no_grad():
+        for order in ((0, 1, 2), (0, 1, 2), (0, 1, 2), (2, 0), (1, 1, 1), (2, 1, 0), (0, 1, 2)):
+            for found, wanted in zip(model(x, order), reference(x, order), strict=True):
+                assert torch.equal(found[:, :64], wanted[:, :64]) and torch.allclose(found, wanted)
+        model(x)
+        before = loaded.counters.bytes_read
+        for _ in range(4):
+            model(x)
+    used = 4 * sum(parameter.nbytes for parameter in reference.parameters() if parameter.dim() > 1)
+    assert used <= loaded.counters.bytes_read - before + (8 << 20) <= used + (24 << 20)  # nothing is read twice
+    loaded.unload()
+
+
+def test_a_model_that_is_forgotten_while_parts_are_read_ahead_leaves_nothing(tmp_path):
+    reference = Several().eval()
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    for _ in range(3):
+        with torch.device("meta"):
+            model = Several().eval()
+        swapper.load(model, tmp_path / "model.safetensors", host_memory="14MiB")
+        with torch.no_grad():
+            model(torch.randn(1, 256))
+            model(torch.randn(1, 256))
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
