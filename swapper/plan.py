@@ -26,7 +26,8 @@ from swapper.drives import deal
 from swapper.io.tuning import Tuning
 from swapper.stats import by_family
 from swapper.train.device_sweep import ring_bytes
-from swapper.train.inventory import Inventory, expected_cycle, find_places, find_trainables, make_sections
+from swapper.train.expected import expected_cycle
+from swapper.train.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.placement import choose_placement, is_resident, place_images
 from swapper.train.spare import find_rooms
 from swapper.train.sweep import Trainable

@@ -12,15 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.core.layout import SectionPlan, TensorSpec, plan_group
-from swapper.core.schedule import Access
 from swapper.core.section import Section
-from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
-from swapper.modules.groups import Group, Unit, largest_working_set, partition
+from swapper.modules.groups import Group, Unit, partition
 from swapper.train.discovery import Discovery, StateForm, check_supported, is_plain
-from swapper.train.on_device import PAGES_ON_THEIR_WAY, RING, page_access
-from swapper.train.slices import ParameterPlaces, Place, plan_slices
+from swapper.train.slices import ParameterPlaces, Place
 from swapper.train.sweep import Trainable
 
 MASTER = "master"
@@ -203,103 +200,6 @@ def make_sections(
         first_page += len(section.pages)
         sections.append(section)
     return sections
-
-
-def frames_needed(
-    inventory: Inventory,
-    resident: Callable[[SectionPlan], bool],
-    page_bytes: int,
-    update: str = "step",
-    on_device: bool = False,
-    update_on: str = "cpu",
-) -> int:
-    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
-
-    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward. `on_device`,
-    parameters only pass through their frames, and gradients through others; slices that are updated there are leased as many as
-    are on their way.
-    """
-    plans = [*inventory.plans, *inventory.grad_plans]
-    sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
-    group_pages = [0] * len(inventory.groups)
-    for section in sections:
-        if section.plan.family == "param":
-            group_pages[section.plan.group] += len(section.pages)
-    most, _ = largest_working_set(inventory.units, group_pages)
-    if on_device:
-        most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    meanwhile = most if update != "step" else 0
-    if any(section.transient and section.pages for section in sections):
-        most += 1  # on which a gradient leaves
-    for trainable in find_trainables(inventory, find_places(inventory, sections)):
-        everything = [True] * len(trainable.places)
-        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
-            # Several slices are leased at one time: any, for parameters without gradient are left out.
-            most = max(most, meanwhile + (2 if update_on == "cpu" else RING + 1) * len(part.access.pages))
-    return most + 2
-
-
-def expected_cycle(
-    inventory: Inventory,
-    sections: Sequence[Section],
-    trainables: Sequence[Trainable],
-    page_bytes: int,
-    update: str,
-    on_device: bool = False,
-) -> list[Access]:
-    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
-
-    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `on_device`, pages of
-    parameters are used one by one.
-    """
-    pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
-    for section in sections:
-        if section.plan.family == "param":
-            pages[section.plan.group] += [page.index for page in section.pages]
-    forward = {group: _uses(group, indices, on_device) for group, indices in pages.items() if indices}
-    backward: list[Access] = []
-    seen: set[int] = set()
-    by_group = {trainable.group: trainable for trainable in trainables}
-    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
-    for group in sorted(pages, reverse=True):
-        backward += forward.get(group, [])
-        for places in reversed(by_group[group].places if group in by_group else []):
-            backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-        backward += slices.get(group, []) if update == "backward" else []
-    forwards = itertools.chain.from_iterable(forward.values())
-    if update == "backward":
-        return [*forwards, *backward]
-    if update == "step":
-        return [*forwards, *backward, *itertools.chain.from_iterable(slices.values())]
-    updating = []
-    for group in sorted(pages):
-        updating += slices.get(group, [])
-        updating += forward.get(group, [])
-    return [*updating, *backward]
-
-
-def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
-    """Return a use of a group's parameters."""
-    if on_device:
-        return [page_access(group, page) for page in pages]
-    return [Access(("param", group), tuple(pages))]
-
-
-def gradient_accesses(name: str, place: Place, seen: set[int]) -> list[Access]:
-    """Return the accesses with which a gradient leaves for its pages, page by page.
-
-    Args:
-        name: the parameter's.
-        place: the gradient's.
-        seen: pages that have another gradient already; these are added.
-    """
-    accesses = []
-    for number, index in enumerate(place.pages(0, place.slot.spec.numel)):
-        only = frozenset({index})
-        fresh = frozenset() if index in seen else only
-        seen.add(index)
-        accesses.append(Access(("grad", name, number), (index,), fresh=fresh, writes=only))
-    return accesses
 
 
 def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None) -> None:

@@ -14,7 +14,8 @@ from swapper.device.layout import place_in_storage
 from swapper.device.placement import DevicePlacement, place_on_device
 from swapper.errors import BudgetError, ConfigError
 from swapper.modules.groups import working_sets
-from swapper.train.inventory import Inventory, frames_needed
+from swapper.train.expected import frames_needed
+from swapper.train.inventory import Inventory
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
 """Places of (parameters, optimizer state), best first: what is used twice a step comes before what is used once.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +12,12 @@ from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
 import swapper
+from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import Twins, adamw, smallest_device_budget
-from swapper.counters import Counters
-from swapper.device.downloads import Downloads
-from swapper.device.storage import DeviceStorage
-from swapper.device.tier import DeviceTier
-from swapper.device.uploads import Uploads
+from e2e.twins import adamw, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
-from swapper.train.device_grads import DeviceGradients
-from swapper.train.device_sweep import DeviceSweep, _Slot
 
-MakeTwins = Callable[..., Twins]
-MIB = 1 << 20
-SMALL = 2 * MIB
-"""A block has half a MiB in fp32; all of the model about 2.7."""
-
-
-@pytest.fixture
-def on_device(twins: MakeTwins) -> MakeTwins:
-    def make(model: nn.Module | None = None, *args: Any, order: str = "late", **options: Any) -> Twins:
-        return twins(
-            model or Net(), *args, **{"device": HostDevice(order), "device_memory": SMALL, "room_bytes": MIB, **options}
-        )
-
-    return make
-
-
-def forget_copies(pair: Twins) -> None:
-    """After one of them was found to be wrong, what is left would fail too."""
-    assert pair.manager is not None
-    on_device = pair.manager.current.run.on_device
-    for stream in (on_device._uploads._stream, on_device.downloads._stream):
-        stream.done = len(stream.operations)
-
-
-def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    losses = []
-    for _ in range(3):
-        losses.append(loss_of(model, tokens()) / 3)
-        losses[-1].backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack(losses).detach()
+__all__ = ["on_device"]
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
@@ -172,98 +132,6 @@ def test_activations_may_be_offloaded_too(on_device: MakeTwins) -> None:
         return loss.detach()
 
     pair.train(step, steps=3)
-    pair.finish(paged=False)
-
-
-# --- the update on the device -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
-def test_updates_on_the_device_are_bit_equal(on_device: MakeTwins, order: str, params: str, state: str) -> None:
-    """Its arithmetic is the CPU's here."""
-    device = HostDevice(order)
-    pair = on_device(params=params, optimizer_state=state, update_on="device", device=device, device_memory=8 * MIB)
-    pair.train(accumulate, steps=3)
-    assert device.peak_bytes <= 8 * MIB
-    pair.finish(paged=False)
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_updates_on_the_device(on_device: MakeTwins, name: str) -> None:
-    pair = on_device(Net(), OPTIMIZERS[name], update_on="device", device_memory=16 * MIB)
-    pair.train(train_step, steps=3)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_masters_are_updated_on_the_device(on_device: MakeTwins, gradients: str) -> None:
-    options = {"update_on": "device", "gradients": gradients, "device_memory": 8 * MIB}
-    pair = on_device(Net().to(torch.bfloat16), master=True, **options)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
-
-
-def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    pair = on_device(update_on="device", device_memory=8 * MIB, optimizer_state="host", params="host")
-    pair.train(train_step, steps=1)
-    update = DeviceSweep.update_all
-
-    def without_waiting(self: DeviceSweep, updates: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
-            update(self, updates)
-
-    monkeypatch.setattr(DeviceSweep, "update_all", without_waiting)
-    with pytest.raises(AssertionError):
-        pair.train(train_step, steps=2)
-        pair.assert_same_parameters()
-    forget_copies(pair)
-
-
-def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
-    on_device: MakeTwins, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
-    pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
-    with pytest.raises(AssertionError, match=r"memory was changed before its copy was over|used again before"):
-        pair.train(train_step, steps=2)
-    forget_copies(pair)
-
-
-def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(on_device: MakeTwins) -> None:
-    device = HostDevice("late")
-    pair = on_device(update_on="device", device=device, device_memory=8 * MIB)
-    pair.train(train_step, steps=2)
-    loss_of(pair.swapped, batch := tokens()).backward()
-    capacity, device.module.capacity_bytes = device.module.capacity_bytes, MIB // 4
-    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
-        pair.optimizer.step()
-    device.module.capacity_bytes = capacity
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    loss_of(pair.plain, batch).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("rate, place", [(0.0, "device"), (1.0, "cpu")])
-def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
-    times = iter([0.5, rate])
-    monkeypatch.setattr("swapper.train.update_rates._seconds", lambda act: next(times, 0.5))
-    pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
-    assert pair.manager.current.run.plan.update_on == place
-    pair.train(train_step, steps=2)
     pair.finish(paged=False)
 
 
@@ -398,101 +266,3 @@ def test_a_device_that_is_lost_is_named_and_nothing_hangs(on_device: MakeTwins, 
         pair.optimizer.step()
     pair.manager.close()
     device.module.is_lost = False
-
-
-# --- each wait is needed ----------------------------------------------------------------------------------------------
-
-
-def two_steps(pair: Twins) -> None:
-    pair.train(accumulate, steps=2)
-    pair.assert_same_parameters()
-
-
-def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda self: None)
-    with pytest.raises(AssertionError):
-        two_steps(on_device())
-
-
-def test_gradients_that_are_used_before_they_have_arrived_are_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    monkeypatch.setattr(DeviceGradients, "settle", lambda self: None)
-    with pytest.raises(AssertionError):
-        pair = on_device()
-        pair.train(train_step, steps=2)
-        pair.assert_same_parameters()
-
-
-def downloads(device: HostDevice) -> tuple[Downloads, torch.Tensor, torch.Tensor]:
-    host, source = torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
-    return Downloads(device, Counters()), host, source
-
-
-def test_memory_that_is_let_go_before_its_copy_is_over_is_noticed() -> None:
-    down, host, source = downloads(HostDevice("late"))
-    down.send([(host, source)])
-    del source
-    down.finish()
-    assert host.eq(1).all()
-    down.send([(host, torch.ones(64, dtype=torch.uint8))])
-    kept = down._in_flight.popleft()
-    down._in_flight.append(dataclasses.replace(kept, sources=()))
-    del kept
-    with pytest.raises(AssertionError, match="let go before its copy was over"):
-        down.finish()
-
-
-def test_no_more_is_kept_for_copies_than_is_set_aside() -> None:
-    down = Downloads(HostDevice("late"), Counters(), most_bytes=128)
-    arrived: list[int] = []
-    for number in range(4):
-        host, source = torch.zeros(64, dtype=torch.uint8), torch.full((64,), number, dtype=torch.uint8)
-        down.send([(host, source)], lambda number=number: arrived.append(number))
-    assert arrived == [0, 1]
-    down.finish()
-    assert arrived == [0, 1, 2, 3]
-
-
-def test_a_copy_that_does_not_wait_for_the_kernels_before_it_is_noticed(monkeypatch: Any) -> None:
-    down, host, source = downloads(device := HostDevice("late"))
-    monkeypatch.setattr(device, "let_wait", lambda stream, event: None)
-    with pytest.raises(AssertionError, match="does not wait for the kernels before it"):
-        down.send([(host, source)])
-
-
-def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    pair = on_device(params="host", optimizer_state="host", device_memory=64 * MIB)
-    loss_of(pair.swapped, tokens()).backward()
-    pair.optimizer.step()  # and brings what comes next
-    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="used again before its copy was over"):
-        patch.setattr(Uploads, "finish", lambda self: None)
-        pair.optimizer.step()
-        loss_of(pair.swapped, tokens())
-    forget_copies(pair)
-
-
-def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
-    on_device: MakeTwins, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(DeviceTier, "outdate", lambda self, images: list(images))
-    with pytest.raises(AssertionError):
-        two_steps(on_device(device_memory=64 * MIB))
-
-
-def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    """The device of the tests does not know when kernels run: here it is told that they use a storage from a lease on."""
-    use = DeviceStorage.let_compute_use
-    pair = on_device(device_memory=64 * MIB, device=(device := HostDevice("late")))
-
-    def used(self: DeviceStorage) -> None:
-        use(self)
-        device.taken[self.identity] = device.module.compute.tick()
-
-    monkeypatch.setattr(DeviceStorage, "let_compute_use", used)
-    pair.train(train_step, steps=2)
-
-    def outdate(self: DeviceStorage) -> None:
-        self.filled_at = self._filler = None  # and no event of those kernels
-
-    monkeypatch.setattr(DeviceStorage, "outdate", outdate)
-    with pytest.raises(AssertionError, match="earlier kernels may still use"):
-        pair.train(train_step, steps=2)

@@ -12,7 +12,8 @@ from torch import nn
 
 from swapper.core.layout import SECTOR_BYTES, TensorSpec, plan_group
 from swapper.core.section import Section
-from swapper.train.inventory import find_places, find_trainables, frames_needed, make_sections, take_inventory
+from swapper.train.expected import frames_needed
+from swapper.train.inventory import find_places, find_trainables, make_sections, take_inventory
 from swapper.train.slices import CUT_ELEMENTS, ParameterPlaces, Piece, Place, Slice, plan_slices
 
 GROUP = 5

@@ -1,0 +1,107 @@
+"""The optimizer's update on a device: the same bits, any optimizer, within the budget; and no slot is used before its event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from infer.host_device import ORDERS, HostDevice
+
+import swapper
+from e2e.device_twins import MIB, MakeTwins, accumulate, forget_copies, on_device
+from e2e.models import Net, loss_of, tokens, train_step
+from swapper.device.storage import DeviceStorage
+from swapper.train.device_sweep import DeviceSweep, _Slot
+
+__all__ = ["on_device"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
+def test_updates_on_the_device_are_bit_equal(on_device: MakeTwins, order: str, params: str, state: str) -> None:
+    """Its arithmetic is the CPU's here."""
+    device = HostDevice(order)
+    pair = on_device(params=params, optimizer_state=state, update_on="device", device=device, device_memory=8 * MIB)
+    pair.train(accumulate, steps=3)
+    assert device.peak_bytes <= 8 * MIB
+    pair.finish(paged=False)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
+    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_optimizer_updates_on_the_device(on_device: MakeTwins, name: str) -> None:
+    pair = on_device(Net(), OPTIMIZERS[name], update_on="device", device_memory=16 * MIB)
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_masters_are_updated_on_the_device(on_device: MakeTwins, gradients: str) -> None:
+    options = {"update_on": "device", "gradients": gradients, "device_memory": 8 * MIB}
+    pair = on_device(Net().to(torch.bfloat16), master=True, **options)
+    pair.train(accumulate, steps=3)
+    pair.finish(paged=False)
+
+
+def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    pair = on_device(update_on="device", device_memory=8 * MIB, optimizer_state="host", params="host")
+    pair.train(train_step, steps=1)
+    update = DeviceSweep.update_all
+
+    def without_waiting(self: DeviceSweep, updates: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
+            update(self, updates)
+
+    monkeypatch.setattr(DeviceSweep, "update_all", without_waiting)
+    with pytest.raises(AssertionError):
+        pair.train(train_step, steps=2)
+        pair.assert_same_parameters()
+    forget_copies(pair)
+
+
+def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
+    on_device: MakeTwins, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
+    pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
+    with pytest.raises(AssertionError, match=r"memory was changed before its copy was over|used again before"):
+        pair.train(train_step, steps=2)
+    forget_copies(pair)
+
+
+def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_again(on_device: MakeTwins) -> None:
+    device = HostDevice("late")
+    pair = on_device(update_on="device", device=device, device_memory=8 * MIB)
+    pair.train(train_step, steps=2)
+    loss_of(pair.swapped, batch := tokens()).backward()
+    capacity, device.module.capacity_bytes = device.module.capacity_bytes, MIB // 4
+    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
+        pair.optimizer.step()
+    device.module.capacity_bytes = capacity
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    loss_of(pair.plain, batch).backward()
+    pair.plain_optimizer.step()
+    pair.plain_optimizer.zero_grad()
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("rate, place", [(0.0, "device"), (1.0, "cpu")])
+def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
+    times = iter([0.5, rate])
+    monkeypatch.setattr("swapper.train.update_rates._seconds", lambda act: next(times, 0.5))
+    pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
+    assert pair.manager.current.run.plan.update_on == place
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)

@@ -1,0 +1,111 @@
+"""Each wait of training on a device is needed: without it, the device of the tests notices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from infer.host_device import HostDevice
+
+from e2e.device_twins import MIB, MakeTwins, forget_copies, on_device, two_steps
+from e2e.models import loss_of, tokens, train_step
+from swapper.counters import Counters
+from swapper.device.downloads import Downloads
+from swapper.device.storage import DeviceStorage
+from swapper.device.tier import DeviceTier
+from swapper.device.uploads import Uploads
+from swapper.train.device_grads import DeviceGradients
+
+__all__ = ["on_device"]
+
+
+def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda self: None)
+    with pytest.raises(AssertionError):
+        two_steps(on_device())
+
+
+def test_gradients_that_are_used_before_they_have_arrived_are_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    monkeypatch.setattr(DeviceGradients, "settle", lambda self: None)
+    with pytest.raises(AssertionError):
+        pair = on_device()
+        pair.train(train_step, steps=2)
+        pair.assert_same_parameters()
+
+
+def downloads(device: HostDevice) -> tuple[Downloads, torch.Tensor, torch.Tensor]:
+    host, source = torch.zeros(64, dtype=torch.uint8), torch.ones(64, dtype=torch.uint8)
+    return Downloads(device, Counters()), host, source
+
+
+def test_memory_that_is_let_go_before_its_copy_is_over_is_noticed() -> None:
+    down, host, source = downloads(HostDevice("late"))
+    down.send([(host, source)])
+    del source
+    down.finish()
+    assert host.eq(1).all()
+    down.send([(host, torch.ones(64, dtype=torch.uint8))])
+    kept = down._in_flight.popleft()
+    down._in_flight.append(dataclasses.replace(kept, sources=()))
+    del kept
+    with pytest.raises(AssertionError, match="let go before its copy was over"):
+        down.finish()
+
+
+def test_no_more_is_kept_for_copies_than_is_set_aside() -> None:
+    down = Downloads(HostDevice("late"), Counters(), most_bytes=128)
+    arrived: list[int] = []
+    for number in range(4):
+        host, source = torch.zeros(64, dtype=torch.uint8), torch.full((64,), number, dtype=torch.uint8)
+        down.send([(host, source)], lambda number=number: arrived.append(number))
+    assert arrived == [0, 1]
+    down.finish()
+    assert arrived == [0, 1, 2, 3]
+
+
+def test_a_copy_that_does_not_wait_for_the_kernels_before_it_is_noticed(monkeypatch: Any) -> None:
+    down, host, source = downloads(device := HostDevice("late"))
+    monkeypatch.setattr(device, "let_wait", lambda stream, event: None)
+    with pytest.raises(AssertionError, match="does not wait for the kernels before it"):
+        down.send([(host, source)])
+
+
+def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    pair = on_device(params="host", optimizer_state="host", device_memory=64 * MIB)
+    loss_of(pair.swapped, tokens()).backward()
+    pair.optimizer.step()  # and brings what comes next
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="used again before its copy was over"):
+        patch.setattr(Uploads, "finish", lambda self: None)
+        pair.optimizer.step()
+        loss_of(pair.swapped, tokens())
+    forget_copies(pair)
+
+
+def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
+    on_device: MakeTwins, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(DeviceTier, "outdate", lambda self, images: list(images))
+    with pytest.raises(AssertionError):
+        two_steps(on_device(device_memory=64 * MIB))
+
+
+def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
+    """The device of the tests does not know when kernels run: here it is told that they use a storage from a lease on."""
+    use = DeviceStorage.let_compute_use
+    pair = on_device(device_memory=64 * MIB, device=(device := HostDevice("late")))
+
+    def used(self: DeviceStorage) -> None:
+        use(self)
+        device.taken[self.identity] = device.module.compute.tick()
+
+    monkeypatch.setattr(DeviceStorage, "let_compute_use", used)
+    pair.train(train_step, steps=2)
+
+    def outdate(self: DeviceStorage) -> None:
+        self.filled_at = self._filler = None  # and no event of those kernels
+
+    monkeypatch.setattr(DeviceStorage, "outdate", outdate)
+    with pytest.raises(AssertionError, match="earlier kernels may still use"):
+        pair.train(train_step, steps=2)
