@@ -21,11 +21,11 @@ FREE_SHARE = 16
 LEAST_FREE_BYTES, MOST_FREE_BYTES = 4 << 20, 64 << 20
 SHORT = 4
 """Memory is short if at some time there was room for less than so many times that."""
-HOLES = 2
-"""So many times that may lie in holes,"""
+OFTEN = 4
+"""So many times as often there is a look where memory is short."""
 HOLES_SHARE = 2
-"""or, if that is more, one so-many-th of what the run itself has in use at one time: activations and temporaries of all sizes never
-lie without gaps, in plain torch neither, and what goes back of these is taken again by the next forward."""
+"""One so-many-th of what is freed between looks may lie in holes, or, if that is more, of what the run has in use at one time:
+activations and temporaries of all sizes never lie without gaps, and what goes back of these is taken again by the next forward."""
 HEAP_TENSOR_BYTES = 32 << 20
 """glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
 
@@ -94,13 +94,14 @@ def note_freed(nbytes: int) -> None:
     """
     if nbytes < HEAP_TENSOR_BYTES:
         _Heap.freed_bytes += nbytes
-    if _Heap.freed_bytes < _Heap.look_bytes:
+    is_short = _Heap.least_room_bytes < SHORT * _Heap.look_bytes
+    if _Heap.freed_bytes < _Heap.look_bytes // (OFTEN if is_short else 1):
         return
     _Heap.freed_bytes = 0
     note_used()
     _Heap.least_room_bytes = min(_Heap.least_room_bytes, headroom_bytes())
     holes_bytes = _anonymous_bytes() - _Heap.other_bytes - _Heap.most_used_bytes
-    most_holes_bytes = max(HOLES * _Heap.look_bytes, (_Heap.most_used_bytes - _Heap.began_bytes) // HOLES_SHARE)
+    most_holes_bytes = max(_Heap.look_bytes, _Heap.most_used_bytes - _Heap.began_bytes) // HOLES_SHARE
     if holes_bytes > most_holes_bytes or _Heap.least_room_bytes < SHORT * _Heap.look_bytes:
         return_free_memory()
 
