@@ -38,24 +38,25 @@ def test_all_bytes_go_however_short_the_calls(library: ctypes.CDLL, path: Path) 
 @pytest.mark.parametrize("sector, number", [(77, 0), (78, errno.EIO)])
 def test_an_error_is_raised_with_its_place(library: ctypes.CDLL, path: Path, sector: int, number: int) -> None:
     path.write_bytes(bytes(1 << 20))
-    file = CuFile(library).open(str(path), writing=False)
+    file, memory = CuFile(library).open(str(path), writing=False), aligned(4096)
     with pytest.raises(IoError) as raised:
-        file.transfer("read", aligned(4096).data_ptr(), 0, sector * 4096, 4096)
+        file.transfer("read", memory.data_ptr(), 0, sector * 4096, 4096)
     assert (raised.value.errno, raised.value.offset, raised.value.path) == (number, sector * 4096, str(path))
     with pytest.raises(IoError, match="ends"):
-        file.transfer("read", aligned(4096).data_ptr(), 0, 1 << 20, 4096)
+        file.transfer("read", memory.data_ptr(), 0, 1 << 20, 4096)
     file.close()
 
 
 def test_a_file_is_registered_until_its_last_user_closes_it(library: ctypes.CDLL, path: Path) -> None:
-    path.write_bytes(bytes(8192))
-    file = CuFile(library).open(str(path), writing=False)
+    path.write_bytes(bytes(4096) + raw(noise(4096)))
+    file, memory = CuFile(library).open(str(path), writing=False), aligned(4096)
     assert file.use() is file
     file.close()
     assert library.registered_files() == 1
-    file.transfer("read", aligned(4096).data_ptr(), 0, 4096, 4096)
+    file.transfer("read", memory.data_ptr(), 0, 4096, 4096)
     file.close()
     assert library.registered_files() == 0
+    assert torch.equal(memory, noise(4096))
 
 
 def test_registering_memory(library: ctypes.CDLL) -> None:
