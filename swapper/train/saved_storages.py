@@ -126,7 +126,8 @@ class Shelf:
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
-        self._here: deque[int] = deque()  # numbers of what was never written, oldest first
+        self._here: dict[int, int] = {}  # what was never written, oldest first: by number, its bytes
+        self._here_bytes = 0
         self._moving: dict[int, weakref.ref[Stored]] = {}
         self._restored: dict[int, weakref.ref[Stored]] = {}  # BACK, or COMING
         self.forgotten: deque[_Remains] = deque()
@@ -172,7 +173,8 @@ class Shelf:
             stored = Stored(self, next(self._order), memory)
             stored.arrival, stored.allocate = arrival, allocate or page_aligned
             self._live[stored.number] = weakref.ref(stored)
-            self._here.append(stored.number)
+            self._here[stored.number] = stored.nbytes
+            self._here_bytes += stored.nbytes
             self.counters.storages += 1
             self._add(stored.nbytes)
             self._wait_for_room(0)
@@ -193,15 +195,14 @@ class Shelf:
         """Have the oldest written that have arrived, until what stays in memory is no more than may."""
         if self._keep_bytes is None:
             return
-        staying = more_bytes + sum(s.nbytes for n in self._here if (s := self._alive(n)) is not None)
-        while self._here and staying > self._keep_bytes:
-            stored = self._alive(self._here[0])
+        while self._here and self._here_bytes + more_bytes > self._keep_bytes:
+            number = next(iter(self._here))
+            stored = self._alive(number)
             if stored is not None:
                 if stored.arrival is not None and not stored.arrival.done:
                     return
                 self._write(stored)
-                staying -= stored.nbytes
-            self._here.popleft()
+            self._is_not_here(number)
 
     def _write(self, stored: Stored) -> None:
         assert stored.memory is not None
@@ -237,7 +238,7 @@ class Shelf:
 
     def _wait_for_arrival(self, more_bytes: int) -> bool:
         """Wait for the oldest that is not there yet, where it is to be written. False if there is none."""
-        oldest = self._alive(self._here[0]) if self._here else None
+        oldest = self._alive(next(iter(self._here), -1))
         if oldest is None or oldest.arrival is None or oldest.arrival.done:
             return False
         oldest.arrival.wait()
@@ -363,6 +364,7 @@ class Shelf:
     def _free(self, remains: _Remains) -> None:
         self._live.pop(remains.number, None)
         self._restored.pop(remains.number, None)
+        self._is_not_here(remains.number)
         if remains.memory is not None:
             note_freed(remains.nbytes)
             self.counters.held_bytes -= remains.nbytes
@@ -390,6 +392,10 @@ class Shelf:
     def _alive(self, number: int) -> Stored | None:
         reference = self._live.get(number)
         return None if reference is None else reference()
+
+    def _is_not_here(self, number: int) -> None:
+        """It is on its way to the drive, or forgotten."""
+        self._here_bytes -= self._here.pop(number, 0)
 
     def _add(self, nbytes: int) -> None:
         self.counters.held_bytes += nbytes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +14,10 @@ from torch.nn import functional as F
 
 import swapper
 from e2e.models import Net, train_step
+from e2e.saved_activations import WIDTH, Residual, assert_equal, assert_failures_are_errors, gradients, swapped_only
 from e2e.twins import Twins
-from swapper import _C
 
 MakeTwins = Callable[..., Twins]
-WIDTH = 256
 SMALL = {"to": "nvme", "host_memory": "1MiB", "min_bytes": "4KiB"}
 
 
@@ -27,36 +25,6 @@ SMALL = {"to": "nvme", "host_memory": "1MiB", "min_bytes": "4KiB"}
 def manager(tmp_path: Path):
     with swapper.SwapManager(tmp_path, host_memory="64MiB") as made:
         yield made
-
-
-class Residual(nn.Module):
-    """Blocks whose activations are 256 KiB and more: views of one storage, dropout, a tensor that is used late and early."""
-
-    def __init__(self, depth: int = 4) -> None:
-        super().__init__()
-        self.wide = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(depth))
-        self.narrow = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(depth))
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        for wide, narrow in zip(self.wide, self.narrow, strict=True):
-            a, b, c = wide(value).chunk(3, dim=-1)
-            value = (
-                value + F.dropout(narrow(torch.tanh(a) * b.transpose(0, 1).sigmoid().transpose(0, 1)), 0.1) * c.exp()
-            )
-        return value
-
-
-def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    run().backward()
-    return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert len(actual) == len(expected)
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("to, host_memory", [("nvme", "1MiB"), ("nvme", 1), ("auto", "2MiB"), ("auto", "1GiB")])
@@ -82,16 +50,6 @@ def test_backward_may_come_after_the_context(manager: swapper.SwapManager) -> No
             return model(value).square().mean()
 
     assert_equal(gradients(model, run), expected)
-
-
-def swapped_only(pair: Twins, activations: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `step`, under `activations` for the swapped model."""
-
-    def run(model: nn.Module, optimizer: Any) -> Any:
-        with activations if model is pair.swapped else contextlib.nullcontext():
-            return step(model, optimizer)
-
-    return run
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
@@ -253,6 +211,19 @@ def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) ->
     assert activations._shelf._allocated_bytes < 3 * activations.counters.written_bytes / 4
 
 
+def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManager) -> None:
+    model, value = Residual(), torch.randn(2, 128, WIDTH)
+    activations = swapper.offload_activations(manager, to="auto", host_memory="1GiB", min_bytes="4KiB")
+    for _ in range(3):
+        with activations:
+            model(value).sum().backward()
+    with activations:
+        pass
+    shelf = activations._shelf
+    assert activations.counters.storages > 3 and activations.counters.written_bytes == 0
+    assert (len(shelf._live), len(shelf._here), shelf._here_bytes) == (0, 0, 0)
+
+
 def test_no_more_in_memory_than_asked_for(manager: swapper.SwapManager) -> None:
     model, value = Residual(8), torch.randn(2, 128, WIDTH)
     largest = 2 * 128 * 3 * WIDTH * 4
@@ -283,24 +254,7 @@ def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.SwapManager, seed: int) -> None:
-    model, value = Residual(), torch.randn(2, 128, WIDTH)
-    expected = gradients(model, lambda: model(value).square().mean())
-    activations = swapper.offload_activations(manager, **SMALL)
-    chaos = {"seed": seed, "eio": 0.05, "enospc": 0.02, "short": 0.2, "reorder": 0.3}
-    activations._owner._own_engine = _C.Engine(backend="chaos", chaos=chaos)
-    failures = 0
-    for _ in range(6):
-        try:
-            with activations:
-                actual = gradients(model, lambda: model(value).square().mean())
-        except swapper.IoError:
-            failures += 1
-        else:
-            assert_equal(actual, expected)
-    assert failures > 0
-    activations._owner._own_engine = None
-    with activations:
-        assert_equal(gradients(model, lambda: model(value).square().mean()), expected)
+    assert_failures_are_errors(swapper.offload_activations(manager, **SMALL), seed)
 
 
 def test_a_closed_manager_is_named(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ from infer.host_device import ORDERS, HostDevice
 import swapper
 from e2e.late_device import LateDevice
 from e2e.models import Net, train_step
-from e2e.test_activations import WIDTH, MakeTwins, Residual, assert_equal, gradients, swapped_only
-from swapper import _C
+from e2e.saved_activations import WIDTH, Residual, assert_equal, assert_failures_are_errors, gradients, swapped_only
+from e2e.twins import Twins
 
+MakeTwins = Callable[..., Twins]
 CPU = torch.device("cpu")
 LARGEST = 2 * 128 * 3 * WIDTH * 4
 
@@ -279,24 +280,7 @@ def test_a_device_that_is_lost_is_named_in_forward_and_backward(manager: swapper
 
 @pytest.mark.parametrize("seed", range(4))
 def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.SwapManager, seed: int) -> None:
-    model, value = Residual(), torch.randn(2, 128, WIDTH)
-    expected = gradients(model, lambda: model(value).square().mean())
-    activations = offload(manager, LateDevice(f"by chance {seed}"), to="nvme")
-    chaos = {"seed": seed, "eio": 0.05, "enospc": 0.02, "short": 0.2, "reorder": 0.3}
-    activations._owner._own_engine = _C.Engine(backend="chaos", chaos=chaos)
-    failures = 0
-    for _ in range(6):
-        try:
-            with activations:
-                actual = gradients(model, lambda: model(value).square().mean())
-        except swapper.IoError:
-            failures += 1
-        else:
-            assert_equal(actual, expected)
-    assert failures > 0
-    activations._owner._own_engine = None
-    with activations:
-        assert_equal(gradients(model, lambda: model(value).square().mean()), expected)
+    assert_failures_are_errors(offload(manager, LateDevice(f"by chance {seed}"), to="nvme"), seed)
 
 
 def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
