@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import swapper
-from e2e.models import Block, Net, loss_of, tokens, train_step
+from e2e.models import Block, Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same, send_away
 
 ALL_PARAMETERS = 3 << 20
@@ -469,10 +469,7 @@ def auxiliary_loss(pair: Twins) -> None:
         loss = loss_of(model, tokens()) + sum(block.penalty for block in model.blocks)
         if model is other.swapped:
             send_away(other.manager)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     try:
         other.train(run, steps=3)

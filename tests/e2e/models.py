@@ -121,9 +121,13 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().view(-1, logits.shape[-1]), batch.view(-1))
 
 
-def train_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+def train_step(model: nn.Module, optimizer: Any, batch: int = 2) -> torch.Tensor:
     """One ordinary step; returns the loss."""
-    loss = loss_of(model, tokens())
+    return finish_step(loss_of(model, tokens(batch)), optimizer)
+
+
+def finish_step(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    """What is left of an ordinary step when there is a loss; returns it."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()

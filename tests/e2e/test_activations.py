@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import swapper
-from e2e.models import Net, train_step
+from e2e.models import Net, finish_step, train_step
 from e2e.saved_activations import WIDTH, Residual, assert_equal, assert_failures_are_errors, gradients, swapped_only
 from e2e.twins import Twins
 
@@ -73,10 +73,7 @@ def test_architectures(twins: MakeTwins, name: str) -> None:
 
     def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
         value = loss(model)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return value.detach()
+        return finish_step(value, optimizer)
 
     pair.train(swapped_only(pair, activations, step), steps=3)
     assert activations.counters.written_bytes > 0

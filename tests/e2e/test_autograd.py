@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from e2e.models import VOCABULARY, WIDTH, Net, loss_of, tokens, train_step
+from e2e.models import VOCABULARY, WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -53,10 +53,7 @@ def test_two_forwards_before_one_backward_are_bit_equal(twins: MakeTwins) -> Non
     def run(model: Any, optimizer: Any) -> torch.Tensor:
         first, second = tokens(), tokens()
         loss = loss_of(model, first) + loss_of(model, second)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair = twins(Net())
     pair.train(run, steps=3)
@@ -96,10 +93,7 @@ def test_a_retained_graph_can_be_gone_through_again(twins: MakeTwins) -> None:
         loss = loss_of(model, tokens())
         loss.backward(retain_graph=True)
         loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair = twins(Net())
     pair.train(run, steps=3)
@@ -221,10 +215,7 @@ def test_autocast_is_bit_equal(twins: MakeTwins, policy: str) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model(batch)
         loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), batch.view(-1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair = twins(Net(passes=2))
     pair.train(run, steps=3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from e2e.models import LENGTH, VOCABULARY, Net, loss_of
+from e2e.models import LENGTH, VOCABULARY, Net, finish_step, loss_of
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -42,10 +42,7 @@ def test_training_with_worker_processes_is_bit_equal(twins: MakeTwins, params: s
 
             def run(model: Any, optimizer: Any, batch: torch.Tensor = batch) -> torch.Tensor:
                 loss = loss_of(model, batch)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss.detach()
+                return finish_step(loss, optimizer)
 
             pair.train(run, steps=1)
     pair.finish(paged=params == "nvme")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, NAdam
 
 import swapper
-from e2e.models import WIDTH, Net, loss_of, tokens, train_step
+from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins, assert_same
 
@@ -158,10 +158,7 @@ def evaluate_in_inference_mode(model: Any, optimizer: Any) -> torch.Tensor:
 def autocast(model: Any, optimizer: Any) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 def clip(model: Any, optimizer: Any) -> torch.Tensor:
@@ -240,10 +237,7 @@ def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come
         key = "plain" if model is pair.plain else "swapped"
         turn[key] += 1
         loss = model(torch.randn(4, WIDTH), turn[key] % 2).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair.train(run, steps=6)
     pair.finish(paged=False)
@@ -446,10 +440,7 @@ def test_losses_of_layers_whose_inputs_need_no_gradient(deferred: MakeTwins) -> 
     def run(model: Any, optimizer: Any) -> torch.Tensor:
         inputs = torch.randn(4, WIDTH)
         loss = F.mse_loss(model(inputs), inputs)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair.train(run, steps=4)
     pair.finish(paged=False)

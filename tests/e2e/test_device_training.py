@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
+from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
 
@@ -123,15 +124,7 @@ def test_activations_may_be_offloaded_too(on_device: MakeTwins) -> None:
     pair = on_device()
     activations = swapper.offload_activations(pair.manager, min_bytes=4096)
 
-    def step(model: Any, optimizer: Any) -> torch.Tensor:
-        with activations if model is pair.swapped else contextlib.nullcontext():
-            loss = loss_of(model, tokens(8))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    pair.train(step, steps=3)
+    pair.train(swapped_only(pair, activations, partial(train_step, batch=8)), steps=3)
     pair.finish(paged=False)
 
 

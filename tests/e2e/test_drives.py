@@ -14,7 +14,7 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
-from e2e.models import Net, train_step
+from e2e.models import Net, finish_step, train_step
 from e2e.twins import Twins, assert_same_state
 from swapper.checkpoint.verify import verify
 from swapper.cli.doctor import look
@@ -95,10 +95,7 @@ def test_the_state_dict_shows_state_of_both_drives(twins: MakeTwins, second_driv
 
     def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
         loss = model(torch.randn(2, 512)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair.train(step, steps=2)
     sections = pair.manager.current.run.sections

@@ -13,7 +13,20 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
-from e2e.models import LENGTH, VOCABULARY, WIDTH, Block, Net, Output, Position, hidden_of, loss_of, tokens, train_step
+from e2e.models import (
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Net,
+    Output,
+    Position,
+    finish_step,
+    hidden_of,
+    loss_of,
+    tokens,
+    train_step,
+)
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -341,10 +354,7 @@ class Convolutions(nn.Module):
 
 def image_step(model: Any, optimizer: Any) -> torch.Tensor:
     loss = F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 def test_convolutions_and_batch_norm_are_bit_equal(twins: MakeTwins) -> None:
@@ -466,10 +476,7 @@ def test_a_branch_by_data_is_bit_equal(twins: MakeTwins) -> None:
         batch = tokens()
         logits = model(batch).last_hidden_state
         loss = F.cross_entropy(logits.view(-1, VOCABULARY), batch.view(-1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair = twins(Mixture(), partial(torch.optim.AdamW, lr=0.03))
     pair.train(run, steps=10)
@@ -552,10 +559,7 @@ def test_two_models_under_two_managers_train_side_by_side(twins: MakeTwins) -> N
         def run(models: tuple[Any, Any], optimizer: Any) -> torch.Tensor:
             batch = tokens()
             loss = F.mse_loss(models[0](batch), models[1](batch))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+            return finish_step(loss, optimizer)
 
         state = torch.get_rng_state()
         expected = run((student.plain, teacher.plain), student.plain_optimizer)

@@ -19,7 +19,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from e2e.models import VOCABULARY, tokens
+from e2e.models import VOCABULARY, finish_step, tokens
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -66,10 +66,7 @@ MODELS = {"llama": llama, "gpt2": gpt2, "mixtral": mixtral, "t5": t5}
 def step(model: Any, optimizer: Any) -> torch.Tensor:
     batch = tokens()
     loss = model(input_ids=batch, labels=batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 @pytest.mark.parametrize("name", MODELS)

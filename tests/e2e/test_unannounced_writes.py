@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import swapper
-from e2e.models import Block, Net, train_step
+from e2e.models import Block, Net, finish_step, train_step
 from e2e.twins import Twins, send_away
 
 MakeTwins = Callable[..., Twins]
@@ -77,10 +77,7 @@ def test_a_write_after_an_update_is_noted_too(twins: MakeTwins) -> None:
 
     def step(model: Any, optimizer: Any) -> torch.Tensor:
         loss = model(torch.randn(4, 256)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     pair.train(step, steps=2)
     with pytest.raises(swapper.StateError, match=r"3\.weight was changed inside"):

@@ -16,7 +16,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 from e2e.early import train, updated_early
-from e2e.models import WIDTH, Net, loss_of, tokens, train_step
+from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins
 
@@ -138,10 +138,7 @@ def two_losses(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
 def retained(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 def gradient_penalty(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
@@ -149,10 +146,7 @@ def gradient_penalty(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     bias = model.blocks[1].up.bias
     (gradient,) = torch.autograd.grad(loss, bias, create_graph=True)
     loss = loss + gradient.square().sum()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 def never_zero(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
@@ -182,10 +176,7 @@ def discard_a_forward(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
 def autocast(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         loss = loss_of(model, tokens())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+    return finish_step(loss, optimizer)
 
 
 def look_at_gradients(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
@@ -325,10 +316,7 @@ def layered(order: Callable[[int], tuple[int, ...]]) -> Callable[[Any, Any], tor
     def run(model: Any, optimizer: Any) -> torch.Tensor:
         turn = turns[id(model)] = turns.get(id(model), -1) + 1
         loss = model(torch.randn(4, WIDTH), *order(turn)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
+        return finish_step(loss, optimizer)
 
     return run
 
