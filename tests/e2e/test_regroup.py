@@ -18,10 +18,12 @@ from e2e.processes import run_python
 from e2e.stopped_calls import why_not
 from e2e.twins import Twins, adamw, assert_same, named_budget
 from swapper.checkpoint.committer import Committer
+from swapper.core.layout import Slot, TensorSpec
 from swapper.core.memory import HostMemory
 from swapper.core.store import Store
 from swapper.train.content import CarriedContent
 from swapper.train.parked_grads import ParkedGradients
+from swapper.train.slices import Place
 
 MakeTwins = Callable[..., Twins]
 
@@ -325,6 +327,35 @@ def test_what_fails_half_way_leaves_the_run_as_it_was(
     pair.both(unfreeze(1))
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
+
+
+def test_reads_under_way_are_waited_for_where_the_next_one_cannot_be_asked_for(twins: MakeTwins) -> None:
+    pair = twins(Net())
+    pair.train(train_step, steps=1)
+    run = pair.manager.current.run
+    run.pager.flush()
+    section = next(section for section in run.sections if len(section.pages) > 1)
+    content = run.carried(pair.original)
+    asked: list[Any] = []
+
+    class Noting:
+        """Notes the reads, of which the first takes as long as the second file is looked for in vain."""
+
+        def read(self, *arguments: Any) -> Any:
+            asked.append(run.engine.read(*arguments))
+            content._paths = {}
+            return asked[-1]
+
+        def close(self) -> None:
+            pass
+
+    content._engine = Noting()
+    target = torch.empty(section.plan.nbytes, dtype=torch.uint8)
+    whole = Place(section, Slot(TensorSpec("all", "param", torch.uint8, (section.plan.nbytes,)), 0))
+    with pytest.raises(KeyError):
+        content._read(whole, 0, section.plan.nbytes, target)
+    assert [ticket.done for ticket in asked] == [True]
+    content.close()
 
 
 # --- after a crash ------------------------------------------------------------------------------------------------------
