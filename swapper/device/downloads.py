@@ -7,6 +7,7 @@ copy. Copies are over in the order in which they were queued.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 
 from swapper.counters import Counters
 from swapper.device.device import Device
+from swapper.errors import DeviceError
 
 MOST_BYTES = 256 << 20
 """Of the device's memory it does not pay to keep more for copies that are on their way."""
@@ -30,7 +32,7 @@ class _Copy:
 
     Attributes:
         event: after it the copy is over.
-        sources: on the device.
+        sources: on the device; kept here for as long as they are copied.
         nbytes: of them, where only this keeps them.
         arrived: to be called then.
         lost: to be called, with the error, where the device fails instead.
@@ -90,6 +92,8 @@ class Downloads:
                     self._device.copy(target, source, self._stream)
             event = self._device.record(self._stream)
         except BaseException as error:
+            with contextlib.suppress(DeviceError):  # a part of it may be queued
+                self._device.wait_for(self._device.record(self._stream))
             lost(error)
             raise
         self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
@@ -110,7 +114,7 @@ class Downloads:
         try:
             with self._counters.waiting("frame", f"a copy from {self._device}"):
                 self._device.wait_for(self._in_flight[0].event)
-        except BaseException as error:
+        except Exception as error:  # not Ctrl-C: that ends no copy, and who waits next finds it out
             while self._in_flight:
                 self._take_oldest().lost(error)
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from swapper.device.downloads import Downloads
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.device.uploads import Uploads
+from swapper.errors import DeviceError
 from swapper.train.device_grads import DeviceGradients
 
 __all__ = ["on_device"]
@@ -63,6 +65,31 @@ def test_no_more_is_kept_for_copies_than_is_set_aside() -> None:
     assert arrived == [0, 1]
     down.finish()
     assert arrived == [0, 1, 2, 3]
+
+
+def test_a_copy_is_waited_for_where_ctrl_c_comes_in_between_and_where_only_a_part_of_it_was_queued(
+    monkeypatch: Any,
+) -> None:
+    down, host, source = downloads(device := HostDevice("late"))
+    told: list[Any] = []
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        down.send([(host, source)], lambda: told.append(host.sum().item()), told.append)
+        patch.setattr(device, "wait_for", lambda event: signal.raise_signal(signal.SIGINT))
+        down.wait_for_oldest()
+    assert told == []  # it is on its way still
+    down.finish()
+    assert told == [64]
+
+    copied = device.copy
+
+    def fail(*arguments: Any) -> None:
+        copied(*arguments)
+        raise DeviceError("as asked for")
+
+    monkeypatch.setattr(device, "copy", fail)
+    with pytest.raises(DeviceError):
+        down.send([(host.zero_(), source)], lost=lambda error: told.append(host.sum().item()))
+    assert told == [64, 64]  # nothing comes any more when its memory is given back
 
 
 def test_a_copy_that_does_not_wait_for_the_kernels_before_it_is_noticed(monkeypatch: Any) -> None:
