@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop, SparseAdam
+from torch.optim import Adagrad, Adam, AdamW, Optimizer, Rprop
 
 from swapper.errors import UnsupportedError
+from swapper.train.refused_optimizers import NARROW, check_settings
 from swapper.train.shadow import NAMES, Shadow, Work, is_same
 
 STEPS = 4
@@ -46,7 +47,6 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 TRIAL_LR = 1e-2
 """Instead of a rate of zero, as at the start of a warm-up: nothing would be seen."""
-NARROW = (torch.bfloat16, torch.float16)
 CUT_NARROW: tuple[type[Optimizer], ...] = (AdamW, Adam, Rprop)
 CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 """[Note: bf16 and fp16]"""
@@ -115,7 +115,7 @@ class Discovery:
         if key not in self._forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
-            _check_settings(self._optimizer, group, dtype)
+            check_settings(self._optimizer, group, dtype)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
                 self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
         return self._forms[key]
@@ -159,7 +159,7 @@ class _Trial:
         return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
 
     def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
-        before = _clone(self._optimizer).param_groups
+        before = copy_for_trial(self._optimizer).param_groups
         return frozenset(
             key
             for old, new in zip(before, after, strict=True)
@@ -179,7 +179,7 @@ class _Trial:
         The second tensor has its first gradient in step `start`.
         """
         tensors = [value.clone() for value in self._values]
-        clone = _clone(self._optimizer)
+        clone = copy_for_trial(self._optimizer)
         shadow = Shadow(clone)
         states: list[dict[str, Any]] = [{}, {}]
         for step in range(STEPS):
@@ -285,7 +285,7 @@ class _Trial:
             {k: v.reshape(-1)[b:e].clone() if k in like else copy.deepcopy(v) for k, v in first.items()}
             for b, e in pieces
         ]
-        shadow = Shadow(_clone(self._optimizer))
+        shadow = Shadow(copy_for_trial(self._optimizer))
         try:
             for gradients in self._gradients:
                 flat = gradients[0].reshape(-1)
@@ -309,30 +309,6 @@ class _Trial:
         )
 
 
-def check_supported(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError for what no trial can find out, or only in a way that hides the reason."""
-    if not isinstance(optimizer, Optimizer):
-        raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if isinstance(optimizer, LBFGS):
-        raise UnsupportedError(
-            f"{kind} cannot be paged: it keeps a history of flat vectors over all parameters and runs the closure several times "
-            "within a step. Use an optimizer that updates each parameter from its own gradient"
-        )
-    if isinstance(optimizer, SparseAdam):
-        raise UnsupportedError(
-            f"{kind} cannot be paged: it takes sparse gradients, which have no fixed place. "
-            "Build embeddings with sparse=False, and use Adam"
-        )
-    for group in optimizer.param_groups:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}({option}=True) cannot be paged: build it with {option}=False"
-                )
-    _check_attributes(kind, optimizer)
-
-
 def is_plain(value: Any) -> bool:
     """Return whether `value` can be kept beside the tensors of an optimizer's state."""
     if isinstance(value, list | tuple):
@@ -342,41 +318,7 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN
 
 
-def _check_attributes(kind: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that reaches parameters by another way than its groups: its shadow would update those, and not slices."""
-    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    pending = [
-        (name, value, 0)
-        for name, value in vars(optimizer).items()
-        if name not in ("param_groups", "state", "step") and not name.endswith("_hooks")
-    ]
-    while pending:
-        name, value, depth = pending.pop()
-        if isinstance(value, Optimizer):
-            raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} is an optimizer of its own, which would update parameters that "
-                "are away. Offload that one, and do what the wrapper does in the training loop"
-            )
-        if id(value) in own:
-            raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be away when it uses them; "
-                "an optimizer must find them in its param_groups"
-            )
-        if isinstance(value, dict) and depth < 3:
-            pending += [(name, item, depth + 1) for pair in value.items() for item in pair]
-        elif isinstance(value, list | tuple | set | frozenset) and depth < 3:
-            pending += [(name, item, depth + 1) for item in value]
-
-
-def _check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> None:
-    if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and dtype in NARROW:
-        raise UnsupportedError(
-            f"SGD(fused=True, momentum={group['momentum']}) gives wrong values for {dtype} from its second step on in torch "
-            "itself: leave out fused=True, or say master_weights=torch.float32"
-        )
-
-
-def _clone(optimizer: Optimizer) -> Optimizer:
+def copy_for_trial(optimizer: Optimizer) -> Optimizer:
     """Return an optimizer with the same settings and attributes, no parameters, no state, and a rate that is not zero."""
     clone: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():

@@ -16,7 +16,8 @@ from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, partition
-from swapper.train.discovery import Discovery, StateForm, check_supported, is_plain
+from swapper.train.discovery import Discovery, StateForm, is_plain
+from swapper.train.refused_optimizers import check_supported
 from swapper.train.slices import ParameterPlaces, Place
 from swapper.train.sweep import Trainable
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.device.device import Device
+from swapper.train.discovery import copy_for_trial
 from swapper.train.shadow import Shadow, Work
 
 ELEMENTS = 1 << 22
@@ -22,7 +23,7 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
     """Return "cpu" or "device". An optimizer without parameters, or one that cannot be tried, stays on the CPU."""
     if not optimizer.param_groups or not any(group["params"] for group in optimizer.param_groups):
         return "cpu"
-    shadow = Shadow(optimizer)
+    shadow = Shadow(copy_for_trial(optimizer))
     tensor = torch.zeros(ELEMENTS)
     work = Work(0, tensor, torch.ones(ELEMENTS), {})
 
@@ -31,7 +32,10 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
         with torch.no_grad():
             shadow.update([work])
 
-    update()  # makes the state
+    try:
+        update()  # makes the state
+    except Exception:  # it takes no such tensor (Muon wants matrices); what cannot be had at all is said in `discovery`
+        return "cpu"
     on_cpu_s = _seconds(update)
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]
     nbytes = tensor.nbytes * (1 + len(kept))

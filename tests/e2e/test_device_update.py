@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from infer.host_device import ORDERS, HostDevice
+from torch import nn
+from torch.optim import SGD
 
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, forget_copies, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.storage import DeviceStorage
 from swapper.train.device_sweep import DeviceSweep, _Slot
+from swapper.train.update_rates import faster_place
 
 __all__ = ["on_device"]
 
@@ -105,3 +108,22 @@ def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate:
     assert pair.manager.current.run.plan.update_on == place
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
+
+
+def test_auto_leaves_an_optimizer_that_cannot_be_tried_on_the_cpu(on_device: MakeTwins) -> None:
+    class Matrices(SGD):
+        """As Muon: it takes nothing but matrices, and notes on itself what it did."""
+
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, lr=1e-2)
+            self.seen: list[int] = []
+
+        def step(self, closure: Any = None) -> None:
+            self.seen.append(1)
+            if any(parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]):
+                raise ValueError("matrices only")
+            super().step(closure)
+
+    optimizer = Matrices(nn.Linear(8, 8, bias=False).parameters())
+    assert faster_place(optimizer, HostDevice("late")) == "cpu"
+    assert optimizer.seen == []
