@@ -78,6 +78,7 @@ class SwapManager:
     Raises:
         ConfigError: an option is not known.
         DirectoryError: the directory is missing, not writable, in use, or holds a run.
+        CheckpointError: the last commit of the run to go on from cannot be read.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class SwapManager:
                 they share the budget.
             optimizer: over parameters of `model`. It is not used any more; the returned one takes its place. None where nothing
                 is trained.
-            params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes).
+            params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes). `params` may be "device":
+                see `device_memory`.
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
                 says that there is one, but has no data to look at: clipping, scaling and zeroing it work.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
@@ -174,11 +176,14 @@ class SwapManager:
             `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
 
         Raises:
+            ConfigError: an option is not known, or they do not go together.
             BudgetError: the budget is too small; says the smallest that works.
             UnsupportedError: this model or optimizer cannot be offloaded exactly.
             DirectoryError: the drive has not enough room.
+            CheckpointError: the run to go on from is another one, or what `init` names is no checkpoint, or damaged.
             DeviceError: there is no such device, or it fails.
-            StateError: the manager is closed or has a model already.
+            IoError: a transfer failed.
+            StateError: the manager is closed or has a model already, or the model has another manager.
         """
         self.current.enter()
         if self.current.run is not None:
@@ -215,7 +220,9 @@ class SwapManager:
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
-        Raises: as `offload` does.
+        Of a new run: one that is gone on from stays as it was divided.
+
+        Raises: as `offload` does, but for what only files, drives and `init` can tell.
         """
         self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
@@ -223,20 +230,28 @@ class SwapManager:
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:
-        """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler): snapshots hold them."""
+        """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler).
+
+        Commits and snapshots hold their state; in a run that goes on they get here what its last commit has.
+
+        Raises:
+            ConfigError: an object has not both, or its state cannot be kept in a file that torch.load(weights_only=True) reads.
+        """
         self._user.register(objects)
 
     @contextmanager
     def gather(self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False) -> Iterator[Any]:
-        """Have parameters in memory for the time of the context.
+        """Have parameters in memory for the time of the context; on the device, where the model runs on one.
 
         Args:
-            target: a module (with all below it), a parameter, or several.
+            target: a module (with all below it), a parameter, or several. The context gives it back, as `as`.
             write: say True to change them; fp32 masters follow where the new value is another one.
 
         Raises:
-            BudgetError: they do not fit into the pool at one time.
-            StateError: parameters were changed without `write=True`, or are not of the offloaded model.
+            BudgetError: they do not fit into the pool, or on the device, at one time.
+            IoError: they could not be read.
+            StateError: parameters were changed without `write=True`, or are not of the offloaded model; or backward has updated
+                some of them and `optimizer.step()` is still to come.
         """
         self.current.enter()
         run = self.current.running("gather")
@@ -255,12 +270,17 @@ class SwapManager:
     def accumulate(self) -> AbstractContextManager[None]:
         """Return a context for the backwards that are not the last ones of their step, as DDP's no_sync.
 
-        Needed with `update="backward"`, which updates in every other backward; else it does nothing.
+        Needed with `update="backward"`, where a backward outside of it is taken for the last one and updates; else it does nothing.
         """
         return self.current.running("accumulate").model.updates.accumulating()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping."""
+        """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping, a tensor of shape ().
+
+        Raises:
+            UnsupportedError: with `update="backward"`, which has used gradients by then. So does `clip_grad_value_`.
+            StateError: a gradient did not reach its pages whole.
+        """
         self.current.enter()
         model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
@@ -299,6 +319,7 @@ class SwapManager:
 
         Raises:
             CheckpointError: `path` exists, its directory does not, or something cannot be kept in such a file.
+            ConfigError: `keep` or `frozen` is not known.
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
@@ -326,7 +347,11 @@ class SwapManager:
         return self._clock.stats()
 
     def dump(self) -> str:
-        """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names."""
+        """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names.
+
+        Raises:
+            StateError: no model is offloaded.
+        """
         return self.current.running("dump").describe()
 
     @contextmanager
@@ -388,22 +413,26 @@ class SwapManager:
     def close(self) -> None:
         """Write back what is changed, wait for snapshots, and let everything go. Idempotent.
 
-        Parameters that live on NVMe stay away: take a snapshot first, or gather them, to use the model without the manager.
+        Parameters that live on NVMe stay away: take a snapshot first, or copy them within `gather`, to use the model without
+        the manager.
+
+        Raises:
+            IoError: something could not be written, or a snapshot failed and nobody was told yet. All is let go nevertheless.
         """
         if self.current.is_over:
             return
         run = self.current.run
-        try:
-            if run is not None and not self.current.has_failed:
-                run.finish()
-        finally:
-            with held_back:
-                self.current.end()
-                atexit.unregister(self.close)
-                if run is not None:
-                    run.close()
-                self._directory.close()
-        self._recording.close()
+        with self._recording:  # what fails is in it too
+            try:
+                if run is not None and not self.current.has_failed:
+                    run.finish()
+            finally:
+                with held_back:
+                    self.current.end()
+                    atexit.unregister(self.close)
+                    if run is not None:
+                        run.close()
+                    self._directory.close()
         if run is not None:
             run.publisher.raise_failure()
 

@@ -17,6 +17,7 @@ import swapper
 from e2e.models import Net, train_step
 from e2e.processes import LONG_S, environment
 from e2e.twins import Twins
+from swapper.run import Run
 from swapper.trace import LANES, TRACKS, Trace
 
 MakeTwins = Callable[..., Twins]
@@ -105,6 +106,22 @@ def test_a_file_that_is_there_stays_and_a_second_trace_is_refused(twins: MakeTwi
             pass
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["a", "mine"]
     pair.close()
+
+
+def test_a_run_that_ends_by_an_error_leaves_its_trace(
+    twins: MakeTwins, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWAPPER_TRACE", str(tmp_path / "trace.json"))
+    pair = twins(Net())
+    pair.train(train_step, steps=1)
+
+    def fail(run: Run) -> None:
+        raise swapper.IoError("write", "the drive", 0, 4096, 28)
+
+    monkeypatch.setattr(Run, "finish", fail)
+    with pytest.raises(swapper.IoError):
+        pair.manager.close()
+    assert "step" in {span["name"] for span in spans_of(tmp_path / "trace.json")}
 
 
 SCRIPT = """
