@@ -117,10 +117,6 @@ class Device:
         """The same for all objects that are this accelerator."""
         return self.device, id(self._module)
 
-    def allocated_bytes(self) -> int:
-        """Return what tensors have."""
-        return int(self._module.memory_allocated(self.device))
-
     def release_cached(self) -> None:
         """Have torch's allocator give back what it keeps for its next tensors."""
         self._module.empty_cache()

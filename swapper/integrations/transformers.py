@@ -119,7 +119,9 @@ class FirstValues:
             UnsupportedError: the module was put into the model later, and has no values.
         """
         self._source.check_unchanged()
-        mapped = MappedSource(self._source)
+        mapped = MappedSource(
+            self._source
+        )  # anew for each: what is read by way of a mapping is the process's until it goes
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module), name) in self._buffers:
                 buffer.copy_(mapped.made(self._buffers[id(module), name]))

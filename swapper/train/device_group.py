@@ -69,19 +69,8 @@ class DeviceGroupParameters(GroupParameters):
             guard(parameter, self._keeper)
         self._chill()
 
-    def lease(self) -> None:
-        if self._leases == 0:
-            self._on_device.lease(self)
-        self._leases += 1
-        try:
-            self._warm()
-        except BaseException:
-            self._leases -= 1
-            if self._leases == 0:
-                self._on_device.tier.release(self.image)
-            raise
-        if self._leases == 1:
-            self._versions = [parameter._version for parameter in self.parameters]
+    def _bring_in(self) -> None:
+        self._on_device.lease(self)
 
     def release(self) -> None:
         self._leases -= 1

@@ -1,8 +1,9 @@
 """What an offloaded model has on an accelerator: images of its groups, its buffers, and the copies both ways.
 
 Forwards and backwards run there. Parameters come page by page from host memory or NVMe, where their place is, before their
-kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, and puts the images of
-all that is trained out of date. What the device's budget can hold stays from one use to the next within a step.
+kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, or slice by slice here
+(device_sweep.py), and puts the images of all that is trained out of date. What the device's budget can hold stays from one use to
+the next within a step.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     """Return what all tensors on one storage have in common, wherever it is; None for a tensor that has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
+    except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
         return None
 
 
@@ -101,10 +101,7 @@ class GroupParameters:
     def lease(self) -> None:
         """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
         if self._leases == 0:
-            if self.catch_up is not None:
-                self.catch_up(self.access if self.paged else None)
-            elif self.paged:
-                self._pager.acquire(self.access)
+            self._bring_in()
         self._leases += 1
         try:
             self._warm()
@@ -113,6 +110,13 @@ class GroupParameters:
             raise
         if self._leases == 1:
             self._versions = [parameter._version for parameter in self.parameters]
+
+    def _bring_in(self) -> None:
+        """A pass begins to lease the group."""
+        if self.catch_up is not None:
+            self.catch_up(self.access if self.paged else None)
+        elif self.paged:
+            self._pager.acquire(self.access)
 
     def release(self) -> None:
         self._leases -= 1
