@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from swapper.core.dump import describe
@@ -234,10 +234,11 @@ class Frames:
             if page.residency is Residency.COLD:
                 self._unmap(page)
 
-    def forget_files(self) -> None:
-        """Nothing is in memory any more, and the files are about to be closed: let the windows forget them."""
+    def forget_files(self, stay: Collection[int]) -> None:
+        """Nothing but `stay` is in memory any more, and the files are about to be closed: let the windows forget them."""
         for page in self._pages:
-            page.section.window.unmap(page.offset, page.nbytes)
+            if page.index not in stay:
+                page.section.window.unmap(page.offset, page.nbytes)
 
     def file_of(self, page: Page) -> Any:
         return self._store.file_of(page)

@@ -267,17 +267,20 @@ class Pager:
                     self._end_lease(page)
             self._write_what_was_put_off()
 
-    def discard(self) -> None:
+    def discard(self, stay: Collection[int] = ()) -> None:
         """Wait for all transfers and forget the content of every frame: what is in the store is what there is.
 
         The windows forget the files too, which may be closed now; `back_cold_pages` has them read there again.
+
+        Args:
+            stay: pages that remain mapped, for whoever still has a tensor of them: the pager is at its end.
         """
-        self.discard_pages(range(len(self._pages)))
+        self.discard_pages(set(range(len(self._pages))).difference(stay))
         with self._lock:
             self._held.clear()
             with contextlib.suppress(IoError):
                 self._frames.raise_failure()  # of what is thrown away now
-            self._frames.forget_files()
+            self._frames.forget_files(stay)
 
     def discard_pages(self, pages: Iterable[int]) -> None:
         """Wait for the transfers of these pages and forget what frames and spare memory have of them, and all leases of them."""

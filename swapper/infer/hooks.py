@@ -81,6 +81,7 @@ class Hooks:
         self._turn = threading.Lock()
         self._owner: threading.Thread | None = None
         self._is_removed = False
+        self._is_unloaded = False
         self._last_unit = ""
         self._convoy: Passing | None = None
         self._stack: list[Call] = []
@@ -95,10 +96,26 @@ class Hooks:
                 self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
+        """The model is a plain one from now on: everything is in memory for good."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._is_removed = True
+
+    @contextmanager
+    def turn_to_unload(self) -> Iterator[None]:
+        """Within it no forward runs, and after it none can: those of other threads are waited for, or refused."""
+        if self._owner is threading.current_thread():
+            self._drop_stale()
+            if self._stack or self._convoy is not None:
+                raise StateError("unload was called from inside of the model's forward: call it when that is over")
+        has_turn = self._take_turn()
+        try:
+            yield
+            self._is_unloaded = True
+        finally:
+            if has_turn:
+                self._give_turn()
 
     @contextmanager
     def turn_for(self, convoy: Passing) -> Iterator[bool]:
@@ -191,6 +208,9 @@ class Hooks:
             owner = self._owner
             if owner is not None and not owner.is_alive():
                 break  # it died inside a forward: its turn is ours
+        if self._is_unloaded:
+            self._turn.release()
+            raise StateError("the model was unloaded by another thread: load it anew")
         if self._is_removed:
             self._turn.release()
             return False

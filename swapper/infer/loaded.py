@@ -6,6 +6,7 @@ goes backwards. Nothing of the model is changed before everything that can be re
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -188,34 +189,45 @@ class LoadedModel:
         return self._checksums.check()
 
     def unload(self) -> None:
-        """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again."""
+        """Give back memory, files and hooks. The model has its shapes on the meta device then. May be called again.
+
+        A forward that another thread runs is waited for. Weights that were in memory for good stay usable for whoever has them.
+
+        Raises:
+            StateError: it was called from inside of the model's forward.
+        """
         if self._closed or os.getpid() != self._pid:
             return
-        with held_back:
-            self._closed = True
-            self.counters  # noqa: B018  # the engine's last count
-            model = self._model()
-            if self._hooks is not None:
-                self._hooks.remove()
-            for group in self._groups:
-                group.abandon()
-            if model is not None:
-                paged = [weight.parameter for group in self._groups for weight in group.weights]
-                empty(Places(model), [*paged, *self._small])
-                for module in model.modules():
-                    module.__dict__.pop(KEY, None)
-                    allow_changes(module)
-                    stop_looking_up(module)
-                    stop_cutting(module)
-            self._together = None
-            self._mapped.forget()
-            if self._experts is not None:
-                self._experts.forget()
-            if self._on_device is not None:
-                self._on_device.move_back()
-            self._close_streaming()
-            self._hooks = self._experts = self._on_device = None
-            self._groups, self._small = [], []  # their tensors keep memory and files
+        with contextlib.nullcontext() if self._hooks is None else self._hooks.turn_to_unload(), held_back:
+            if self._closed:  # by another thread, meanwhile
+                return
+            self._unload()
+
+    def _unload(self) -> None:
+        self._closed = True
+        self.counters  # noqa: B018  # the engine's last count
+        model = self._model()
+        if self._hooks is not None:
+            self._hooks.remove()
+        for group in self._groups:
+            group.abandon()
+        if model is not None:
+            paged = [weight.parameter for group in self._groups for weight in group.weights]
+            empty(Places(model), [*paged, *self._small])
+            for module in model.modules():
+                module.__dict__.pop(KEY, None)
+                allow_changes(module)
+                stop_looking_up(module)
+                stop_cutting(module)
+        self._together = None
+        self._mapped.forget()
+        if self._experts is not None:
+            self._experts.forget()
+        if self._on_device is not None:
+            self._on_device.move_back()
+        self._close_streaming(self._stay())
+        self._hooks = self._experts = self._on_device = None
+        self._groups, self._small = [], []  # their tensors keep memory and files
 
     def __enter__(self) -> LoadedModel:
         return self
@@ -314,10 +326,15 @@ class LoadedModel:
             found = [self._groups[index] for index in order]
             self._on_device.tier.expect([group.image for group in found if isinstance(group, DeviceGroup)])
 
-    def _close_streaming(self) -> None:
+    def _stay(self) -> list[int]:
+        """Return the pages of weights that are plain ones by now: somebody may have them, or an output that is a view."""
+        settled = [group for group in self._groups if group.settled]
+        return [index for group in settled for access in group.kept_accesses for index in access.pages]
+
+    def _close_streaming(self, stay: Collection[int] = ()) -> None:
         if self._on_device is not None:
             self._on_device.close()
-        self._streaming.close()
+        self._streaming.close(stay)
 
     def _demanded(
         self, blueprint: Blueprint, index: int, weights: list[PagedWeight], expert: Sequence[int]

@@ -144,10 +144,10 @@ class Streaming:
         registered = "" if self._registration is None else f", for the device {self._registration.describe()}"
         return f"{self.engine.backend} ({self.engine.reason}), {modes}; memory {self._memory.describe()}{registered}"
 
-    def close(self) -> None:
-        """Copies out of the frames must be over."""
+    def close(self, stay: Collection[int] = ()) -> None:
+        """Copies out of the frames must be over. Pages in `stay` keep their memory for as long as somebody has a tensor of it."""
         if self._pager is not None:
-            self._pager.discard()
+            self._pager.discard(frozenset(stay))
         if self.engine is not None:
             self.engine.close()
         if self._files is not None:

@@ -1,0 +1,91 @@
+"""When a model is unloaded: what people still have of it, and who is in its forward meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import swapper
+from infer.test_load import make, on_meta
+from infer.test_loaded_models import BUDGET, descriptors, run
+
+
+@pytest.fixture
+def reference():
+    return make()
+
+
+@pytest.fixture
+def path(tmp_path, reference):
+    save_file(reference.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "1GiB"])
+def test_what_people_have_of_a_model_outlives_its_unloading(path, reference, budget):
+    """Weights that stay in memory are plain ones: their memory must not go while somebody has a tensor of it."""
+    run(swapper.load(on_meta(), path, host_memory=budget))
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("swapper-arena")
+    model = swapper.load(on_meta(), path, host_memory=budget)
+    run(model)
+    run(model)
+    named = dict(model.named_parameters())
+    settled = {name: p for name, p in named.items() if type(p) is nn.Parameter}
+    assert len(settled) == len(named) if budget == "1GiB" else 0 < len(settled) < len(named)
+    heads = {name: p[:1] for name, p in settled.items()}
+    swapper.loaded(model).unload()
+    del model, named
+    gc.collect()
+    for name, value in reference.named_parameters():
+        if name in settled:
+            assert torch.equal(settled[name], value)
+            assert torch.equal(heads[name], value[:1])
+    settled.clear()
+    heads.clear()
+    gc.collect()
+    assert Path("/proc/self/maps").read_text().count("swapper-arena") == maps
+
+
+def test_unloading_waits_for_the_forward_of_another_thread(path, reference):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    loaded = swapper.loaded(model)
+    inside, go_on, outputs = threading.Event(), threading.Event(), []
+
+    def stop(*_):
+        inside.set()
+        assert go_on.wait(60)
+
+    hook = model.layers[1].register_forward_hook(stop)
+    runs = threading.Thread(target=lambda: outputs.append(run(model)))
+    runs.start()
+    assert inside.wait(60)
+    unloads = threading.Thread(target=loaded.unload)
+    unloads.start()
+    unloads.join(0.2)
+    assert unloads.is_alive()
+    hook.remove()
+    go_on.set()
+    runs.join()
+    unloads.join()
+    assert torch.equal(outputs[0], run(reference))
+    assert descriptors() == 0
+
+
+def test_unloading_from_inside_of_a_forward_is_refused(path, reference):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    loaded = swapper.loaded(model)
+    hook = model.layers[1].register_forward_hook(lambda *_: loaded.unload())
+    with pytest.raises(swapper.StateError, match="inside of the model's forward"):
+        run(model)
+    with pytest.raises(swapper.StateError, match="inside of the model's forward"):
+        loaded.map(lambda _: loaded.unload(), [1, 2])
+    hook.remove()
+    assert torch.equal(run(model), run(reference))
+    loaded.unload()
