@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.infer.empty import without_weights
     from swapper.infer.loaded import loaded
-    from swapper.infer.loading import load
-    from swapper.infer.sharing import shared_memory
+    from swapper.infer.loading import load, shared_memory
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
     from swapper.plan import Plan
@@ -73,7 +72,7 @@ _LATER = {
     "load": "swapper.infer.loading",
     "loaded": "swapper.infer.loaded",
     "offload_activations": "swapper.train.activations",
-    "shared_memory": "swapper.infer.sharing",
+    "shared_memory": "swapper.infer.loading",
     "without_weights": "swapper.infer.empty",
 }
 

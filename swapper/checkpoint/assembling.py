@@ -12,7 +12,7 @@ import torch
 
 from swapper.checkpoint.chunks import Box, ChunkedTensor
 from swapper.checkpoint.formats import PIECES_AHEAD, ExportTensor, Payloads, arrived, settle
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 
 BOX_BYTES = 4 << 20
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from swapper.checkpoint.dcpread import METADATA_NAME, read, read_directory
 from swapper.checkpoint.engines import drain, engine_for, open_for, reserve, wait_for_all
 from swapper.checkpoint.items import Item
 from swapper.checkpoint.skeleton import TensorView
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
 from swapper.checkpoint.torchfile import opened, read_item
 from swapper.errors import CheckpointError, ConfigError, IoError

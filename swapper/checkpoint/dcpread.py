@@ -16,7 +16,8 @@ import torch
 from swapper.checkpoint.chunks import Chunk, ChunkedTensor
 from swapper.checkpoint.joined import Extent, JoinedFile
 from swapper.checkpoint.skeleton import Opaque, TensorView, read_skeleton
-from swapper.checkpoint.sources import FileStamp, Source, StoredTensor
+from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import opened, read_item
 from swapper.errors import CheckpointError, IoError
 

@@ -38,7 +38,8 @@ from swapper.checkpoint.relay import Relay
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.saving import save
 from swapper.checkpoint.skeleton import Opaque, Skeleton
-from swapper.checkpoint.sources import FileStamp, Source, StoredTensor, open_source
+from swapper.checkpoint.sources import FileStamp, Source, open_source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import read_torch_file
 from swapper.errors import CheckpointError, IoError
 

@@ -22,7 +22,7 @@ from swapper.checkpoint.pickling import StorageRef, pickle_state
 from swapper.checkpoint.relay import Checksum, Relay
 from swapper.checkpoint.safetensors import DTYPES
 from swapper.checkpoint.saving import ROOT, leading_records, serialization_id
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.zipformat import Entry, descriptor, descriptor_nbytes, directory, local_header
 from swapper.errors import CheckpointError
 

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from swapper.checkpoint.sources import FileStamp, Source, StoredTensor, open_file
+from swapper.checkpoint.sources import FileStamp, Source, open_file
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import CheckpointError, IoError
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
-from swapper.checkpoint.sources import StoredTensor, open_source
+from swapper.checkpoint.sources import open_source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import TorchFile, read_torch_file
 
 _MOST_ALIGNMENT = 1 << 21

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.sources import FileStamp, Source, StoredTensor
+from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import CheckpointError, IoError
 
 SIZE_BYTES = 8

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swapper.checkpoint.skeleton import Skeleton, StorageId, TensorView, read_skeleton
-from swapper.checkpoint.sources import FileStamp, Source, StoredTensor
+from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.zipread import ZipIndex, ZipRecord, read_index
 from swapper.errors import CheckpointError, IoError
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from swapper.checkpoint.formats import ExportTensor
 from swapper.checkpoint.skeleton import TensorView
-from swapper.checkpoint.sources import FileStamp, StoredTensor
+from swapper.checkpoint.sources import FileStamp
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import TorchFile, read_torch_file
 from swapper.errors import CheckpointError, IoError
 

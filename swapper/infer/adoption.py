@@ -12,7 +12,7 @@ from itertools import count
 import torch
 from torch import nn
 
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.core.section import Section
 from swapper.infer.matching import Weight
 from swapper.infer.runs import Run

@@ -1,8 +1,13 @@
-"""`load`: a model runs with its weights read from the user's files. Finds out what fits where, and opens everything."""
+"""`load`: a model runs with its weights read from the user's files; `shared_memory`: several do, in one budget.
+
+Finds out what fits where, and opens everything.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +17,12 @@ from swapper.checkpoint.sources import Source, open_source
 from swapper.config import parse_host_memory
 from swapper.device.budget import DeviceBudget
 from swapper.device.device import Device
-from swapper.errors import ConfigError, UnsupportedError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.infer.blueprint import draw
 from swapper.infer.fitting import fit, fit_on_device
 from swapper.infer.loaded import KEY, LoadedModel
 from swapper.infer.matching import Match, Rename, match
-from swapper.infer.sharing import Room, current_room
+from swapper.infer.sharing import Room, current_room, noting
 from swapper.interrupts import held_back
 
 
@@ -82,7 +87,32 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budg
     return model
 
 
-def open_room(room: Room, host_bytes: int) -> None:
+@contextmanager
+def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
+    """Have the models that are loaded inside share `host_memory`; they can be used after its end.
+
+        with swapper.shared_memory("8GiB"):
+            draft = from_pretrained(AutoModelForCausalLM, "draft")
+            target = swapper.load(target, "weights")
+
+    Args:
+        host_memory: bytes, or "8GiB", for all of them. None of them says its own.
+
+    Raises:
+        As swapper.load, at the end; then none of them is loaded.
+        StateError: one is inside of another.
+    """
+    budget_bytes = parse_host_memory(host_memory)
+    if current_room() is not None:
+        raise StateError("shared_memory is used inside of another: models share one budget")
+    room = Room()
+    with noting(room):
+        yield
+    if not room.is_empty:
+        _open_room(room, budget_bytes)
+
+
+def _open_room(room: Room, host_bytes: int) -> None:
     """Load what was noted in a `shared_memory`."""
     together, source, matched, backend = room.whole()
     opened = _open(together, source, matched, Budgets(host_bytes), backend)

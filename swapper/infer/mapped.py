@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.checkpoint.sources import Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.infer.matching import Recipe
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from swapper.checkpoint.chunks import ChunkedTensor
 from swapper.checkpoint.quantization import Layout, layouts_of
-from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.checkpoint.sources import Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 

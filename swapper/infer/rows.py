@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import DeviceError
 from swapper.infer.matching import Recipe
 

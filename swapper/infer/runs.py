@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 
 LOOSE_ITEM_BYTES = 2

@@ -16,7 +16,6 @@ from torch import nn
 
 from swapper.checkpoint.joined import JoinedFile
 from swapper.checkpoint.sources import FileStamp, Source
-from swapper.config import parse_host_memory
 from swapper.errors import ConfigError, StateError
 from swapper.infer.matching import Match
 
@@ -77,30 +76,10 @@ def current_room() -> Room | None:
 
 
 @contextmanager
-def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
-    """Have the models that are loaded inside share `host_memory`; they can be used after its end.
-
-        with swapper.shared_memory("8GiB"):
-            draft = from_pretrained(AutoModelForCausalLM, "draft")
-            target = swapper.load(target, "weights")
-
-    Args:
-        host_memory: bytes, or "8GiB", for all of them. None of them says its own.
-
-    Raises:
-        As swapper.load, at the end; then none of them is loaded.
-        StateError: one is inside of another.
-    """
-    from swapper.infer.loading import open_room
-
-    budget_bytes = parse_host_memory(host_memory)
-    if _room.get() is not None:
-        raise StateError("shared_memory is used inside of another: models share one budget")
-    room = Room()
+def noting(room: Room) -> Iterator[None]:
+    """Have what is loaded inside noted in `room`."""
     token = _room.set(room)
     try:
         yield
     finally:
         _room.reset(token)
-    if not room.is_empty:
-        open_room(room, budget_bytes)

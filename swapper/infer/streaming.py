@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.sources import Source, StoredTensor
+from swapper.checkpoint.sources import Source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SectionPlan
 from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager

@@ -16,7 +16,7 @@ import torch
 
 from swapper.checkpoint.chunks import ChunkedTensor
 from swapper.checkpoint.quantization import Layout
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import UnsupportedError
 from swapper.infer.matching import Make, Recipe, shape_of
 

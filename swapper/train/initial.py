@@ -15,7 +15,8 @@ from torch import nn
 
 from swapper import _C
 from swapper.checkpoint.engines import drain, wait_for_all
-from swapper.checkpoint.sources import Source, StoredTensor, open_source
+from swapper.checkpoint.sources import Source, open_source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import ConfigError, InvariantError, UnsupportedError
 
 Initialise = Callable[[nn.Module], Any]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swapper.checkpoint.chunks import Chunk, ChunkedTensor
 from swapper.checkpoint.joined import Extent, JoinedFile
-from swapper.checkpoint.sources import StoredTensor
+from swapper.checkpoint.stored import StoredTensor
 
 FILE = Path("/nowhere")
 

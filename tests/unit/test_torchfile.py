@@ -15,7 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swapper.checkpoint.sources import StoredTensor, open_source
+from swapper.checkpoint.sources import open_source
+from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import read
 from swapper.errors import CheckpointError
 
