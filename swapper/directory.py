@@ -192,11 +192,6 @@ class RunDirectory:
                     f"the run in {paths[0]} lies in that directory alone: go on with it without {paths[1]}"
                 )
             return Drives(paths)
-        if first.index > 0:
-            raise DirectoryError(
-                f"{paths[0]} is drive {first.index + 1} of the run whose first directory is "
-                f"{first.drives.directories[0]}: name the directories in the order in which they were given"
-            )
         for index, known in enumerate(first.drives.directories):
             found = records[index] if index < len(records) else None
             if found is None or (found.drives.id, found.index) != (first.drives.id, index):
@@ -222,10 +217,11 @@ class RunDirectory:
             if not locked.held() or (index == 0 and (record is None or record.index == 0)):
                 continue
             if locked.has_commit or record is None or record.drives.id != ours or record.index != index:
-                whose = "another run" if record is None else f"the run in {record.drives.directories[0]}"
+                whose = "another run: "
+                if record is not None:
+                    whose = f"the run in {record.drives.directories[0]}: give all of its directories in their order to go on, "
                 raise DirectoryError(
-                    f'{locked.path} holds a part of {whose}: choose another directory, or say resume="discard" to throw '
-                    "it away"
+                    f'{locked.path} holds a part of {whose}choose another directory, or say resume="discard" to throw it away'
                 )
 
     def _begin(self, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:

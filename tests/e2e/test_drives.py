@@ -191,12 +191,11 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
         go([first, second / "none"], 2)
     with pytest.raises(swapper.DirectoryError, match=f"go on with it without {empty}"):
         go([first, second, empty], 2)
-    with pytest.raises(
-        swapper.DirectoryError, match=f"is drive 2 of the run whose first directory is {first}|holds a part of"
-    ):
-        go([second, first], 2)
-    with pytest.raises(swapper.DirectoryError, match=f"{second}.* holds a part of the run in {first}"):
-        go(second, 2)
+    for wrong in ([second, first], second):
+        with pytest.raises(
+            swapper.DirectoryError, match=f"{second}.* holds a part of the run in {first}.*: give all .* in their order"
+        ):
+            go(wrong, 2)
     assert go(pair_of_drives, 2) == expected_losses(2)[1:]
     next(iter(second.rglob("*.swap"))).unlink()
     with pytest.raises(swapper.CheckpointError, match=rf"{second}.*\.swap, a swap file of the run, is missing"):
