@@ -46,6 +46,8 @@ class Counters:
         pages_used: pages leased in the order of a step, each time.
         pages_missed: of these, those that nobody had asked for before; the content of pages made anew is not asked for.
         pages_awaited: those that had to be waited for, asked for early or not.
+        pool_bytes, frame_bytes: of all frames together, and of one.
+        resident_bytes: what stays in memory beside them.
         state_bytes: parameters, masters and optimizer state together.
         uploaded_bytes, downloaded_bytes: copied to a device, and from it.
         device_peak_bytes: the most that groups had on it at one time.

@@ -58,6 +58,7 @@ def load(
         backend: of the I/O engine.
 
     Raises:
+        ConfigError: an option is not known, or they do not go together.
         CheckpointError: the source is not what it claims to be, or does not fit the model.
         BudgetError: `host_memory` or `device_memory` is too small; says the smallest that works.
         DeviceError: there is no such device, or it fails.

@@ -82,7 +82,7 @@ def for_training(
     in memory. In evaluation mode, as from transformers; a Trainer puts it into training mode.
 
     Args:
-        cls, path, config, options: as for `from_pretrained`.
+        cls, path, config, options: as for `from_pretrained`; but experts_implementation stays what transformers chooses.
         dtype: of the parameters; None or "auto" is the checkpoint's.
 
     Raises:

@@ -113,13 +113,13 @@ class DeviceShelf:
         self._below = below
         self._locked = locked
         self._limit_bytes = limit_bytes
+        self._going_down: deque[tuple[Any, torch.Tensor]] = deque()  # event, host memory
+        self._going_up: deque[tuple[Any, torch.Tensor]] = deque()
         self._down, self._up = device.new_stream(), device.new_stream()
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[DeviceStored]] = {}  # by number, in order
         self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, as they got it
-        self._going_down: deque[tuple[Any, torch.Tensor]] = deque()  # event, host memory
-        self._going_up: deque[tuple[Any, torch.Tensor]] = deque()
         self.forgotten: deque[_Remains] = deque()
         self._held_bytes = 0
         self._live_bytes = 0

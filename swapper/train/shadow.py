@@ -99,7 +99,7 @@ class Shadow:
     def counts_on_device(self, settings: int) -> bool:
         """Whether a group's update wants what is not of its parameters' shape, as their counters, where they are."""
         groups = self._begun[0] if self._begun is not None else self._optimizer.param_groups
-        return bool(groups[settings].get("fused") or groups[settings].get("capturable"))
+        return bool(groups[settings].get("fused"))
 
     def end_step(self) -> None:
         """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""
