@@ -41,6 +41,16 @@ def gradients(model: nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.T
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+def retained_and_double(value: torch.Tensor) -> list[torch.Tensor]:
+    """Return gradients of a graph that is run backward twice, and a gradient of one of them."""
+    hidden = (value * 2).tanh()
+    result = (hidden.exp() * hidden).sum()
+    [first] = torch.autograd.grad(result, value, retain_graph=True)
+    [second] = torch.autograd.grad(result, value, create_graph=True)
+    [third] = torch.autograd.grad(second.square().sum(), value)
+    return [first, second.detach(), third]
+
+
 def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
     assert len(actual) == len(expected)
     for one, other in zip(actual, expected, strict=True):

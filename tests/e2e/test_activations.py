@@ -14,7 +14,15 @@ from torch.nn import functional as F
 
 import swapper
 from e2e.models import Net, finish_step, train_step
-from e2e.saved_activations import WIDTH, Residual, assert_equal, assert_failures_are_errors, gradients, swapped_only
+from e2e.saved_activations import (
+    WIDTH,
+    Residual,
+    assert_equal,
+    assert_failures_are_errors,
+    gradients,
+    retained_and_double,
+    swapped_only,
+)
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -140,18 +148,9 @@ def test_parameters_and_what_shares_their_memory_stay(twins: MakeTwins) -> None:
 
 def test_retain_graph_and_double_backward(manager: swapper.SwapManager) -> None:
     value = torch.randn(64, 64, requires_grad=True)
-
-    def run() -> list[torch.Tensor]:
-        hidden = (value * 2).tanh()
-        result = (hidden.exp() * hidden).sum()
-        [first] = torch.autograd.grad(result, value, retain_graph=True)
-        [second] = torch.autograd.grad(result, value, create_graph=True)
-        [third] = torch.autograd.grad(second.square().sum(), value)
-        return [first, second.detach(), third]
-
-    expected = run()
+    expected = retained_and_double(value)
     with swapper.offload_activations(manager, to="nvme", host_memory=1, min_bytes="4KiB") as activations:
-        assert_equal(run(), expected)
+        assert_equal(retained_and_double(value), expected)
     assert activations.counters.read_bytes > activations.counters.written_bytes > 0
 
 

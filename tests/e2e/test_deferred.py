@@ -18,7 +18,7 @@ from torch.optim import SGD, AdamW, NAdam
 import swapper
 from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
-from e2e.twins import Twins, assert_same
+from e2e.twins import Twins, assert_same, fail_in_the_middle, scheduled
 
 MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
@@ -203,17 +203,7 @@ def test_every_loop_is_bit_equal(deferred: MakeTwins, name: str, params: str) ->
 
 def test_a_scheduler_that_runs_before_the_update_is_not_seen_by_it(deferred: MakeTwins) -> None:
     pair = deferred(Net(), partial(SGD, lr=0.1, momentum=0.9))
-    schedulers = {
-        id(optimizer): torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for optimizer in (pair.plain_optimizer, pair.optimizer)
-    }
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        loss = train_step(model, optimizer)
-        schedulers[id(optimizer)].step()
-        return loss
-
-    pair.train(run, steps=4)
+    pair.train(scheduled(pair), steps=4)
     pair.finish()
 
 
@@ -342,20 +332,6 @@ def test_a_run_that_is_closed_goes_on_from_its_last_step(tmp_path: Path) -> None
 
 
 # --- what fails -----------------------------------------------------------------------------------------------------
-
-
-def fail_in_the_middle(pair: Twins) -> None:
-    """Have the update of one of the next runs of elements fail, once."""
-    sweep = pair.manager.current.run.model._sweep
-    apply, calls = sweep._apply, iter(range(100))
-
-    def fail_once(run: Any) -> None:
-        if next(calls) == 5:
-            sweep._apply = apply
-            raise RuntimeError("a fault in the middle")
-        apply(run)
-
-    sweep._apply = fail_once
 
 
 @pytest.mark.parametrize("steps", [1, 3])

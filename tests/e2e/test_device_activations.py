@@ -17,7 +17,15 @@ from infer.host_device import ORDERS, HostDevice
 import swapper
 from e2e.late_device import LateDevice
 from e2e.models import Net, train_step
-from e2e.saved_activations import WIDTH, Residual, assert_equal, assert_failures_are_errors, gradients, swapped_only
+from e2e.saved_activations import (
+    WIDTH,
+    Residual,
+    assert_equal,
+    assert_failures_are_errors,
+    gradients,
+    retained_and_double,
+    swapped_only,
+)
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -146,18 +154,9 @@ def test_together_with_parameters_on_the_device(twins: MakeTwins, order: str, ch
 @pytest.mark.parametrize("order", ["late", "by chance 2"])
 def test_retain_graph_and_double_backward(manager: swapper.SwapManager, order: str) -> None:
     value = torch.randn(64, 64, requires_grad=True)
-
-    def run() -> list[torch.Tensor]:
-        hidden = (value * 2).tanh()
-        result = (hidden.exp() * hidden).sum()
-        [first] = torch.autograd.grad(result, value, retain_graph=True)
-        [second] = torch.autograd.grad(result, value, create_graph=True)
-        [third] = torch.autograd.grad(second.square().sum(), value)
-        return [first, second.detach(), third]
-
-    expected = run()
+    expected = retained_and_double(value)
     with offload(manager, LateDevice(order), to="nvme", host_memory=1, device_memory=1) as activations:
-        assert_equal(run(), expected)
+        assert_equal(retained_and_double(value), expected)
     assert activations.counters.up_bytes > activations.counters.down_bytes > 0
 
 

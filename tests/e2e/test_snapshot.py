@@ -56,7 +56,7 @@ def test_of_a_run_that_never_commits_it_has_all_checksums_though_none_were_taken
     pair.train(train_step, steps=2)
     pages = [
         page for section in pair.manager.current.run.sections for page in section.pages if page.location is not None
-    ]  # type: ignore[union-attr]
+    ]
     assert pages and all(page.crc32 is None for page in pages)
     path = pair.manager.snapshot((pair.directory if is_near else second_drive) / "a.pt").result()
     pair.train(train_step, steps=1)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from e2e.early import train, updated_early
 from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
-from e2e.twins import Twins
+from e2e.twins import Twins, scheduled
 
 MakeTwins = Callable[..., Twins]
 
@@ -249,17 +249,7 @@ def test_accumulate_does_nothing_where_updates_wait_for_the_step(twins: MakeTwin
 
 def test_a_scheduler_that_steps_after_the_optimizer_is_bit_equal(backward: MakeTwins) -> None:
     pair = backward(Net(), partial(SGD, lr=0.1, momentum=0.9))
-    schedulers = {
-        id(optimizer): torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for optimizer in (pair.plain_optimizer, pair.optimizer)
-    }
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        loss = train_step(model, optimizer)
-        schedulers[id(optimizer)].step()
-        return loss
-
-    pair.train(run, steps=4)
+    pair.train(scheduled(pair), steps=4)
     pair.finish()
 
 

@@ -14,7 +14,7 @@ from torch.optim import AdamW, NAdam
 import swapper
 from e2e.early import updated_early
 from e2e.models import WIDTH, Net, loss_of, tokens, train_step
-from e2e.twins import Twins, assert_same
+from e2e.twins import Twins, assert_same, fail_in_the_middle
 
 MakeTwins = Callable[..., Twins]
 
@@ -233,20 +233,6 @@ def test_a_backward_that_fails_is_undone(backward: MakeTwins, next_use: str) -> 
         return
     go_on_after(pair, fail)
     pair.finish()
-
-
-def fail_in_the_middle(pair: Twins) -> None:
-    """Have the update of one of the next runs of elements fail, once."""
-    sweep = pair.manager.current.run.model._sweep
-    apply, calls = sweep._apply, iter(range(100))
-
-    def fail_once(run: Any) -> None:
-        if next(calls) == 5:
-            sweep._apply = apply
-            raise RuntimeError("a fault in the middle")
-        apply(run)
-
-    sweep._apply = fail_once
 
 
 @pytest.mark.parametrize("gradients", ["host", "nvme"])

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import swapper
+from e2e.models import train_step
 from swapper.core.residency import Residency
 from swapper.train.cold_grad import ColdGradient
 
@@ -294,3 +295,32 @@ def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         else:
             assert all(not value.any() for value in state.values())
     assert expected["state"].keys() <= actual["state"].keys()
+
+
+def scheduled(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
+    """Return an ordinary step with a scheduler behind it, which halves the rate."""
+    schedulers = {
+        id(optimizer): torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for optimizer in (pair.plain_optimizer, pair.optimizer)
+    }
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = train_step(model, optimizer)
+        schedulers[id(optimizer)].step()
+        return loss
+
+    return run
+
+
+def fail_in_the_middle(pair: Twins) -> None:
+    """Have the update of one of the next runs of elements fail, once."""
+    sweep = pair.manager.current.run.model._sweep
+    apply, calls = sweep._apply, iter(range(100))
+
+    def fail_once(run: Any) -> None:
+        if next(calls) == 5:
+            sweep._apply = apply
+            raise RuntimeError("a fault in the middle")
+        apply(run)
+
+    sweep._apply = fail_once
