@@ -2,9 +2,10 @@
 
     PYTHONPATH=tests python tests/e2e/memory_check.py [--only Llama,T5] [--width 512] [--layers 8] [--directory DIR] [--json FILE]
 
-`tools/test_memory` runs it. For each architecture three processes, each in a control group: one that only warms up, as the
+`tools/test_memory` runs it. For each architecture three kinds of processes, each in a control group: one that only warms up, as the
 others do first (*import*); one that trains in plain torch, whose peak beyond that and beyond parameters, gradients and AdamW's
-state is the *working set* (activations, and what the optimizer and the allocator take in passing); and the swapped training.
+state is the *working set* (activations, and what the optimizer and the allocator take in passing); and the swapped training. Plain
+torch's peak differs by some 25 MB from run to run, so it trains a few times, and the highest counts.
 That one builds its model on the meta device, has everything on NVMe and a budget of a quarter of parameters and state, and its
 control group is allowed import + budget + working set: more, and the kernel kills it. Killed, it runs once more without a limit,
 to say what it takes.
@@ -33,6 +34,7 @@ CAPPED = Path(__file__).resolve().parents[2] / "tools" / "capped"
 STEPS = 3
 BYTES_A_PARAMETER = 16  # fp32: itself, its gradient, two of AdamW's
 BUDGET_SHARE = 4  # of parameters and state: a quarter of them
+PLAIN_RUNS = 3
 NOT_PERMITTED = 77
 
 
@@ -139,7 +141,9 @@ def run_role(
 
 def check(name: str, options: argparse.Namespace) -> dict[str, Any]:
     imported = run_role("imported", name, options, None, 0)["peak_memory_bytes"]
-    plain = run_role("plain", name, options, None, 0)
+    plain = max(
+        (run_role("plain", name, options, None, 0) for _ in range(PLAIN_RUNS)), key=lambda run: run["peak_memory_bytes"]
+    )
     state = plain["parameters"] * (BYTES_A_PARAMETER - 4)
     working_set = plain["peak_memory_bytes"] - imported - plain["parameters"] * BYTES_A_PARAMETER
     budget = state // BUDGET_SHARE
