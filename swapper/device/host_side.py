@@ -59,10 +59,6 @@ class HostSide:
         begin = self._pool.offset(page.frame)
         return self._memory[begin : begin + page.nbytes]
 
-    def describe(self) -> str:
-        """Say whether the memory is registered, or why not."""
-        return self._registrations[-1].describe()
-
     def close(self) -> None:
         """No copy is on its way."""
         for registration in self._registrations:

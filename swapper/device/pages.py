@@ -17,7 +17,9 @@ PIECE_BYTES = 8 << 10
 
 
 class Packing:
-    """Contiguous tensors with their places in a page, planned once and used at each move. Keeps the tensors.
+    """Contiguous tensors with their places in a page, planned once and used at each move.
+
+    It keeps the memory that they have now: where one gets another later (`p.data = ...`), make a new one.
 
     Raises:
         ConfigError: tensors that are not contiguous, or not on one device, or whose places overlap.
@@ -25,7 +27,7 @@ class Packing:
 
     def __init__(self, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:
         """`offsets` are bytes from the page's beginning, one for each tensor, in rising order."""
-        self.tensors = list(tensors)
+        self.tensors = [tensor.detach() for tensor in tensors]  # whose addresses the kernel is given
         self.offsets = list(offsets)
         if len(self.tensors) != len(self.offsets) or not self.tensors:
             raise ConfigError(
@@ -73,6 +75,6 @@ class Packing:
     def reference(self, page: torch.Tensor, into_page: bool) -> None:
         """What `gather` and `scatter` mean."""
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
-            values = tensor.detach().view(-1).view(torch.uint8)
+            values = tensor.view(-1).view(torch.uint8)
             place = page.narrow(0, offset, values.numel())
             (place if into_page else values).copy_(values if into_page else place)

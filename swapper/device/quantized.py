@@ -42,6 +42,7 @@ def quantise(rows: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, t
     Raises:
         ConfigError: shapes or dtypes do not fit. UnsupportedError: Triton is not there.
     """
+    _check_form(rows, bits, block)
     size = row_bytes(bits, block, rows.shape[-1])
     stored = torch.empty(rows.shape[0], size, dtype=torch.uint8, device=rows.device)
     _check(rows, stored, bits, block)
@@ -51,15 +52,23 @@ def quantise(rows: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, t
     return stored, overflown
 
 
-def _check(values: torch.Tensor, stored: torch.Tensor, bits: int, block: int) -> None:
+def _check_form(values: torch.Tensor, bits: int, block: int) -> None:
     if bits not in (4, 8) or block < 2 or block & (block - 1):
         raise ConfigError(f"bits={bits!r} is 8 or 4, block={block!r} a power of two from 2")
-    if values.ndim != 2 or values.dtype not in FLOATS or stored.dtype != torch.uint8:
+    if values.ndim != 2 or values.dtype not in FLOATS:
         raise ConfigError(f"values are a matrix of floats, not {values.ndim}-dimensional of {values.dtype}")
-    rows, columns = values.shape
+    columns = values.shape[1]
     if columns % (block * (2 if bits == 4 else 1)):
         raise ConfigError(f"{columns} columns do not come in whole blocks of {block} in {bits} bits")
-    if stored.shape != (rows, row_bytes(bits, block, columns)) or stored.device != values.device:
-        raise ConfigError(f"bytes of shape {tuple(stored.shape)} are not {rows} quantised rows of {columns} columns")
+
+
+def _check(values: torch.Tensor, stored: torch.Tensor, bits: int, block: int) -> None:
+    _check_form(values, bits, block)
+    rows, columns = values.shape
+    is_fitting = stored.dtype == torch.uint8 and stored.shape == (rows, row_bytes(bits, block, columns))
+    if not is_fitting or stored.device != values.device:
+        raise ConfigError(
+            f"{stored.dtype} of shape {tuple(stored.shape)} are not {rows} quantised rows of {columns} columns on {values.device}"
+        )
     if not values.is_contiguous() or not stored.is_contiguous():
         raise ConfigError("quantised rows and their values are contiguous")

@@ -29,7 +29,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
         return tensors, rebuild_dataclass
     leaves, spec = pytree.tree_flatten(output)
     if len(leaves) == 1 and leaves[0] is output:
-        return __tensors_of_object(output)
+        return _tensors_of_object(output)
     parts = [tensors_of(leaf) for leaf in leaves]
 
     def rebuild_tree(new: list[torch.Tensor]) -> Any:
@@ -40,7 +40,7 @@ def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Te
     return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
 
 
-def __tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """Any other object: what its attributes hold."""
     attributes = getattr(output, "__dict__", None)
     if not attributes or callable(output):

@@ -68,11 +68,20 @@ class ParkedGradients:
 
     def _read(self, part: torch.Tensor, at: int) -> None:
         data = memoryview(_bytes_of(part))
-        while data:
-            done = os.preadv(self._file.fileno(), [data], at)
-            if not done:
-                raise IoError("read", str(self._directory), at, len(data), 0, "a file of parked gradients is cut off")
-            data, at = data[done:], at + done
+        try:
+            while data:
+                done = os.preadv(self._file.fileno(), [data], at)
+                if not done:
+                    raise IoError(
+                        "read", str(self._directory), at, len(data), 0, "a file of parked gradients is cut off"
+                    )
+                data, at = data[done:], at + done
+        except OSError as error:
+            if isinstance(error, IoError):
+                raise
+            raise IoError(
+                "read", str(self._directory), at, len(data), error.errno or 0, "gradients were parked"
+            ) from error
 
 
 def _bytes_of(part: torch.Tensor) -> memoryview:

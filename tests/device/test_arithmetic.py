@@ -94,6 +94,10 @@ def test_packing_on_a_cpu() -> None:
     packing.scatter(page)
     assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [0, 1, 2]
     assert packing.bytes_moved == 2 * (10 + 24)
+    first.data = torch.ones(5, dtype=torch.bfloat16)  # what is packed is what it was planned for
+    packing.scatter(page.fill_(0))
+    packing.gather(page.fill_(7))
+    assert page[:10].eq(0).all() and first.eq(1).all()
 
 
 @pytest.mark.parametrize(
@@ -115,6 +119,8 @@ def test_packing_on_a_cpu() -> None:
         (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(4)), "run of bytes"),
         (lambda: quantized.quantise(torch.zeros(2, 33), 8, 32), "whole blocks"),
         (lambda: quantized.quantise(torch.zeros(2, 64), 5, 32), "bits"),
+        (lambda: quantized.quantise(torch.zeros(2, 64), 8, 0), "power of two"),
+        (lambda: quantized.quantise(torch.zeros(64), 8, 32), "matrix"),
         (
             lambda: quantized.dequantise_(torch.zeros(2, 9, dtype=torch.uint8), torch.zeros(2, 32), 8, 32),
             "quantised rows",
