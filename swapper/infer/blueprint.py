@@ -90,6 +90,14 @@ class Blueprint:
         return [[run.nbytes for run in group.runs] if group.index in used else [] for group in self.groups]
 
     @property
+    def unplanned_bytes(self) -> list[int]:
+        """Sizes of the groups that are read by rows, parts or experts, and that a forward may use as a whole all the same."""
+        apart = self.used_groups | _flat(self.demanded)
+        return [
+            sum(run.nbytes for run in group.runs) for group in self.groups if group.runs and group.index not in apart
+        ]
+
+    @property
     def fixed_bytes(self) -> int:
         """Host memory beside the pool: what stays, and the most that is converted at one time."""
         return self.stored_bytes + self.made_bytes

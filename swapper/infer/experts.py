@@ -9,8 +9,11 @@ budget goes.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +57,24 @@ def are_experts(name: str, module: nn.Module) -> bool:
 
 def takes_single_experts(module: nn.Module) -> bool:
     """Whether `module` indexes its experts, as far as it says: transformers has other forms, which take all at one time."""
-    return getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
+    form = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return form in (None, "eager") and not _gives_away(type(module), set(module._parameters))
+
+
+def _gives_away(cls: type[nn.Module], names: Collection[str]) -> bool:
+    """Whether the source of the class's forward, where there is one, has a parameter as a whole for an operand or argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    taken: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            taken += [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.BinOp):
+            taken += [node.left, node.right]
+    own = [node for node in taken if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return any(node.attr in names and getattr(node.value, "id", "") == "self" for node in own)
 
 
 def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Recipe, ...] | None:

@@ -50,7 +50,7 @@ def fit(blueprint: Blueprint, host_bytes: int) -> Fit:
 
     def placed(candidate: Blueprint) -> Fit:
         fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)
-        demand = Demand(candidate.runs_of_used, candidate.working_sets)
+        demand = Demand(candidate.runs_of_used, candidate.working_sets, candidate.unplanned_bytes)
         return Fit(candidate, place(host_bytes, fixed_bytes, demand, _names(candidate)))
 
     return _best(blueprint, placed)
@@ -79,10 +79,12 @@ def fit_on_device(blueprint: Blueprint, host_bytes: int, device_bytes: int, othe
         streamed = [[] if index in on_device.staying else of_group for index, of_group in enumerate(runs)]
         host_fixed_bytes = candidate.stored_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)
         if any(streamed):
-            demand = Demand(streamed, (), COPIES_IN_FLIGHT)
+            demand = Demand(streamed, (), held=COPIES_IN_FLIGHT)
             return Fit(candidate, place(host_bytes, host_fixed_bytes, demand, names), on_device)
         enough = min(host_bytes, host_fixed_bytes + PASSING_BYTES)
-        return Fit(candidate, place(enough, host_fixed_bytes, Demand(runs, (), COPIES_IN_FLIGHT), names), on_device)
+        return Fit(
+            candidate, place(enough, host_fixed_bytes, Demand(runs, (), held=COPIES_IN_FLIGHT), names), on_device
+        )
 
     return _best(blueprint, placed)
 

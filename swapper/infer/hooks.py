@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.errors import BudgetError, StateError
 from swapper.infer.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
@@ -64,6 +64,7 @@ class Hooks:
         begin_pass: called before the outermost forward; raises if the model cannot be used.
         end_pass: called after it with the name of its module and the groups that were leased, in order.
         drop_leases: makes the pager forget all leases of this pass, after it was abandoned.
+        make_room: called where a group's lease was refused for want of memory; raises if there is none to be had.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Hooks:
         begin_pass: Callable[[], None],
         end_pass: Callable[[str, list[int]], None],
         drop_leases: Callable[[], None],
+        make_room: Callable[[GroupWeights, BudgetError], None],
     ) -> None:
+        self._make_room = make_room
         self._groups = groups
         self._begin_pass = begin_pass
         self._end_pass = end_pass
@@ -263,12 +266,20 @@ class Hooks:
         for group in groups:
             if self._convoy is not None:
                 self._convoy.arrive(group)
-            asked = group.lease()
+            asked = self._leased(group)
             call.groups.append(group)
             if asked:
                 self._order.append(group.index)
             if self._convoy is not None:
                 self._convoy.hold(group)
+
+    def _leased(self, group: GroupWeights) -> bool:
+        """Lease a group, as its `lease` does."""
+        while True:
+            try:
+                return group.lease()
+            except BudgetError as refusal:
+                self._make_room(group, refusal)
 
     def _release(self, call: Call) -> None:
         for group in call.groups:

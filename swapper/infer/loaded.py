@@ -20,11 +20,10 @@ from torch import nn
 
 from swapper.checkpoint.sources import Source
 from swapper.config import format_bytes
-from swapper.core.schedule import Access
 from swapper.counters import Counters
 from swapper.device.device import Device
 from swapper.device.tier import Image
-from swapper.errors import ConfigError, InvariantError, StateError
+from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.infer.adoption import Places, adopt, empty, locate
 from swapper.infer.blueprint import Blueprint
 from swapper.infer.checksums import Checksums
@@ -37,12 +36,13 @@ from swapper.infer.hooks import Hooks
 from swapper.infer.mapped import MappedSource
 from swapper.infer.matching import BufferPlace, Recipe
 from swapper.infer.on_device import OnDevice
-from swapper.infer.passes import Passes
+from swapper.infer.passes import Passes, goes_round
 from swapper.infer.placement import Placement
 from swapper.infer.refusals import allow_changes, refuse_changes
 from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
+from swapper.infer.unplanned import make_room
 from swapper.infer.weights import CPU, GroupWeights, PagedWeight
 from swapper.interrupts import held_back
 
@@ -123,7 +123,9 @@ class LoadedModel:
             self._close_streaming()
             raise
         self._experts = Experts(self._expert_layers(blueprint), self._streaming.read_part, cache_bytes, self._where)
-        self._hooks = Hooks(blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases)
+        self._hooks = Hooks(
+            blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
+        )
         log.info(
             "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; transfers by %s",
             format_bytes(self._counters.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,
@@ -372,7 +374,7 @@ class LoadedModel:
         if expected is None:
             return
         cycle = [access for index in expected for access in self._groups[index].accesses]
-        if not _goes_round(cycle, self._cycle):
+        if not goes_round(cycle, self._cycle):
             self._cycle = cycle
             self._streaming.pager.expect(cycle)
         self._expect_images(expected)
@@ -382,6 +384,11 @@ class LoadedModel:
             self._on_device.tier.finish()
         self._streaming.pager.drop_leases([access for group in self._groups for access in group.kept_accesses])
 
+    def _make_room(self, wanted: GroupWeights, refusal: BudgetError) -> None:
+        if self._on_device is not None:  # the tier has given up what stays already
+            raise refusal
+        make_room(wanted, self._groups, self._streaming.frame_count, self._counters.frame_bytes)
+
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:
             raise StateError(
@@ -389,10 +396,3 @@ class LoadedModel:
             )
         if self._closed:
             raise StateError("the model is unloaded: load it anew")
-
-
-def _goes_round(cycle: list[Access], other: list[Access]) -> bool:
-    """Whether both are one cycle, begun at another of its models."""
-    if len(cycle) != len(other) or not cycle:
-        return cycle == other
-    return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from swapper.core.schedule import Access
+
 
 class Passes:
     """Args:
@@ -39,3 +41,10 @@ class Passes:
             expected += self._orders[following]
             following = self._after.get(following, following)
         return expected
+
+
+def goes_round(cycle: list[Access], other: list[Access]) -> bool:
+    """Whether both are one cycle, begun at another of its models."""
+    if len(cycle) != len(other) or not cycle:
+        return cycle == other
+    return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])

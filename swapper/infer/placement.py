@@ -57,11 +57,13 @@ class Demand:
     Attributes:
         groups: for each group, the sizes of its runs in bytes, multiples of SECTOR_BYTES.
         units: for each unit, the groups that are leased while it runs: its own and those of the units around it.
+        unplanned: sizes in bytes of what is read by parts, and may be used as a whole all the same.
         held: so many pages are leased at one time whatever runs, and pages of others come by: they go on to a device one by one.
     """
 
     groups: Sequence[Sequence[int]]
     units: Sequence[Sequence[int]]
+    unplanned: Sequence[int] = ()
     held: int | None = None
 
 
@@ -92,7 +94,7 @@ def place(host_bytes: int, fixed_bytes: int, demand: Demand, where: Sequence[str
 def _best(pool_bytes: int, demand: Demand) -> Placement | None:
     groups = demand.groups
     if not any(groups):
-        return Placement(SECTOR_BYTES, 0, 0) if pool_bytes >= 0 else None
+        return _for_unplanned(pool_bytes, demand) if pool_bytes >= 0 else None
     huge = _cheapest(_huge_sizes(pool_bytes), pool_bytes, demand)
     if huge is not None and (not huge.streamed or sum(map(sum, groups)) > pool_bytes):
         return huge
@@ -102,6 +104,20 @@ def _best(pool_bytes: int, demand: Demand) -> Placement | None:
     ):  # all of it fits but for what whole huge pages waste: nothing is mapped again where nothing streams
         return fitting if fitting is not None and not fitting.streamed else huge
     return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, demand)
+
+
+def _for_unplanned(pool_bytes: int, demand: Demand) -> Placement:
+    """Nothing is used as a whole, as far as is known."""
+    target = pool_bytes // LEAST_FRAMES // SECTOR_BYTES * SECTOR_BYTES
+    page_bytes = min(max(target, SECTOR_BYTES), LEAST_PAGE_BYTES)
+    frames = _unplanned_frames(demand, page_bytes, pool_bytes // page_bytes)
+    return Placement(page_bytes, frames, frames)
+
+
+def _unplanned_frames(demand: Demand, page_bytes: int, most: int) -> int:
+    """Frames for the largest thing that `most` can hold of what is used by parts, as far as is known."""
+    pages = [-(-nbytes // page_bytes) for nbytes in demand.unplanned]
+    return max((count for count in pages if count <= most), default=0)
 
 
 def _cheapest(sizes: Iterable[int], pool_bytes: int, demand: Demand) -> Placement | None:
@@ -152,7 +168,8 @@ def _place_with(page_bytes: int, pool_bytes: int, demand: Demand) -> Placement |
     frames = pool_bytes // page_bytes
     passing = 0 if demand.held is None else demand.held + 2
     if frames >= sum(pages) + passing:
-        return Placement(page_bytes, sum(pages) + passing, 0)
+        more = _unplanned_frames(demand, page_bytes, frames)
+        return Placement(page_bytes, min(sum(pages) + passing + more, frames), 0)
     sizes = Counter(pages)  # many groups have one size, and many units are alike
     working_sets = {tuple(sorted(pages[g] for g in unit if pages[g])) for unit in demand.units}
 

@@ -85,9 +85,10 @@ class GroupWeights:
         self.weights = weights
         self._pager = pager
         key = ("param", index)
+        self._all_pages = Access(key, tuple(pages))
         self.streamed = Access(key, tuple(page for page in pages if page not in set(kept)))
         self._kept = Access(None, tuple(kept))
-        self.access = Access(key, tuple(pages))  # of the first use; then what is streamed
+        self.access = self._all_pages  # of the first use; then what is streamed
         self._was_used = False
         self._leases = 0
         self._versions: list[int] = []
@@ -122,6 +123,26 @@ class GroupWeights:
     def kept_accesses(self) -> list[Access]:
         """What is leased for good by now."""
         return [self._kept] if self._was_used and self._kept.pages else []
+
+    @property
+    def pages(self) -> Sequence[int]:
+        return self._all_pages.pages
+
+    @property
+    def kept_pages(self) -> Sequence[int]:
+        """What stays once it was used."""
+        return self._kept.pages
+
+    def stream_all(self) -> int:
+        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use."""
+        if self._leases or not self._was_used or not self._kept.pages:
+            return 0
+        if self.settled:
+            self._chill()
+        kept, self._kept = self._kept, Access(None, ())
+        self.access = self.streamed = self._all_pages
+        self._pager.release(kept)
+        return len(kept.pages)
 
     def lease(self) -> bool:
         """Bring the parameters in, if they are not, and keep them until `release`. Returns whether the pager was asked."""
