@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY = 512
 WIDTH = 128
 LENGTH = 16
+LAYER_WIDTH = 256
 
 
 @dataclasses.dataclass
@@ -108,6 +109,20 @@ class Net(nn.Module):
                 if isinstance(hidden, torch.Tensor):
                     hidden = self.dropout(hidden)
         return self.head(self.norm(hidden_of(hidden)))
+
+
+def layers() -> nn.Module:
+    """As regular as models of any size are: a page more or less does not count."""
+    return nn.Sequential(*(nn.Linear(LAYER_WIDTH, LAYER_WIDTH) for _ in range(12)))
+
+
+def layers_step(model: nn.Module, optimizer: Any) -> torch.Tensor:
+    """A step of `layers`, or of what takes the same; returns the loss."""
+    optimizer.zero_grad()
+    loss = model(torch.randn(4, LAYER_WIDTH)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
 
 
 def tokens(batch: int = 2, length: int = LENGTH) -> torch.Tensor:

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import swapper
-from e2e.models import Net
+from e2e.models import Net, layers, layers_step
 from e2e.twins import Twins, adamw
 
 MakeTwins = Callable[..., Twins]
-WIDTH = 256
-
-
-def layers() -> nn.Module:
-    """As regular as models of any size are: a page more or less does not count."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-
-
-def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(torch.randn(4, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize("master", [False, True])
@@ -60,9 +43,9 @@ def test_a_step_moves_what_was_planned(twins: MakeTwins, options: dict[str, obje
         "state": options.get("optimizer_state", "nvme"),
         "grad": options.get("gradients", "host"),
     }
-    pair.train(step, steps=6)
+    pair.train(layers_step, steps=6)
     before = manager.counters.snapshot()
-    pair.train(step, steps=6)
+    pair.train(layers_step, steps=6)
     after = manager.counters.snapshot()
     read, written = ((after[name] - before[name]) / 6 for name in ("bytes_read", "bytes_written"))
     on_the_way = manager.counters.pool_bytes / 6  # when the counting began, or ended

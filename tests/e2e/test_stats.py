@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import swapper
+from e2e.models import LAYER_WIDTH, layers, layers_step
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
-WIDTH = 256
 
 
 class Checkpointed(nn.Module):
@@ -22,7 +22,7 @@ class Checkpointed(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(LAYER_WIDTH, LAYER_WIDTH) for _ in range(12))
         self.reentrant = reentrant
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
@@ -32,21 +32,9 @@ class Checkpointed(nn.Module):
         return value
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-
-
 def manager_of(pair: Twins) -> swapper.SwapManager:
     assert pair.manager is not None
     return pair.manager
-
-
-def step(model: nn.Module, optimizer: Any) -> torch.Tensor:
-    optimizer.zero_grad()
-    loss = model(torch.randn(4, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 @pytest.mark.parametrize(
@@ -61,7 +49,7 @@ def test_bytes_by_kind_and_phase_are_those_that_the_engine_moved(twins: MakeTwin
     manager = manager_of(pair)
     steps = []
     for _ in range(8):
-        pair.both(step)
+        pair.both(layers_step)
         steps.append(manager.stats())
     manager.current.run.engine.drain()  # what was submitted is done
     counters = manager.counters
@@ -76,7 +64,7 @@ def test_bytes_by_kind_and_phase_are_those_that_the_engine_moved(twins: MakeTwin
 
 def test_where_nothing_is_away_backward_has_its_phase_too(twins: MakeTwins) -> None:
     pair = twins(layers(), params="host", optimizer_state="host")
-    pair.train(step, steps=2)
+    pair.train(layers_step, steps=2)
     assert all(
         manager_of(pair).stats().phases[phase].wall_s > 0 for phase in ("forward", "backward", "step", "between")
     )
@@ -89,9 +77,9 @@ def test_where_nothing_is_away_backward_has_its_phase_too(twins: MakeTwins) -> N
 def test_phases_are_where_things_happen(twins: MakeTwins, model: nn.Module) -> None:
     pair = twins(model)
     manager = manager_of(pair)
-    pair.train(step, steps=2)
+    pair.train(layers_step, steps=2)
     before = manager.counters.snapshot()
-    pair.both(step)
+    pair.both(layers_step)
     after, stats = manager.counters.snapshot(), manager.stats()
     assert all(stats.phases[phase].wall_s > 0 for phase in ("forward", "backward", "step", "between"))
     assert (
@@ -110,7 +98,7 @@ def test_phases_are_where_things_happen(twins: MakeTwins, model: nn.Module) -> N
 def test_all_that_comes_is_asked_for_ahead_where_the_order_is_known(twins: MakeTwins) -> None:
     pair = twins(layers(), room_bytes=1 << 20)
     manager = manager_of(pair)
-    pair.train(step, steps=4)
+    pair.train(layers_step, steps=4)
     stats = manager.stats()
     assert stats.prefetch_hit_rate > 0.9, str(stats)
     pair.finish(paged=False)
@@ -119,18 +107,18 @@ def test_all_that_comes_is_asked_for_ahead_where_the_order_is_known(twins: MakeT
 def test_an_evaluation_between_steps_is_forward(twins: MakeTwins) -> None:
     pair = twins(layers())
     manager = manager_of(pair)
-    pair.train(step, steps=2)
-    pair.both(step)
+    pair.train(layers_step, steps=2)
+    pair.both(layers_step)
     alone = manager.stats().phases["forward"].read_bytes["param"] + manager.stats().phases["step"].read_bytes["param"]
 
     def evaluate(model: nn.Module, _: Any) -> torch.Tensor:
         with torch.no_grad():
-            return model(torch.ones(4, WIDTH))
+            return model(torch.ones(4, LAYER_WIDTH))
 
     for _ in range(3):
         pair.both(evaluate)
     assert manager.stats().step == 3  # the last step is still the last step
-    pair.both(step)
+    pair.both(layers_step)
     with_evaluation = manager.stats().phases["forward"].read_bytes["param"]
     assert with_evaluation > 2 * alone / 3
     pair.finish()
@@ -140,6 +128,6 @@ def test_the_manager_shows_a_table_and_a_line(twins: MakeTwins) -> None:
     pair = twins(layers())
     manager = manager_of(pair)
     assert manager.stats().step == 0
-    pair.both(step)
+    pair.both(layers_step)
     assert "backward" in str(manager.stats()) and "s waiting" in manager.stats().brief
     pair.finish(paged=False)
