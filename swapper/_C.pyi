@@ -15,7 +15,7 @@ class Arena:
     """Page-locked host memory: one shared mapping of a memfd, never copied into forked children.
 
     The memory is zero to begin with. It goes back to the system when the arena is closed (or collected) and the last
-    view, window, and engine that registered it is gone.
+    view, window, engine that registered it, and transfer is gone.
     """
 
     def __init__(
@@ -205,8 +205,9 @@ class Engine:
 
     An operation is cut into pieces of `piece_bytes`, up to `depth` of which are in flight; while there are both reads
     and writes, each gets at most half. In each direction operations start in the order of submission, except that one
-    that waits for another (`after`) lets later ones pass. The caller keeps the memory alive and, for writes,
-    unchanged until the ticket is done. Submitting waits, without the GIL, while 4096 operations wait to be started.
+    that waits for another (`after`) lets later ones pass. The engine keeps the memory until the transfer is over: an
+    arena's or a window's by itself, any other by `keep`. The caller leaves it alone until the ticket is done: of a
+    write unchanged, of a read unused. Submitting waits, without the GIL, while 4096 operations wait to be started.
 
     Any address, any offset, any size. What direct I/O cannot take as it is goes chunk by chunk through a fixed ring of
     slots, which the engine takes when it first needs them; edges of writes go through the page cache. A write changes
@@ -275,16 +276,20 @@ class Engine:
         address: int,
         nbytes: int,
         *,
+        keep: object = None,
         after: Ticket | None = None,
         checksum: bool = False,
     ) -> Ticket:
         """Submits: file[offset : offset + nbytes] to memory at `address`.
 
         Args:
+            keep: whatever owns the memory, a tensor say, where that is neither an arena's nor a window's: it is kept until
+                the transfer is over, also if the ticket is dropped before.
             after: begin only when this ticket is done (of any engine); if it failed, fail without touching anything.
             checksum: compute the CRC-32 of the bytes, on the I/O thread; see `Ticket.crc32`.
 
         Raises:
+            ConfigError: the memory is neither an arena's nor a window's, and there is no `keep`.
             IoError: file or engine closed (EBADF); a range beyond what a file can hold (EINVAL); forked child. What
                 goes wrong later is the ticket's error.
         """
@@ -296,6 +301,7 @@ class Engine:
         address: int,
         nbytes: int,
         *,
+        keep: object = None,
         after: Ticket | None = None,
         checksum: bool = False,
     ) -> Ticket:
@@ -312,7 +318,7 @@ class Engine:
 
 @final
 class Ticket:
-    """The completion of one operation."""
+    """The completion of one operation. Has what the operation keeps (`keep`), and lets go of it once it is seen to be done."""
 
     @property
     def done(self) -> bool:

@@ -1,6 +1,13 @@
 // Engine and Ticket in Python. Waiting releases the GIL and looks at signals between slices; the I/O thread
 // never needs the GIL. Owns the list of live engines, which are drained before the interpreter takes apart
-// the memory they transfer.
+// the memory they transfer, and what tickets that were forgotten keep.
+//
+// [Note: who keeps the memory] A transfer's memory must not go before the transfer is over, whatever becomes
+// of who asked for it: an error of another transfer, Ctrl-C between two lines, the garbage collector. Of an
+// arena or a window the operation itself has a share (OwnedRange). The owner of any other memory is a Python
+// object, which the I/O thread could not let go of without the GIL: the ticket's handle has it (`keep`), and
+// lets go of it once it is seen to be done. A handle that goes before that leaves both in a list, which each
+// submission goes through. Memory that is neither is refused.
 #include "io/engine.h"
 
 #include <nanobind/nanobind.h>
@@ -8,17 +15,41 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <vector>
 
 #include "bindings/handles.h"
 #include "io/backend_chaos.h"
+#include "memory/owned.h"
 
 using namespace nanobind::literals;
 
 namespace swapper {
 namespace {
+
+// [Note: who keeps the memory] Touched with the GIL only; never destroyed, as the interpreter may be gone.
+struct Kept {
+  std::shared_ptr<Ticket> ticket;
+  nb::object owner;
+};
+
+std::vector<Kept>& kept() {
+  static std::vector<Kept>* all = new std::vector<Kept>;
+  return *all;
+}
+
+// Lets go of the memory of forgotten transfers that are over. What goes may run any Python code, also this.
+void release_kept() {
+  std::vector<Kept>& all = kept();
+  if (all.empty()) return;
+  const auto over =
+      std::partition(all.begin(), all.end(), [](const Kept& each) { return !each.ticket->finished(); });
+  const std::vector<Kept> gone(std::make_move_iterator(over), std::make_move_iterator(all.end()));
+  all.erase(over, all.end());
+}
 
 struct TicketHandle {
   explicit TicketHandle(std::shared_ptr<Ticket> ticket_) : ticket(std::move(ticket_)) {}
@@ -26,10 +57,23 @@ struct TicketHandle {
   // In a forked child somebody may have been waiting on it when the fork came, and its condition variable
   // would wait for them in turn: leak it there.
   ~TicketHandle() {
-    if (ticket && !ticket->is_usable()) static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
+    if (!ticket) return;
+    if (!ticket->is_usable()) {
+      static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
+    } else if (keep && !ticket->finished()) {
+      kept().push_back({std::move(ticket), std::move(keep)});
+    }
+  }
+
+  // Lets go of the memory if the transfer is over, which it gives.
+  bool is_over() {
+    if (!ticket->finished()) return false;
+    const nb::object gone = std::move(keep);
+    return true;
   }
 
   std::shared_ptr<Ticket> ticket;
+  nb::object keep;  // the owner of the memory, if that is a Python object
 };
 
 struct EngineHandle {
@@ -65,8 +109,11 @@ void remember(const std::shared_ptr<Engine>& engine) {
 void close_engine(Engine& engine) {
   engine.refuse_submissions();
   wait_in_slices([&](Clock::duration patience) { return engine.wait_until_drained(patience); });
-  const nb::gil_scoped_release released;
-  engine.close();
+  {
+    const nb::gil_scoped_release released;
+    engine.close();
+  }
+  release_kept();
 }
 
 // Run by atexit, before modules and their tensors go.
@@ -90,20 +137,27 @@ void close_live_engines() {
   }
 }
 
-TicketHandle submit(const EngineHandle& self, Request request) {
+TicketHandle submit(const EngineHandle& self, Request request, nb::object keep) {
   Engine& engine = *self.engine;
   const std::shared_ptr<Op> op = engine.prepare(std::move(request));
   TicketHandle ticket(op->ticket);  // before the I/O thread has the operation
   if (!engine.enqueue(op, Clock::duration::zero())) {
     wait_in_slices([&](Clock::duration patience) { return engine.enqueue(op, patience); });
   }
+  if (!keep.is_none()) ticket.keep = std::move(keep);
+  release_kept();
   return ticket;
+}
+
+void check_owner(const Request& request, const nb::object& keep) {
+  if (!keep.is_none() || request.nbytes == 0 || owner_of(request.address, request.nbytes)) return;
+  throw ConfigError("the memory of a transfer that is neither an arena's nor a window's has an owner, keep=");
 }
 
 template <Direction direction>
 TicketHandle submit_transfer(const EngineHandle& self, const FileHandle& file, std::uint64_t offset,
-                             std::uintptr_t address, std::uint64_t nbytes, const TicketHandle* after,
-                             bool checksum) {
+                             std::uintptr_t address, std::uint64_t nbytes, nb::object keep,
+                             const TicketHandle* after, bool checksum) {
   Request request;
   request.direction = direction;
   request.file = file.get(name_of(direction));
@@ -112,7 +166,9 @@ TicketHandle submit_transfer(const EngineHandle& self, const FileHandle& file, s
   request.nbytes = nbytes;
   request.checksum = checksum;
   if (after != nullptr) request.after = after->ticket;
-  return submit(self, std::move(request));
+  self.engine->check_process(name_of(direction));  // a forked child has no arena's memory either
+  check_owner(request, keep);
+  return submit(self, std::move(request), std::move(keep));
 }
 
 void check_ticket(const TicketHandle& self, const char* op) {
@@ -120,13 +176,14 @@ void check_ticket(const TicketHandle& self, const char* op) {
   if (!ticket.is_usable()) throw IoError(op, "", 0, ticket.nbytes(), 0, "used in a forked child");
 }
 
-bool wait_ticket(const TicketHandle& self, std::optional<double> timeout_s) {
+bool wait_ticket(TicketHandle& self, std::optional<double> timeout_s) {
   Ticket& ticket = *self.ticket;
   if (!ticket.finished()) {
     check_ticket(self, "wait");
     const auto attempt = [&](Clock::duration patience) { return ticket.wait_for(patience); };
     if (!wait_in_slices(attempt, timeout_s)) return false;
   }
+  self.is_over();
   if (ticket.error()) throw IoError(*ticket.error());
   return true;
 }
@@ -136,7 +193,7 @@ nb::object ticket_error(const TicketHandle& self) {
   return to_python_error(*self.ticket->error());
 }
 
-nb::object ticket_exception(const TicketHandle& self, std::optional<double> timeout_s) {
+nb::object ticket_exception(TicketHandle& self, std::optional<double> timeout_s) {
   try {
     if (wait_ticket(self, timeout_s)) return nb::none();
   } catch (const IoError&) {
@@ -174,7 +231,7 @@ EngineOptions engine_options(const std::string& backend, std::uint32_t depth, st
 
 void bind_engine(nb::module_& module) {
   nb::class_<TicketHandle>(module, "Ticket")
-      .def_prop_ro("done", [](const TicketHandle& self) { return self.ticket->finished(); })
+      .def_prop_ro("done", &TicketHandle::is_over)
       .def_prop_ro("nbytes", [](const TicketHandle& self) { return self.ticket->nbytes(); })
       .def_prop_ro("crc32", &ticket_crc32)
       .def_prop_ro("error", &ticket_error)
@@ -220,9 +277,9 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })
       .def_prop_ro("reason", [](const EngineHandle& self) { return self.engine->reason(); })
       .def("read", &submit_transfer<Direction::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           nb::kw_only(), "after"_a = nb::none(), "checksum"_a = false)
+           nb::kw_only(), "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false)
       .def("write", &submit_transfer<Direction::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           nb::kw_only(), "after"_a = nb::none(), "checksum"_a = false)
+           nb::kw_only(), "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false)
       .def_prop_ro("bytes_read", [](const EngineHandle& self) { return self.engine->bytes(Direction::read); })
       .def_prop_ro("bytes_written",
                    [](const EngineHandle& self) { return self.engine->bytes(Direction::write); })
@@ -236,6 +293,7 @@ void bind_engine(nb::module_& module) {
              self.engine->check_process("drain");
              wait_in_slices(
                  [&](Clock::duration patience) { return self.engine->wait_until_drained(patience); });
+             release_kept();
            })
       .def("close", [](const EngineHandle& self) {
         self.engine->check_process("close");

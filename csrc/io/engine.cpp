@@ -60,8 +60,7 @@ void hint_huge_pages(const Request& request) {
   const auto address = reinterpret_cast<std::uint64_t>(request.address);
   const std::uint64_t begin = align_up(address, kHugePageBytes);
   const std::uint64_t end = align_down(address + request.nbytes, kHugePageBytes);
-  if (request.direction == Direction::write || end <= begin || is_owned(request.address, request.nbytes))
-    return;
+  if (request.direction == Direction::write || end <= begin || request.owner) return;
   static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
 }
 
@@ -147,12 +146,13 @@ bool Engine::must_stage(const Request& request) const {
   if (debug_ && reading) return true;
   if (!request.file->direct()) return false;
   if (!stage_.value_or(reading && !kernel_keeps_memory_at_fork())) return false;
-  return !is_owned(request.address, request.nbytes);
+  return !request.owner;
 }
 
 std::shared_ptr<Op> Engine::prepare(Request request) {
   check_process(name_of(request.direction));
   check_request(request);
+  request.owner = owner_of(request.address, request.nbytes);
   const Plan plan = make_plan(
       request.direction, request.offset, reinterpret_cast<std::uint64_t>(request.address), request.nbytes,
       request.file->demands(), {piece_bytes_, staging_.slot_bytes}, must_stage(request));

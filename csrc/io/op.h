@@ -1,7 +1,7 @@
 // An operation: one transfer between a range of a file and a range of memory, as somebody asked for it. Made
 // by the submitting thread, handed over through the inbox, and from then on touched by the engine's I/O
 // thread alone; what the rest of the world sees of it is its ticket. Owns a share of its file, so that the
-// descriptor outlives the transfer.
+// descriptor outlives the transfer, and of its memory, where that is an arena's or a window's.
 #pragma once
 
 #include <cstddef>
@@ -17,6 +17,7 @@
 
 namespace swapper {
 
+class OwnedRange;
 class Ticket;
 
 struct Request {
@@ -26,7 +27,8 @@ struct Request {
   std::byte* address = nullptr;
   std::uint64_t nbytes = 0;
   bool checksum = false;
-  std::shared_ptr<Ticket> after;  // may be empty
+  std::shared_ptr<Ticket> after;                      // may be empty
+  std::shared_ptr<const OwnedRange> owner = nullptr;  // of memory that is swapper's own: held to the end
 };
 
 struct PieceChecksum {

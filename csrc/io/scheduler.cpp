@@ -368,6 +368,7 @@ void Scheduler::finish(Op& op) {
   }
   inbox_->note_finishing();
   op.request.file.reset();
+  op.request.owner.reset();
   const std::shared_ptr<Ticket> ticket = std::move(op.ticket);
   ticket->finish(std::move(op.error), crc);
   inbox_->note_finished();

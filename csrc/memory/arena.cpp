@@ -13,21 +13,7 @@
 #include "base/align.h"
 #include "base/check.h"
 #include "base/error.h"
-#include "memory/owned.h"
-
 namespace swapper {
-
-std::byte* reserve_addresses(std::uint64_t nbytes) {
-  const std::uint64_t padded = nbytes + kHugePageBytes;
-  void* raw = ::mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (raw == MAP_FAILED) throw IoError("reserve", "", 0, nbytes, errno, "no address space");
-  const auto begin = reinterpret_cast<std::uint64_t>(raw);
-  const std::uint64_t aligned = align_up(begin, kHugePageBytes);
-  if (aligned > begin) ::munmap(raw, aligned - begin);
-  const std::uint64_t end = aligned + nbytes;
-  if (begin + padded > end) ::munmap(reinterpret_cast<void*>(end), begin + padded - end);
-  return reinterpret_cast<std::byte*>(aligned);
-}
 
 void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages) {
   const int result = ::madvise(address, nbytes, MADV_DONTFORK);
@@ -44,17 +30,12 @@ Arena::Arena(const ArenaOptions& options)
   map();
   if (!options.lock) {
     lock_reason_ = "locking was not asked for";
-  } else if (::mlock2(address_, nbytes_, MLOCK_ONFAULT) != 0) {
+  } else if (::mlock2(address(), nbytes_, MLOCK_ONFAULT) != 0) {
     unlock(errno);  // said before any memory is taken
   }
-  taking_ = std::make_unique<Taking>(address_, nbytes_, memfd_.get(),
+  taking_ = std::make_unique<Taking>(address(), nbytes_, memfd_.get(),
                                      TakingOptions{huge_pages_, locked(), options.filled_once});
-  try {
-    taking_->take(options.head_bytes);
-  } catch (...) {
-    unmap();
-    throw;
-  }
+  taking_->take(options.head_bytes);
 }
 
 void Arena::take_the_rest() {
@@ -77,20 +58,14 @@ void Arena::map() {
     throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
   }
   static_cast<void>(::fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_GROW));  // nothing is ever taken beyond its end
-  std::byte* place = reserve_addresses(nbytes_);
-  void* mapped = ::mmap(place, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_.get(), 0);
-  if (mapped == MAP_FAILED) {
-    const int code = errno;
-    ::munmap(place, nbytes_);
-    throw IoError("mmap", "memfd:swapper-arena", 0, nbytes_, code);
-  }
-  address_ = place;
-  advise_transfer_memory(address_, nbytes_, huge_pages_);
-  note_owned(address_, nbytes_);
+  range_ = OwnedRange::reserve(nbytes_);
+  void* mapped = ::mmap(address(), nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_.get(), 0);
+  if (mapped == MAP_FAILED) throw IoError("mmap", "memfd:swapper-arena", 0, nbytes_, errno);
+  advise_transfer_memory(address(), nbytes_, huge_pages_);
 }
 
 void Arena::unlock(int code) {
-  static_cast<void>(::munlock(address_, nbytes_));
+  static_cast<void>(::munlock(address(), nbytes_));
   rlimit limit{};
   ::getrlimit(RLIMIT_MEMLOCK, &limit);
   const std::lock_guard lock(mutex_);
@@ -101,18 +76,8 @@ void Arena::unlock(int code) {
 }
 
 Arena::~Arena() {
-  // In a forked child these addresses may by now be somebody else's. See Creator.
-  if (!creator_.is_this_process()) {
-    static_cast<void>(taking_.release());  // its threads do not exist here
-    return;
-  }
-  taking_->stop();
-  unmap();
-}
-
-void Arena::unmap() {
-  forget_owned(address_);
-  ::munmap(address_, nbytes_);
+  // In a forked child its threads do not exist. See Creator.
+  if (!creator_.is_this_process()) static_cast<void>(taking_.release());
 }
 
 }  // namespace swapper

@@ -2,7 +2,7 @@
 // memfd, for three reasons: open(2) forbids direct I/O into private mappings while the process may fork; the
 // same pages can be mapped a second time into a window (window.h), so that a read goes from the drive
 // straight to where the kernels of torch look; and a fixed mapping can be locked and registered once. Owns
-// the memfd and the mapping, both freed with the last reference.
+// the memfd and the mapping; the mapping stays until transfers that are under way with it are done.
 #pragma once
 
 #include <chrono>
@@ -15,6 +15,7 @@
 
 #include "base/fd.h"
 #include "base/process.h"
+#include "memory/owned.h"
 #include "memory/taking.h"
 
 namespace swapper {
@@ -35,7 +36,7 @@ class Arena {
   Arena(const Arena&) = delete;
   Arena& operator=(const Arena&) = delete;
 
-  std::byte* address() const { return address_; }
+  std::byte* address() const { return range_->address(); }
   std::uint64_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
   std::uint64_t huge_bytes() const { return taking_->huge_bytes(); }  // of nbytes, those that got huge pages
@@ -57,21 +58,17 @@ class Arena {
 
  private:
   void map();
-  void unmap();
   void unlock(int code);
 
   Creator creator_;
   std::uint64_t nbytes_;
   bool huge_pages_;
   UniqueFd memfd_;
-  std::byte* address_ = nullptr;
+  std::shared_ptr<OwnedRange> range_;  // and transfers hold it
   mutable std::mutex mutex_;
   std::string lock_reason_;
-  std::unique_ptr<Taking> taking_;
+  std::unique_ptr<Taking> taking_;  // goes before the memory does
 };
-
-// Reserves `nbytes` of addresses without memory behind them, beginning on a huge-page boundary.
-std::byte* reserve_addresses(std::uint64_t nbytes);
 
 // Marks [address, address + nbytes) as not inherited by forked children and, if asked, as good for huge
 // pages.

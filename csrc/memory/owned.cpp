@@ -1,21 +1,32 @@
-// The list, and the question to the kernel. A forked child begins with an empty list, because the memory is
-// not there, and with a lock that nobody holds. Owns nothing beyond owned.h.
+// Ranges, their list, and the question to the kernel. A forked child begins with an empty list, because the
+// memory is not there, and with a lock that nobody holds; what it has copies of unmaps nothing there, where
+// the addresses may by now be somebody else's. Owns nothing beyond owned.h.
 #include "memory/owned.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/utsname.h>
 
+#include <cerrno>
 #include <cstdio>
 #include <map>
 #include <mutex>
 #include <new>
 
+#include "base/align.h"
+#include "base/error.h"
+
 namespace swapper {
 namespace {
 
+struct Known {
+  std::uint64_t nbytes;
+  std::weak_ptr<const OwnedRange> range;
+};
+
 struct Ranges {
   std::mutex mutex;
-  std::map<std::uintptr_t, std::uint64_t> nbytes_by_begin;
+  std::map<std::uintptr_t, Known> by_begin;
 };
 
 alignas(Ranges) std::byte ranges_memory[sizeof(Ranges)];
@@ -28,28 +39,49 @@ Ranges& ranges() {
   return *made;
 }
 
+std::byte* reserve_addresses(std::uint64_t nbytes) {
+  const std::uint64_t padded = nbytes + kHugePageBytes;
+  void* raw = ::mmap(nullptr, padded, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) throw IoError("reserve", "", 0, nbytes, errno, "no address space");
+  const auto begin = reinterpret_cast<std::uint64_t>(raw);
+  const std::uint64_t aligned = align_up(begin, kHugePageBytes);
+  if (aligned > begin) ::munmap(raw, aligned - begin);
+  const std::uint64_t end = aligned + nbytes;
+  if (begin + padded > end) ::munmap(reinterpret_cast<void*>(end), begin + padded - end);
+  return reinterpret_cast<std::byte*>(aligned);
+}
+
 }  // namespace
 
-void note_owned(const std::byte* address, std::uint64_t nbytes) {
+OwnedRange::OwnedRange(std::uint64_t nbytes) : nbytes_(nbytes), address_(reserve_addresses(nbytes)) {}
+
+std::shared_ptr<OwnedRange> OwnedRange::reserve(std::uint64_t nbytes) {
+  const std::shared_ptr<OwnedRange> range(new OwnedRange(nbytes));
   Ranges& all = ranges();
   const std::lock_guard lock(all.mutex);
-  all.nbytes_by_begin[reinterpret_cast<std::uintptr_t>(address)] = nbytes;
+  all.by_begin[reinterpret_cast<std::uintptr_t>(range->address())] = {nbytes, range};
+  return range;
 }
 
-void forget_owned(const std::byte* address) {
-  Ranges& all = ranges();
-  const std::lock_guard lock(all.mutex);
-  all.nbytes_by_begin.erase(reinterpret_cast<std::uintptr_t>(address));
+OwnedRange::~OwnedRange() {
+  if (!creator_.is_this_process()) return;
+  {
+    Ranges& all = ranges();
+    const std::lock_guard lock(all.mutex);
+    all.by_begin.erase(reinterpret_cast<std::uintptr_t>(address_));
+  }
+  ::munmap(address_, nbytes_);
 }
 
-bool is_owned(const std::byte* address, std::uint64_t nbytes) {
+std::shared_ptr<const OwnedRange> owner_of(const std::byte* address, std::uint64_t nbytes) {
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
   Ranges& all = ranges();
   const std::lock_guard lock(all.mutex);
-  auto after = all.nbytes_by_begin.upper_bound(begin);
-  if (after == all.nbytes_by_begin.begin()) return false;
-  --after;
-  return nbytes <= after->second && begin - after->first <= after->second - nbytes;
+  auto after = all.by_begin.upper_bound(begin);
+  if (after == all.by_begin.begin()) return nullptr;
+  const auto& [first, known] = *--after;
+  const bool has_all = nbytes <= known.nbytes && begin - first <= known.nbytes - nbytes;
+  return has_all ? known.range.lock() : nullptr;
 }
 
 bool kernel_keeps_memory_at_fork() {

@@ -10,7 +10,6 @@
 
 #include "base/align.h"
 #include "base/error.h"
-#include "memory/owned.h"
 
 #ifndef MADV_POPULATE_READ
 #define MADV_POPULATE_READ 22  // Linux 5.14
@@ -29,16 +28,12 @@ IoError map_failure(const char* op, std::uint64_t offset, std::uint64_t nbytes, 
 Window::Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes)
     : arena_(std::move(arena)), nbytes_(align_up(nbytes, kPageBytes)) {
   if (nbytes == 0) throw ConfigError("a window needs at least one byte");
-  address_ = reserve_addresses(nbytes_);
-  advise_transfer_memory(address_, nbytes_, false);
-  note_owned(address_, nbytes_);
+  range_ = OwnedRange::reserve(nbytes_);
+  advise_transfer_memory(address(), nbytes_, false);
 }
 
 Window::~Window() {
-  if (!creator_.is_this_process()) return;
-  forget_owned(address_);
-  back_range(address_, nbytes_, {});
-  ::munmap(address_, nbytes_);
+  if (creator_.is_this_process()) back_range(address(), nbytes_, {});
 }
 
 void Window::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
@@ -59,7 +54,7 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
                       " are not a page-aligned part of an arena of " + std::to_string(arena_->nbytes()));
   }
   if (nbytes == 0) return;
-  std::byte* place = address_ + window_offset;
+  std::byte* place = address() + window_offset;
   back_range(place, nbytes, {});
   if (::mmap(place, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, arena_->memfd(),
              static_cast<off_t>(arena_offset)) == MAP_FAILED) {
@@ -79,21 +74,21 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
 void Window::guard(std::uint64_t window_offset, std::uint64_t nbytes) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;
-  std::byte* place = address_ + window_offset;
+  std::byte* place = address() + window_offset;
   watch_range(place, nbytes);
   if (::mprotect(place, nbytes, PROT_READ) != 0) throw map_failure("mprotect", window_offset, nbytes, errno);
 }
 
 std::int64_t Window::written_at(std::uint64_t window_offset) const {
   check_range(window_offset, 0);
-  const std::byte* first = swapper::written_at(address_ + window_offset);
-  return first == nullptr ? -1 : first - address_;
+  const std::byte* first = swapper::written_at(address() + window_offset);
+  return first == nullptr ? -1 : first - address();
 }
 
 void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;
-  std::byte* place = address_ + window_offset;
+  std::byte* place = address() + window_offset;
   if (::mmap(place, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
       MAP_FAILED) {
     throw map_failure("unmap", window_offset, nbytes, errno);

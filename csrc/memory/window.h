@@ -11,6 +11,7 @@
 #include "base/process.h"
 #include "memory/arena.h"
 #include "memory/fault.h"
+#include "memory/owned.h"
 
 namespace swapper {
 
@@ -21,7 +22,7 @@ class Window {
   Window(const Window&) = delete;
   Window& operator=(const Window&) = delete;
 
-  std::byte* address() const { return address_; }
+  std::byte* address() const { return range_->address(); }
   std::uint64_t nbytes() const { return nbytes_; }
   bool is_usable() const { return creator_.is_this_process(); }
 
@@ -44,7 +45,7 @@ class Window {
   Creator creator_;
   std::shared_ptr<Arena> arena_;
   std::uint64_t nbytes_;
-  std::byte* address_;
+  std::shared_ptr<OwnedRange> range_;
 };
 
 }  // namespace swapper

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swapper.checkpoint.chunks import Box, ChunkedTensor
-from swapper.checkpoint.formats import PIECES_AHEAD, ExportTensor, Payloads, arrived, settle
+from swapper.checkpoint.formats import PIECES_AHEAD, ExportTensor, Payloads, arrived
 from swapper.checkpoint.stored import StoredTensor
 
 BOX_BYTES = 4 << 20
@@ -34,18 +34,13 @@ class AssembledTensor(ExportTensor):
             raise AssertionError("a tensor is to be assembled from no chunks")
         turned = {part: payloads.gathered(part) for part in self.parts if part.stride is not None}  # whole, and seldom
         waiting: deque[_Reading] = deque()
-        try:
-            for box in self.chunked.boxes(BOX_BYTES):
-                waiting.append(_Reading(box))
-                waiting[-1].begin(payloads, turned)
-                if len(waiting) > PIECES_AHEAD:
-                    yield waiting[0].assembled(self.dtype)
-                    waiting.popleft()
-            for reading in waiting:
-                yield reading.assembled(self.dtype)
-        finally:
-            for reading in waiting:
-                reading.settle()
+        for box in self.chunked.boxes(BOX_BYTES):
+            waiting.append(_Reading(box))
+            waiting[-1].begin(payloads, turned)
+            if len(waiting) > PIECES_AHEAD:
+                yield waiting.popleft().assembled(self.dtype)
+        for reading in waiting:
+            yield reading.assembled(self.dtype)
 
 
 class _Reading:
@@ -69,7 +64,3 @@ class _Reading:
         for piece, (memory, tickets) in zip(self._box.pieces, self._parts, strict=True):
             whole[piece.at] = arrived(memory, tickets).reshape(piece.shape)
         return whole.view(-1)
-
-    def settle(self) -> None:
-        for _, tickets in self._parts:
-            settle(tickets)

@@ -80,16 +80,15 @@ def _read(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
             if not free:
                 finish_one()
             address = free.pop()
-            read = engine.read(run.source, offset, address, nbytes, checksum=True)
-            write = read if target is None else engine.write(target, offset, address, nbytes, after=read)
+            read = engine.read(run.source, offset, address, nbytes, keep=view, checksum=True)
+            write = read if target is None else engine.write(target, offset, address, nbytes, keep=view, after=read)
             in_flight.append((run, offset + nbytes, address, read, write))
         while in_flight:
             finish_one()
     finally:
-        for *_, read, write in in_flight:  # their memory must not go before they are done
+        for *_, read, write in in_flight:  # the files are the caller's again
             drain(read)
             drain(write)
-        del view
     return checksums
 
 

@@ -41,7 +41,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from swapper.checkpoint.dcpread import METADATA_NAME, read, read_directory
-from swapper.checkpoint.engines import drain, engine_for, open_for, reserve, wait_for_all
+from swapper.checkpoint.engines import drain, engine_for, open_for, reserve
 from swapper.checkpoint.items import Item
 from swapper.checkpoint.skeleton import TensorView
 from swapper.checkpoint.stored import StoredTensor
@@ -244,8 +244,7 @@ def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]
     if item.nbytes == 0:
         checksum = 0
     elif tensor.device.type == "cpu" and flat is tensor:
-        writer.keep(flat)
-        checksum = writer.append_memory(flat.data_ptr(), item.nbytes)
+        checksum = writer.append_memory(flat.data_ptr(), item.nbytes, flat)
     else:
         checksum = writer.append_device(flat.view(-1).view(torch.uint8))
     writer.append(item.tail(checksum))
@@ -404,7 +403,7 @@ class _OpenFile:
         whole_rows = lengths[1:] == stored.shape[1:]
         direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored.dtype
         if whole_rows and direct:
-            ticket = self._engine.read(self._file, offset, target.data_ptr(), nbytes)
+            ticket = self._engine.read(self._file, offset, target.data_ptr(), nbytes, keep=target)
             self._reads.append(_Read(request, target, ticket))
         else:
             self._begin_part(request, target, stored, offset, nbytes, first)
@@ -421,7 +420,7 @@ class _OpenFile:
             rows = rows.view(-1, *stored.shape[1:]) if stored.shape else rows.view(())
         for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
             rows = rows.narrow(dim, begin - (first if dim == 0 else 0), length)
-        ticket = self._engine.read(self._file, offset, memory.data_ptr(), nbytes)
+        ticket = self._engine.read(self._file, offset, memory.data_ptr(), nbytes, keep=memory)
         self._reads.append(_Read(request, target, ticket, memory, rows))
 
     def _finish(self, leave: int) -> None:
@@ -439,7 +438,7 @@ class _OpenFile:
 
     def _bytes(self, info: Any) -> bytes:
         memory = torch.empty(info.length, dtype=torch.uint8)
-        wait_for_all([self._engine.read(self._file, info.offset, memory.data_ptr(), info.length)])
+        self._engine.read(self._file, info.offset, memory.data_ptr(), info.length, keep=memory).wait()
         return memory.numpy().tobytes()
 
 

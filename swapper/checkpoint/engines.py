@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def _device_of(directory: str) -> int | None:
 
 
 def wait_for_all(tickets: Iterable[Any]) -> None:
-    """Wait for every ticket, also where one has failed: the others still use their memory. Raises the first error."""
+    """Wait for every ticket, also where one has failed: the others may still use their memory. Raises the first error."""
     first: BaseException | None = None
     for ticket in tickets:
         try:
@@ -87,6 +87,22 @@ def wait_for_all(tickets: Iterable[Any]) -> None:
             drain(ticket)
     if first is not None:
         raise first
+
+
+@contextlib.contextmanager
+def all_over() -> Iterator[list[Any]]:
+    """Within it tickets are appended to what it gives. At its end all are over, whatever happened. Raises the first error.
+
+    For transfers from and into memory that others use next. (That it does not go before they are over, the engine sees to.)
+    """
+    tickets: list[Any] = []
+    try:
+        yield tickets
+    except BaseException:
+        for ticket in tickets:
+            drain(ticket)
+        raise
+    wait_for_all(tickets)
 
 
 def drain(ticket: Any) -> None:

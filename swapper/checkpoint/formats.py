@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.engines import drain, engine_for, open_for
+from swapper.checkpoint.engines import engine_for, open_for, wait_for_all
 from swapper.checkpoint.items import Item
 from swapper.checkpoint.pickling import StorageRef, pickle_state
 from swapper.checkpoint.relay import Checksum, Relay
@@ -84,16 +84,12 @@ class Payloads:
             return
         waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
         total = sum(part.numel for part in tensor.parts)
-        try:
-            for begin in range(0, total, count):
-                waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
-                if len(waiting) > PIECES_AHEAD:
-                    yield arrived(*waiting.popleft())
-            while waiting:
+        for begin in range(0, total, count):
+            waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
+            if len(waiting) > PIECES_AHEAD:
                 yield arrived(*waiting.popleft())
-        finally:
-            for _, tickets in waiting:
-                settle(tickets)
+        while waiting:
+            yield arrived(*waiting.popleft())
 
     def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
         """Begin to read elements [begin, end) of `parts`, one after the other; none has strides. Returns memory and tickets."""
@@ -107,7 +103,7 @@ class Payloads:
                 engine, file = self._open(part.path)
                 address = memory.data_ptr() + (low - begin) * itemsize
                 at = part.offset + (low - first) * itemsize
-                tickets.append(engine.read(file, at, address, (high - low) * itemsize))
+                tickets.append(engine.read(file, at, address, (high - low) * itemsize, keep=memory))
             first += part.numel
         return memory, tickets
 
@@ -120,11 +116,7 @@ class Payloads:
         """A tensor whose elements do not lie in order is brought into memory whole, and into order."""
         engine, file = self._open(part.path)
         memory = torch.empty(part.nbytes, dtype=torch.uint8)
-        ticket = engine.read(file, part.offset, memory.data_ptr(), part.nbytes)
-        try:
-            ticket.wait()
-        finally:
-            drain(ticket)
+        engine.read(file, part.offset, memory.data_ptr(), part.nbytes, keep=memory).wait()
         plain = torch.empty(part.shape, dtype=part.dtype)
         plain.copy_(memory.view(part.dtype).as_strided(part.shape, part.stride or ()))
         return plain
@@ -153,18 +145,8 @@ def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Ten
 
 def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
     """Return `memory` when it is read."""
-    try:
-        for ticket in tickets:
-            ticket.wait()
-    finally:
-        settle(tickets)
+    wait_for_all(tickets)
     return memory
-
-
-def settle(tickets: Iterable[Any]) -> None:
-    """The memory is let go: nothing may be on its way."""
-    for ticket in tickets:
-        drain(ticket)
 
 
 def write_safetensors(

@@ -123,11 +123,8 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file
         checksum = 0
         for begin in range(0, record.nbytes, max(memory.numel(), 1)):
             step = min(memory.numel(), record.nbytes - begin)
-            ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, checksum=True)
-            try:
-                ticket.wait()
-            finally:
-                drain(ticket)
+            ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, keep=memory, checksum=True)
+            ticket.wait()
             checksum = _C.crc32_combine(checksum, ticket.crc32, step)
         _check_checksum(checkpoint.path, record, checksum)
 
@@ -302,11 +299,15 @@ class _Loader:
         self._bytes_ahead += storage.nbytes
         address = memory.storage.data_ptr()
         for begin, end in memory.steps():
-            tickets.append(
-                self._engine.read(
-                    self._file, record.offset + begin, address + begin, end - begin, checksum=self._verify
-                )
+            ticket = self._engine.read(
+                self._file,
+                record.offset + begin,
+                address + begin,
+                end - begin,
+                keep=memory.storage,
+                checksum=self._verify,
             )
+            tickets.append(ticket)
 
     # --- to a device ------------------------------------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ class _Archive:
                 f"the storage of {place.name} was resized while it was saved: save it when nothing runs"
             )
         if storage.device.type == "cpu":
-            checksum = self._writer.append_memory(storage.data_ptr(), place.nbytes) if place.nbytes else 0
+            checksum = self._writer.append_memory(storage.data_ptr(), place.nbytes, storage) if place.nbytes else 0
         else:
             checksum = self._writer.append_device(
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -51,7 +51,6 @@ class StreamWriter:
         self._free = deque(range(blocks))
         self._blocks: deque[tuple[int, Any]] = deque()  # in flight, oldest first
         self._direct: deque[Any] = deque()
-        self._kept: list[Any] = []
         self._block = self._free.popleft()
         self._filled = 0  # bytes of the block
         self._written = 0  # the file offset at which the block begins
@@ -73,8 +72,8 @@ class StreamWriter:
             view = view[room:]
         return checksum
 
-    def append_memory(self, address: int, nbytes: int) -> int:
-        """Append host memory, which stays unchanged until `finish`; returns its CRC-32."""
+    def append_memory(self, address: int, nbytes: int, owner: object) -> int:
+        """Append host memory that is `owner`'s, and stays unchanged until `finish`; returns its CRC-32."""
         head = -self.position % UNIT
         body = (nbytes - head) // UNIT * UNIT
         if nbytes < LARGE_BYTES or body <= 0:
@@ -84,7 +83,7 @@ class StreamWriter:
         done = head
         while done < head + body:
             step = min(STEP_BYTES, head + body - done)
-            self._direct.append(self._engine.write(self._file, self._written, address + done, step))
+            self._direct.append(self._engine.write(self._file, self._written, address + done, step, keep=owner))
             if self._checksums:
                 checksum = _C.crc32_address(address + done, step, checksum)
             done += step
@@ -92,10 +91,6 @@ class StreamWriter:
         while self._direct and self._direct[0].done:
             self._direct.popleft().wait()
         return self._gather(address + done, nbytes - done, checksum)
-
-    def keep(self, owner: object) -> None:
-        """Keep what owns memory that is appended alive until `finish` or `close`."""
-        self._kept.append(owner)
 
     def append_device(self, data: torch.Tensor) -> int:
         """Append a one-dimensional uint8 tensor of any device; returns the CRC-32."""
@@ -126,7 +121,6 @@ class StreamWriter:
         """Wait until nothing is in flight, and let go of the ring."""
         for ticket in [*self._direct, *(ticket for _, ticket in self._blocks)]:
             drain(ticket)
-        self._kept.clear()
         if self._arena is not None:
             self._arena.close()
 
@@ -150,7 +144,8 @@ class StreamWriter:
         if not self._filled:
             return
         address = self._address + self._block * BLOCK_BYTES
-        self._blocks.append((self._block, self._engine.write(self._file, self._written, address, self._filled)))
+        ticket = self._engine.write(self._file, self._written, address, self._filled, keep=self._memory)
+        self._blocks.append((self._block, ticket))
         self._written += self._filled
         self._filled = 0
         if not self._free:

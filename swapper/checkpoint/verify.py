@@ -387,11 +387,10 @@ def _stream(engine: Any, file: Any, parts: Sequence[_Part]) -> Iterator[tuple[_P
                     yield done
                 address = free.popleft()
                 nbytes = min(PIECE_BYTES, chunk.end - offset)
-                ticket = engine.read(file, offset, address, nbytes, checksum=True)
+                ticket = engine.read(file, offset, address, nbytes, keep=view, checksum=True)
                 in_flight.append((part, offset + nbytes == chunk.end, (ticket, address)))
         while in_flight:
             if (done := take_one()) is not None:
                 yield done
     finally:
         engine.drain()
-        del view

@@ -104,7 +104,8 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
                 while len(tickets[kind]) < OPERATIONS_AHEAD:
                     offset = at[kind] * span_bytes % (pattern.file_bytes // span_bytes * span_bytes)
                     slot = lane * slots + at[kind] % slots
-                    tickets[kind].append(moves[kind](file, offset, address + slot * span_bytes, span_bytes))
+                    place = address + slot * span_bytes
+                    tickets[kind].append(moves[kind](file, offset, place, span_bytes, keep=memory))
                     at[kind] += 1
                     if lanes > 1:
                         tickets[kind][-1].notify(news)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.engines import drain, engine_for, open_for
+from swapper.checkpoint.engines import engine_for, open_for
 from swapper.checkpoint.sources import Source
 from swapper.errors import CheckpointError
 
@@ -58,12 +58,11 @@ def _crc32(path: Path, nbytes: int) -> int:
             if len(waiting) == PIECES:
                 crc32 = _added(crc32, waiting.popleft())
             here = min(PIECE_BYTES, nbytes - offset)
-            waiting.append(engine.read(file, offset, memory[number % PIECES].data_ptr(), here, checksum=True))
+            piece = memory[number % PIECES]
+            waiting.append(engine.read(file, offset, piece.data_ptr(), here, keep=piece, checksum=True))
         while waiting:
             crc32 = _added(crc32, waiting.popleft())
     finally:
-        for ticket in waiting:
-            drain(ticket)
         file.close()
     return crc32
 

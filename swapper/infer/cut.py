@@ -7,9 +7,8 @@ whole matrix gives; in wider types torch may choose another kernel for another n
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -18,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swapper.checkpoint.engines import wait_for_all
 from swapper.core.layout import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.infer.adoption import view_of
 from swapper.infer.matching import Recipe
 from swapper.infer.rows import ReadInto, check_place
 from swapper.infer.weights import refuse_gradient
+from swapper.interrupts import held_back
 
 PARTS_IN_MEMORY = 4
 """Parts that are read or in use at one time."""
@@ -103,7 +104,6 @@ class Parts:
         self._reading: deque[_Reading] = deque()  # asked for and not used up
         self._last: CutLinear | None = None
         self._after: dict[int, CutLinear] = {}  # by id: the map that came after it
-        weakref.finalize(self, _settle_all, self._reading)  # a model may be forgotten while they are on their way
 
     def multiply(self, linear: CutLinear, x: torch.Tensor) -> torch.Tensor:
         """Return what the whole map gives of `x`, where that is."""
@@ -138,12 +138,14 @@ class Parts:
             if asked is None:
                 return
             linear, begin, end = asked
-            self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
-            self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
-            self._number += 1
+            with held_back:  # a read that nobody knows of would fill a slot that has another part by then
+                self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
+                self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
+                self._number += 1
 
     def _forget(self) -> None:
-        _settle_all(self._reading)
+        for part in self._reading:
+            part.settle()
         self._reading.clear()
 
     def _submit(self, reading: _Reading, slot: torch.Tensor) -> None:
@@ -152,7 +154,7 @@ class Parts:
         for stored in (part for recipe in reading.recipes for part in recipe.parts):
             in_sector = stored.offset % SECTOR_BYTES
             at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
-            reading.tickets.append(self._read(stored, 0, slot.data_ptr() + at, stored.nbytes))
+            reading.tickets.append(self._read(stored, 0, slot[at : at + stored.nbytes]))
             reading.parts.append(view_of(slot, at, stored))
             cursor = at + stored.nbytes
 
@@ -165,8 +167,7 @@ class _Reading:
     tickets: list[Any] = field(default_factory=list)
 
     def ready(self, device: torch.device) -> list[torch.Tensor]:
-        for ticket in self.tickets:
-            ticket.wait()
+        wait_for_all(self.tickets)
         parts = iter([part.to(device) for part in self.parts])
         with torch.inference_mode(False), torch.no_grad():
             return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
@@ -175,11 +176,6 @@ class _Reading:
         """The memory is used for something else next: no read may be on its way."""
         for ticket in self.tickets:
             ticket.exception()
-
-
-def _settle_all(reading: Iterable[_Reading]) -> None:
-    for part in reading:
-        part.settle()
 
 
 def multiply_by_parts(linear: CutLinear, parts: Parts, device: torch.device) -> None:

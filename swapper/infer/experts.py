@@ -14,12 +14,13 @@ import inspect
 import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from swapper.checkpoint.engines import wait_for_all
 from swapper.core.pager import Pager
 from swapper.infer.adoption import view_of
 from swapper.infer.matching import Recipe
@@ -90,15 +91,18 @@ class _Part:
     """What is in memory of one recipe: what the file has, or what was made of it if that is no larger."""
 
     recipe: Recipe
-    parts: list[torch.Tensor]
-    tickets: list[Any]
+    parts: list[torch.Tensor] = field(default_factory=list)
+    tickets: list[Any] = field(default_factory=list)
     leases: int = 0
     value: torch.Tensor | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        return any(ticket.done and ticket.error is not None for ticket in self.tickets)
+
     def ready(self, device: torch.device) -> torch.Tensor:
         """Return what it is, on `device`. The cache is in host memory."""
-        for ticket in self.tickets:
-            ticket.wait()
+        wait_for_all(self.tickets)
         self.tickets = []
         if self.value is not None:
             return self.value
@@ -111,7 +115,7 @@ class _Part:
         return value
 
     def settle(self) -> None:
-        """Its memory goes: asked for ahead and never used, perhaps, and it must outlive the read."""
+        """Its memory goes: asked for ahead and never used, perhaps, and it takes it until the read is over."""
         for ticket in self.tickets:
             ticket.exception()
 
@@ -181,19 +185,26 @@ class Experts:
         self._weights.clear()
 
     def _want(self, key: int, number: int, recipe: Recipe) -> _Part:
-        if (key, number) in self._cache:
-            self._cache.move_to_end((key, number))
-            return self._cache[key, number]
-        self._make_room(recipe.stored_bytes)
-        part = _Part(recipe, [], [])
-        with torch.inference_mode(False):
-            for stored in recipe.parts:
-                memory = torch.empty(stored.nbytes, dtype=torch.uint8)
-                part.tickets.append(self._read(stored, 0, memory.data_ptr(), stored.nbytes))
-                part.parts.append(view_of(memory, 0, stored))
-        self._cache[key, number] = part
-        self._used_bytes += recipe.stored_bytes
+        part = self._cache.get((key, number))
+        if part is None:
+            self._make_room(recipe.stored_bytes)
+            part = _Part(recipe)
+            self._begin(part)
+            self._cache[key, number] = part
+            self._used_bytes += recipe.stored_bytes
+        elif part.has_failed:
+            self._begin(part)
+        self._cache.move_to_end((key, number))
         return part
+
+    def _begin(self, part: _Part) -> None:
+        parts, tickets = [], []
+        with torch.inference_mode(False):
+            for stored in part.recipe.parts:
+                memory = torch.empty(stored.nbytes, dtype=torch.uint8)
+                tickets.append(self._read(stored, 0, memory))
+                parts.append(view_of(memory, 0, stored))
+        part.parts, part.tickets = parts, tickets
 
     def _make_room(self, nbytes: int) -> None:
         idle = (key for key, part in list(self._cache.items()) if not part.leases)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from swapper import _C
 from swapper.checkpoint.sources import Source
 from swapper.core.section import Page, Section
@@ -50,15 +52,20 @@ class WeightFiles:
         """Submit a read of `page` into memory at `address`, as far as the file goes; returns its ticket."""
         path = self._paths[page.section]
         nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
-        return self.read_into(path, page.file_offset, address, nbytes, after)
+        return self._submit(path, page.file_offset, address, nbytes, None, after)
 
-    def read_into(self, path: Path, offset: int, address: int, nbytes: int, after: Any = None) -> Any:
-        """Submit a read of any bytes of a file; returns its ticket."""
+    def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Any:
+        """Submit a read of any bytes of a file into `memory`, contiguous, which they fill; returns its ticket."""
+        return self._submit(path, offset, memory.data_ptr(), memory.nbytes, memory, None)
+
+    def _submit(self, path: Path, offset: int, address: int, nbytes: int, keep: object, after: Any) -> Any:
         tickets = []
         try:
             for at, extent in self._source.extents(path, offset, nbytes):
                 file = self._files[extent.path]
-                tickets.append(self._engine.read(file, extent.offset, address + at, extent.nbytes, after=after))
+                tickets.append(
+                    self._engine.read(file, extent.offset, address + at, extent.nbytes, keep=keep, after=after)
+                )
         except BaseException:
             AllOf(tickets).exception()  # the memory is the caller's again
             raise

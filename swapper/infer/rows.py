@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from swapper.checkpoint.engines import wait_for_all
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import DeviceError
 from swapper.infer.matching import Recipe
 
-ReadInto = Callable[[StoredTensor, int, int, int], Any]
-"""Submits a read of a stored tensor: (tensor, offset in it, address, bytes); gives the ticket."""
+ReadInto = Callable[[StoredTensor, int, torch.Tensor], Any]
+"""Submits a read of a stored tensor: (tensor, offset in it, contiguous memory that is to be filled); gives the ticket."""
 
 
 def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
@@ -42,12 +43,11 @@ def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device
                 table = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
                 row_bytes = stored.nbytes // row_count
                 tickets += [
-                    read(stored, begin * row_bytes, table.data_ptr() + number * row_bytes, count * row_bytes)
+                    read(stored, begin * row_bytes, table[number : number + count])
                     for number, begin, count in _stretches(rows)
                 ]
                 tables.append(table)
-            for ticket in tickets:
-                ticket.wait()
+            wait_for_all(tickets)
             return F.embedding(places, recipe.from_parts([table.to(device) for table in tables]))
 
     module.__dict__["forward"] = forward

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from swapper import _C
+from swapper.checkpoint.engines import wait_for_all
 from swapper.checkpoint.sources import Source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SectionPlan
@@ -117,15 +118,14 @@ class Streaming:
         tickets = []
         for run, section in zip(self._small_runs, self.small, strict=True):
             nbytes = min(run.nbytes, self._source.nbytes_of(run.path) - run.file_offset)
-            tickets.append(self._files.read_into(run.path, run.file_offset, section.memory.data_ptr(), nbytes))
+            tickets.append(self._files.read_into(run.path, run.file_offset, section.memory[:nbytes]))
         tensors = []
         for stored in (part for recipe in buffers for part in recipe.parts):
             memory = torch.empty(stored.nbytes, dtype=torch.uint8)
-            tickets.append(self._files.read_into(stored.path, stored.offset, memory.data_ptr(), stored.nbytes))
+            tickets.append(self._files.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
         self.pager.read_ahead()
-        for ticket in tickets:
-            ticket.wait()
+        wait_for_all(tickets)
         parts = iter(tensors)
         return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
 
@@ -133,11 +133,11 @@ class Streaming:
         """Return memory for transfers, beside the frames: uint8 of shape (nbytes,)."""
         return self._memory.take(nbytes)
 
-    def read_part(self, stored: StoredTensor, offset: int, address: int, nbytes: int) -> Any:
-        """Submit a read of some bytes of a stored tensor; returns its ticket."""
+    def read_part(self, stored: StoredTensor, offset: int, memory: torch.Tensor) -> Any:
+        """Submit a read of bytes of a stored tensor, from `offset` on, which fill `memory`, contiguous; returns its ticket."""
         if self._files is None:
             raise InvariantError("the files are asked for before they were opened")
-        return self._files.read_into(stored.path, stored.offset + offset, address, nbytes)
+        return self._files.read_into(stored.path, stored.offset + offset, memory)
 
     def describe(self) -> str:
         """Say how transfers are done, for the log."""

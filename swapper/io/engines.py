@@ -43,6 +43,14 @@ class Engines:
                 engine = self._by_drive[drive] = _C.Engine(**self._options) if self._by_drive else self._first
             return engine
 
+    @property
+    def bytes_read(self) -> int:
+        return sum(engine.bytes_read for engine in self.all)
+
+    @property
+    def bytes_written(self) -> int:
+        return sum(engine.bytes_written for engine in self.all)
+
     def close(self) -> None:
         for engine in self.all:
             engine.close()
@@ -65,14 +73,30 @@ class EngineOfDrives:
             raise
 
     def read(
-        self, file: Any, offset: int, address: int, nbytes: int, *, after: Any = None, checksum: bool = False
+        self,
+        file: Any,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
     ) -> Any:
-        return self._of(file).read(file, offset, address, nbytes, after=after, checksum=checksum)
+        return self._of(file).read(file, offset, address, nbytes, keep=keep, after=after, checksum=checksum)
 
     def write(
-        self, file: Any, offset: int, address: int, nbytes: int, *, after: Any = None, checksum: bool = False
+        self,
+        file: Any,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
     ) -> Any:
-        return self._of(file).write(file, offset, address, nbytes, after=after, checksum=checksum)
+        return self._of(file).write(file, offset, address, nbytes, keep=keep, after=after, checksum=checksum)
 
     def _of(self, file: Any) -> _C.Engine:
         # A Path would take longer than handing over the transfer.
@@ -88,11 +112,11 @@ class EngineOfDrives:
 
     @property
     def bytes_read(self) -> int:
-        return sum(engine.bytes_read for engine in self._engines.all)
+        return self._engines.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        return sum(engine.bytes_written for engine in self._engines.all)
+        return self._engines.bytes_written
 
     @property
     def staging_bytes(self) -> int:

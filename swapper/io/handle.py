@@ -130,11 +130,11 @@ class AioHandle(DeepNvmeMethods):
 
     @property
     def bytes_read(self) -> int:
-        return sum(engine.bytes_read for engine in self._engines.all)
+        return self._engines.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        return sum(engine.bytes_written for engine in self._engines.all)
+        return self._engines.bytes_written
 
     # --- operations as futures ------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class AioHandle(DeepNvmeMethods):
 
     def _parts(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened) -> Iterator[Part]:
         """Begins each tensor; those that are neighbours both in the file and in memory go as one."""
-        move = self._move(kind, opened)
+        move = self._move(kind, opened, [tensor for tensor, _ in placed])
         begin, address, nbytes = 0, 0, 0  # what is collected and not begun yet
         for tensor, offset in placed:
             if kind == "read" and not tensor.is_inference():
@@ -312,16 +312,17 @@ class AioHandle(DeepNvmeMethods):
             if self._staging is None:
                 self._staging = Staging()
         stage = self._staging.read if kind == "read" else self._staging.write
-        return stage(tensor, offset, opened.path, self._move(kind, opened))
+        return stage(tensor, offset, opened.path, self._move(kind, opened, None))
 
-    def _move(self, kind: str, opened: Opened) -> Move:
+    def _move(self, kind: str, opened: Opened, keep: object) -> Move:
+        """`keep` owns the memory; None: an arena does."""
         engines = self._engines
 
         def move(offset: int, address: int, nbytes: int) -> Iterator[_C.Ticket]:
             for file, at, count in opened.segments(offset, nbytes):
                 engine = engines.of(file.device)
                 submit = engine.read if kind == "read" else engine.write
-                yield submit(file.file, at, address, count)
+                yield submit(file.file, at, address, count, keep=keep)
                 address += count
 
         return move

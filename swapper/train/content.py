@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
-from swapper.checkpoint.engines import drain, wait_for_all
+from swapper.checkpoint.engines import all_over
 from swapper.core.layout import TensorSpec
 from swapper.core.section import Section
 from swapper.errors import InvariantError
@@ -114,8 +114,7 @@ class CarriedContent:
         first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
         if self._engine is None:  # not the run's: what small tensors go through is gone with it
             self._engine = _C.Engine(staging_bytes=STAGING_BYTES)
-        tickets: list[Any] = []
-        try:
+        with all_over() as tickets:
             for piece in section.pages_of(first, last) or [section.piece]:
                 at, stop = max(first, piece.offset), min(last, piece.offset + piece.nbytes)
                 if at >= stop:
@@ -124,11 +123,7 @@ class CarriedContent:
                     raise InvariantError(f"{piece} is in no file")
                 address, where = target.data_ptr() + at - first, piece.file_offset + at - piece.offset
                 file = self._file(self._paths[piece.location][piece.drive])
-                tickets.append(self._engine.read(file, where, address, stop - at))
-            wait_for_all(tickets)
-        finally:
-            for ticket in tickets:  # also where a later one could not be asked for: the memory must not go before
-                drain(ticket)
+                tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from swapper import _C
-from swapper.checkpoint.engines import drain, wait_for_all
+from swapper.checkpoint.engines import all_over
 from swapper.checkpoint.sources import Source, open_source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import ConfigError, InvariantError, UnsupportedError
@@ -110,27 +110,24 @@ class Values:
         if self._source is None:
             raise InvariantError("values are read of no checkpoint")
         files: dict[Any, Any] = {}
-        pending: list[Any] = []
         landed = []
         try:
-            for name, target in targets:
-                stored = self._stored[name]
-                straight = stored.dtype == target.dtype and stored.stride is None
-                landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8)
-                for at, extent in self._source.extents(stored.path, stored.offset, stored.nbytes):
-                    if extent.path not in files:
-                        files[extent.path] = _C.File(str(extent.path), read_only=True)
-                    address = landing.data_ptr() + at
-                    pending.append(self._engine.read(files[extent.path], extent.offset, address, extent.nbytes))
-                landed.append((stored, target, landing))
-            wait_for_all(pending)
+            with all_over() as pending:
+                for name, target in targets:
+                    stored = self._stored[name]
+                    straight = stored.dtype == target.dtype and stored.stride is None
+                    landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8)
+                    for at, extent in self._source.extents(stored.path, stored.offset, stored.nbytes):
+                        if extent.path not in files:
+                            files[extent.path] = _C.File(str(extent.path), read_only=True)
+                        file, address = files[extent.path], landing.data_ptr() + at
+                        pending.append(self._engine.read(file, extent.offset, address, extent.nbytes, keep=landing))
+                    landed.append((stored, target, landing))
             for stored, target, landing in landed:
                 if landing is not target:
                     flat = landing.view(stored.dtype)
                     target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
         finally:
-            for ticket in pending:  # also after an error: the memory must not go before
-                drain(ticket)
             for file in files.values():
                 file.close()
 

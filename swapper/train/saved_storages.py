@@ -212,7 +212,7 @@ class Shelf:
             if self._extents.end > self._allocated_bytes:
                 file.allocate(self._extents.end)
                 self._allocated_bytes = self._extents.end
-            ticket = engine.write(file, offset, stored.memory.data_ptr(), stored.nbytes)
+            ticket = engine.write(file, offset, stored.memory.data_ptr(), stored.nbytes, keep=stored.memory)
         except BaseException:
             self._extents.give(offset, stored.nbytes)
             raise
@@ -287,7 +287,8 @@ class Shelf:
     def _read(self, stored: Stored) -> None:
         assert stored.offset is not None
         memory = stored.allocate(stored.nbytes)
-        stored.ticket = self._find_engine().read(self._file, stored.offset, memory.data_ptr(), stored.nbytes)
+        engine = self._find_engine()
+        stored.ticket = engine.read(self._file, stored.offset, memory.data_ptr(), stored.nbytes, keep=memory)
         stored.memory, stored.where = memory, Where.COMING
         self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
         self.counters.read_bytes += stored.nbytes

@@ -91,14 +91,14 @@ def test_a_file_written_anywhere_is_what_python_would_have_made_of_it(
         for writing, offset, nbytes, shift in runs:
             if writing:
                 memory = Memory(rng.randbytes(nbytes), shift)
-                ticket = engine.write(file, offset, memory.address, nbytes, checksum=True)
+                ticket = engine.write(file, offset, memory.address, nbytes, checksum=True, keep=memory)
                 assert ticket.wait()
                 assert ticket.crc32 == zlib.crc32(memory.bytes)
                 patched(model, offset, memory.bytes.tobytes())
                 assert path.stat().st_size == len(model)
             else:
                 memory = Memory(nbytes, shift)
-                ticket = engine.read(file, offset, memory.address, nbytes, checksum=True)
+                ticket = engine.read(file, offset, memory.address, nbytes, checksum=True, keep=memory)
                 if nbytes and offset + nbytes > len(model):
                     assert isinstance(ticket.exception(), IoError)
                     assert "unexpected end of file" in str(ticket.error)
@@ -137,12 +137,12 @@ def test_neighbours_written_in_one_batch_leave_each_other_alone(
             places.append((offset, nbytes))
             offset += nbytes
         rng.shuffle(places)
-        tickets = [engine.write(file, at, memory.address + at, nbytes) for at, nbytes in places]
+        tickets = [engine.write(file, at, memory.address + at, nbytes, keep=memory) for at, nbytes in places]
         assert all(ticket.wait() for ticket in tickets)
         patched(model, begin, memory.bytes[begin:].tobytes())
         assert path.read_bytes() == model
         back = Memory(len(model), 7)
-        reads = [engine.read(file, at, back.address + at, nbytes) for at, nbytes in places]
+        reads = [engine.read(file, at, back.address + at, nbytes, keep=back) for at, nbytes in places]
         assert all(ticket.wait() for ticket in reads)
         assert back.bytes[begin:offset] == memory.bytes[begin:offset]
         engine.close()
@@ -158,8 +158,8 @@ def test_edges_meet_whole_granules_without_loss(make_engine: MakeEngine, make_fi
     for _ in range(60):
         tickets = []
         for page in range(16):
-            tickets.append(engine.write(file, page * PAGE, whole.address, PAGE))
-            tickets.append(engine.write(file, page * PAGE + 1000, small.address, 10))
+            tickets.append(engine.write(file, page * PAGE, whole.address, PAGE, keep=whole))
+            tickets.append(engine.write(file, page * PAGE + 1000, small.address, 10, keep=small))
         assert all(ticket.wait() for ticket in tickets)
         content = Path(file.path).read_bytes()
         for page in range(16):
@@ -177,7 +177,8 @@ def test_neighbours_may_be_written_by_different_engines(make_engine: MakeEngine,
     content = random.Random(5).randbytes(300 * nbytes)
     memory = Memory(content, 9)
     tickets = [
-        engines[n % 3].write((file, other)[n % 2], n * nbytes, memory.address + n * nbytes, nbytes) for n in range(300)
+        engines[n % 3].write((file, other)[n % 2], n * nbytes, memory.address + n * nbytes, nbytes, keep=memory)
+        for n in range(300)
     ]
     assert all(ticket.wait() for ticket in tickets)
     assert Path(file.path).read_bytes() == content
@@ -198,7 +199,7 @@ def test_neighbours_may_be_written_by_different_processes(
         memory = ctypes.create_string_buffer(bytes([65 + me]) * 5001)
         address = ctypes.addressof(memory)
         for n in range(me, 400, 2):
-            engine.write(file, n * 5001, address, 5001)
+            engine.write(file, n * 5001, address, 5001, keep=memory)
         engine.close()
         if me == 0:
             assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
@@ -212,14 +213,14 @@ def test_memory_of_slots_is_taken_when_needed_and_bounded(make_engine: MakeEngin
     engine = make_engine(depth=32, piece_bytes=MIB, staging_bytes=2 * MIB)
     file = make_file(24 * MIB + 1)
     aligned, odd = Memory(os.urandom(24 * MIB)), Memory(24 * MIB, 1)
-    assert engine.write(file, 0, aligned.address, 24 * MIB).wait()
+    assert engine.write(file, 0, aligned.address, 24 * MIB, keep=aligned).wait()
     assert engine.staging_bytes == 0
     if not file.direct:
         pytest.skip(f"no direct I/O here: {file.reason}")
-    reads = [engine.read(file, n * MIB, odd.address + n * MIB, MIB) for n in range(24)]
+    reads = [engine.read(file, n * MIB, odd.address + n * MIB, MIB, keep=odd) for n in range(24)]
     other = make_file(b"")
     for n, read in enumerate(reads):
-        engine.write(other, n * MIB + 1, odd.address + n * MIB, MIB, after=read)
+        engine.write(other, n * MIB + 1, odd.address + n * MIB, MIB, after=read, keep=odd)
     engine.drain()
     assert Path(other.path).read_bytes()[1:] == aligned.bytes
     assert engine.staging_bytes == 2 * MIB
@@ -231,21 +232,21 @@ def test_the_end_of_a_file_is_where_it_is(engine: _C.Engine, make_file: MakeFile
         content = os.urandom(size)
         file = make_file(content)
         memory = Memory(size + 1, 5)
-        assert engine.read(file, 0, memory.address, size).wait()
+        assert engine.read(file, 0, memory.address, size, keep=memory).wait()
         assert memory.bytes[:size] == content
-        assert engine.read(file, size - 1, memory.address, 1).wait()
+        assert engine.read(file, size - 1, memory.address, 1, keep=memory).wait()
         assert memory.bytes[:1] == content[-1:]
-        error = engine.read(file, 0, memory.address, size + 1).exception()
+        error = engine.read(file, 0, memory.address, size + 1, keep=memory).exception()
         assert isinstance(error, IoError)
         assert (error.errno, error.detail, error.offset) == (0, "unexpected end of file", size)
-        beyond = engine.read(file, size + 10_000, memory.address, 1).exception()
+        beyond = engine.read(file, size + 10_000, memory.address, 1, keep=memory).exception()
         assert isinstance(beyond, IoError)
 
 
 def test_a_gap_before_a_write_reads_as_zeros(engine: _C.Engine, make_file: MakeFile) -> None:
     file = make_file(b"begin")
     memory = Memory(b"e" * 10_001, 3)
-    assert engine.write(file, 50_001, memory.address, 10_001).wait()
+    assert engine.write(file, 50_001, memory.address, 10_001, keep=memory).wait()
     assert Path(file.path).read_bytes() == b"begin" + bytes(49_996) + b"e" * 10_001
 
 
@@ -253,9 +254,9 @@ def test_an_unnamed_file_takes_odd_writes_too(engine: _C.Engine, make_file: Make
     file = make_file(b"")
     Path(file.path).unlink()
     memory = Memory(os.urandom(9999), 1)
-    assert engine.write(file, 1, memory.address, 9999).wait()
+    assert engine.write(file, 1, memory.address, 9999, keep=memory).wait()
     back = Memory(9999, 2)
-    assert engine.read(file, 1, back.address, 9999).wait()
+    assert engine.read(file, 1, back.address, 9999, keep=back).wait()
     assert back.bytes == memory.bytes
     assert file.nbytes == 10_000
 
@@ -263,7 +264,7 @@ def test_an_unnamed_file_takes_odd_writes_too(engine: _C.Engine, make_file: Make
 def test_odd_writes_on_a_full_filesystem_fail(engine: _C.Engine, small_tmpfs: Path) -> None:
     file = _C.File(small_tmpfs / "file", create=True)
     memory = Memory(8 * MIB + 77, 1)
-    error = engine.write(file, 3, memory.address, 8 * MIB + 77).exception()
+    error = engine.write(file, 3, memory.address, 8 * MIB + 77, keep=memory).exception()
     assert isinstance(error, IoError)
     assert error.errno == 28
     file.close()
@@ -279,10 +280,10 @@ def test_other_filesystems_take_any_place(engine: _C.Engine, filesystem: str, re
     for _ in range(100):
         offset, nbytes = rng.randrange(300_000), rng.choice([rng.randrange(100), rng.randrange(100_000)])
         memory = Memory(rng.randbytes(nbytes), rng.choice([0, 1, 512]))
-        assert engine.write(file, offset, memory.address, nbytes).wait()
+        assert engine.write(file, offset, memory.address, nbytes, keep=memory).wait()
         patched(model, offset, memory.bytes.tobytes())
         back = Memory(nbytes, 3)
-        assert engine.read(file, offset, back.address, nbytes).wait()
+        assert engine.read(file, offset, back.address, nbytes, keep=back).wait()
         assert back.bytes == memory.bytes
     assert path.read_bytes() == model
     file.close()
@@ -300,7 +301,7 @@ def test_everything_may_be_staged(make_engine: MakeEngine, make_file: MakeFile) 
     assert memoryview(own.view(PAGE, 3 * MIB)) == content
     assert engine.staging_bytes == 0, "an arena needs no slots"
     memory = Memory(3 * MIB)
-    assert engine.read(file, 0, memory.address, 3 * MIB).wait()
+    assert engine.read(file, 0, memory.address, 3 * MIB, keep=memory).wait()
     assert memory.bytes == content
     assert engine.staging_bytes > 0
 

@@ -87,7 +87,7 @@ def test_a_full_filesystem_fails_the_write(engine: _C.Engine, arena: _C.Arena, s
 
 def test_memory_that_cannot_be_read_fails_the_write(engine: _C.Engine, small_tmpfs: Path) -> None:
     file = new_file(small_tmpfs, MIB)
-    ticket = engine.write(file, 0, PAGE, MIB)
+    ticket = engine.write(file, 0, PAGE, MIB, keep="nothing: there is no memory")
     with pytest.raises(IoError) as caught:
         ticket.wait()
     assert caught.value.errno == errno.EFAULT

@@ -341,8 +341,8 @@ def test_reads_under_way_are_waited_for_where_the_next_one_cannot_be_asked_for(t
     class Noting:
         """Notes the reads, of which the first takes as long as the second file is looked for in vain."""
 
-        def read(self, *arguments: Any) -> Any:
-            asked.append(run.engine.read(*arguments))
+        def read(self, *arguments: Any, keep: object) -> Any:
+            asked.append(run.engine.read(*arguments, keep=keep))
             content._paths = {}
             return asked[-1]
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import swapper
+from swapper import _C
 from swapper.checkpoint.exporting import export
+from swapper.checkpoint.sources import open_source
+from swapper.infer.experts import Experts
+from swapper.infer.files import WeightFiles
+from swapper.infer.matching import Recipe
 
 WIDTH, EXPERTS = 256, 8
 
@@ -153,3 +160,40 @@ def test_experts_in_another_dtype_or_quantised(tmp_path):
             for _ in range(2):
                 assert torch.equal(model(x, chosen), same(x, chosen))
         swapper.loaded(model).unload()
+
+
+def test_an_expert_that_could_not_be_read_is_read_again(tmp_path):
+    reference, path = saved(tmp_path)
+    model = swapper.load(empty(), path, host_memory="6MiB")
+    loaded = swapper.loaded(model)
+    files, batch = loaded._streaming._files, rows(3, 5)
+    engine, files._engine = files._engine, _C.Engine(chaos={"seed": 1, "eio": 1})
+    with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(swapper.IoError, match="Input/output error"):
+                model(*batch)
+        files._engine = engine
+        assert torch.equal(model(*batch), reference(*batch))
+    loaded.unload()
+
+
+def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
+    _, path = saved(tmp_path)
+    source = open_source(path)
+    slow = _C.Engine(depth=1, piece_bytes=4096, chaos={"seed": 1, "delay": 1})
+    files = WeightFiles(slow, source)
+    owners = []
+
+    def read(stored, offset, memory):
+        owners.append(weakref.ref(memory))
+        return files.read_into(stored.path, stored.offset + offset, memory)
+
+    experts = Experts([], read, 4 << 20, torch.device("cpu"))
+    used, ahead = (Recipe((source.tensors[f"layers.{n}.experts.0.up.weight"],), None, torch.float32) for n in (0, 1))
+    experts.lease([(1, used)], [(2, ahead)])
+    del experts
+    assert slow.in_flight, "the read ahead was over too early for this test to mean anything"
+    assert owners[1]() is not None
+    slow.drain()
+    assert [owner() for owner in owners] == [None, None]
+    files.close()
