@@ -7,7 +7,7 @@ back to that place before the image may go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ class DeviceGroupParameters(GroupParameters):
         try:
             if changed:
                 self._expire("a forward or backward that changed the parameter")
-                self._on_device.bring_back(self.image)
+                self._bring_home()
         finally:
             self._chill()
             self._on_device.tier.release(self.image)
@@ -91,26 +91,13 @@ class DeviceGroupParameters(GroupParameters):
         """Nobody sees what is written past torch's version counter on a device."""
         return []
 
-    def hold(self, write: bool) -> None:
-        access = self._write_access if write else self._read_access
+    def _take_hold(self, access: Access) -> None:
         self._on_device.tier.lease(self.image)
-        self.holds.append(access)
-        try:
-            self._warm()
-        except BaseException:
-            self._drop_hold(access)
-            raise
 
-    def let_go(self, write: bool) -> None:
-        access = self._write_access if write else self._read_access
-        try:
-            if write:
-                self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
-                self._on_device.bring_back(self.image)
-        finally:
-            self._drop_hold(access)
+    def _bring_home(self) -> None:
+        self._on_device.bring_back(self.image)
 
-    def _drop_hold(self, access: Access) -> None:
+    def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
         self.holds.remove(access)
         self._chill()
         self._on_device.tier.release(self.image)

@@ -67,16 +67,16 @@ class Gathering:
         names: list[str] = []
         if self.is_closed:
             return names  # `close` has let go of them
+        failure: Exception | None = None
         for group in leased:
-            seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
-            unannounced = [] if write else [*seen, *group.written()]
-            if unannounced:  # memory and file shall not differ
-                names += unannounced
-                group.hold(write=True)
-                group.let_go(write=True)
-            group.let_go(write)
+            try:
+                names += _let_go(group, versions, write)
+            except Exception as error:  # the others are let go nevertheless
+                failure = failure or error
         if write:
             self._refresh_masters(leased)
+        if failure is not None:
+            raise failure
         return names
 
     def close(self) -> None:
@@ -88,3 +88,16 @@ class Gathering:
                 if write:
                     self._refresh_masters([group])
         self.is_closed = True
+
+
+def _let_go(group: GroupParameters, versions: dict[int, int], write: bool) -> list[str]:
+    """Returns the names of its parameters that were changed though nobody had said so."""
+    try:
+        seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
+        unannounced = [] if write else [*seen, *group.written()]
+        if unannounced:  # memory and file shall not differ
+            group.hold(write=True)
+            group.let_go(write=True)
+    finally:
+        group.let_go(write)
+    return unannounced

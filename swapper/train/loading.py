@@ -8,6 +8,7 @@ A state_dict of gathered parameters is a copy: plain torch's refers to the param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -80,8 +81,9 @@ class LoadHooks:
 
     def _end(self) -> None:
         _, held = self._open.pop()
-        for group in held:
-            group.let_go(write=True)
+        with ExitStack() as ending:  # of all of them, whatever one raises
+            for group in held:
+                ending.callback(group.let_go, write=True)
         self._written(held)
 
     def _copy(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -159,23 +159,35 @@ class GroupParameters:
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
         access = self._write_access if write else self._read_access
-        if self.paged:
-            self._pager.acquire(access)
+        self._take_hold(access)
         self.holds.append(access)
         try:
             self._warm()
         except BaseException:
-            self.let_go(write)
+            self._drop_hold(access, frozenset())
             raise
 
     def let_go(self, write: bool) -> None:
         access = self._write_access if write else self._read_access
+        try:
+            if write:
+                self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
+                self._bring_home()
+        finally:
+            self._drop_hold(access, access.writes)
+
+    def _take_hold(self, access: Access) -> None:
+        if self.paged:
+            self._pager.acquire(access)
+
+    def _bring_home(self) -> None:
+        """What was changed is to be at its place: that is where it was changed."""
+
+    def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
         self.holds.remove(access)
-        if write:
-            self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
         if self.paged:
             self._chill()
-            self._pager.release(access, access.writes)
+            self._pager.release(access, changed)
 
     def forget_leases(self) -> None:
         """The passes that held leases are gone; the pager drops its own count by itself. Holds stay."""

@@ -17,6 +17,7 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
+from swapper.train.on_device import OnDevice
 
 __all__ = ["on_device"]
 
@@ -140,6 +141,25 @@ def test_a_gradient_says_that_it_is_there_and_that_it_cannot_be_looked_at(on_dev
         gradient + 1
     pair.swapped.zero_grad()
     assert pair.swapped.head.weight.grad is None
+
+
+def test_a_change_that_cannot_be_brought_home_lets_all_that_was_gathered_go(
+    on_device: MakeTwins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = on_device(device_memory=64 * MIB)
+    pair.train(train_step, steps=1)
+    blocks, groups = list(pair.swapped.blocks.parameters()), pair.manager.current.run.model.groups
+
+    def fail(self: OnDevice, image: object) -> None:
+        monkeypatch.undo()  # the others are brought home
+        raise swapper.IoError("read", "the drive", 0, 4096, 5)
+
+    monkeypatch.setattr(OnDevice, "bring_back", fail)
+    with pytest.raises(swapper.IoError), pair.manager.gather(blocks, write=True):
+        assert sum(len(group.holds) for group in groups) > 1
+    assert not any(group.holds for group in groups)
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
 
 
 def test_after_closing_parameters_in_host_memory_are_the_models_again(on_device: MakeTwins) -> None:
