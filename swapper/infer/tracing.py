@@ -9,7 +9,7 @@ are none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,13 +23,18 @@ from swapper.infer.matching import Make, Recipe, shape_of
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A stored tensor, or result number `index` of a function of other nodes (in place of tensors in its arguments)."""
+    """A stored tensor, or result number `index` of a function of other nodes (in place of tensors in its arguments).
+
+    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in place.
+    """
 
     stored: StoredTensor | None = None
     function: Callable[..., Any] | None = None
     arguments: tuple[Any, ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     index: int | None = None
+    is_view: bool = False
+    changed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,8 @@ class Traced(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
         name = getattr(func, "__name__", "")
+        if _is_in_place(name):
+            return _note_change(name, result if isinstance(result, torch.Tensor) else arguments[0], result)
         if isinstance(result, torch.Tensor):
             return cls._result(func, name, arguments, options, result, None)
         if isinstance(result, tuple | list) and any(isinstance(item, torch.Tensor) for item in result):
@@ -97,12 +104,10 @@ class Traced(torch.Tensor):
         first = args[0] if args and isinstance(args[0], Traced) else None
         if first is not None and _is_same(func, name, args, first, result):
             return result if result is first else cls.wrap(result, first.node)
-        if name.endswith("_") and not name.endswith("__"):
-            raise UnsupportedError(f"a checkpoint's tensor would be changed in place by {name} while it is loaded")
-        node = Node(
-            None, _cast if func is torch.Tensor.to else func, _nodes(args), tuple(_nodes(options).items()), index
-        )
-        return cls.wrap(result, node)
+        function = _cast if func is torch.Tensor.to else func
+        homes = {a.untyped_storage()._cdata for a in (*args, *options.values()) if isinstance(a, Traced)}
+        is_view = result.untyped_storage()._cdata in homes
+        return cls.wrap(result, Node(None, function, _nodes(args), tuple(_nodes(options).items()), index, is_view))
 
 
 def recipe_of(traced: Traced) -> Recipe:
@@ -202,8 +207,33 @@ def _nodes(tree: Any) -> Any:
     return {key: _nodes(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
 
 
+def _is_in_place(name: str) -> bool:
+    if name.endswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name not in ("requires_grad_", "detach_", "share_memory_")
+
+
+def _note_change(name: str, changed: Any, result: Any) -> Any:
+    """Something was changed in place. What was computed is thrown away again, perhaps: initial values, for one."""
+    if not isinstance(changed, Traced) or changed.node.stored is not None or changed.node.is_view:
+        raise _refusal(name)
+    changed.node.changed.append(name)
+    return result
+
+
+def _refusal(name: str) -> UnsupportedError:
+    return UnsupportedError(f"a checkpoint's tensor would be changed in place by {name} while it is loaded")
+
+
 def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
+    """Find the stored tensors that `tree` is made of.
+
+    Raises:
+        UnsupportedError: something that it is made of was changed in place, which cannot be done again.
+    """
     if isinstance(tree, Node):
+        if tree.changed:
+            raise _refusal(tree.changed[0])
         if tree.stored is not None:
             leaves.setdefault(id(tree.stored), tree.stored)
         _collect((tree.arguments, tree.options), leaves)

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3Config,
     T5Config,
     ViTConfig,
+    Wav2Vec2Config,
     WhisperConfig,
 )
 
@@ -58,6 +59,10 @@ WHISPER = {
     "max_target_positions": 64, "num_mel_bins": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
 }  # fmt: skip
+WAV2VEC2 = {
+    "vocab_size": 32, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "conv_dim": (64,) * 7, "num_conv_pos_embeddings": 16,
+}  # fmt: skip
 
 
 def tokens():
@@ -75,6 +80,11 @@ def image():
 def audio():
     torch.manual_seed(1)
     return {"input_features": torch.randn(1, 16, 64), "decoder_input_ids": tokens()["input_ids"][:1]}
+
+
+def sound():
+    torch.manual_seed(1)
+    return {"input_values": torch.randn(1, 4000)}
 
 
 ARCHITECTURES = {
@@ -98,6 +108,7 @@ ARCHITECTURES = {
         image,
     ),
     "Whisper": ("WhisperForConditionalGeneration", WhisperConfig(**WHISPER), audio),
+    "Wav2Vec2": ("Wav2Vec2ForCTC", Wav2Vec2Config(**WAV2VEC2), sound),  # weights made of two parameters
 }
 GENERATING = ["Llama", "Llama tied", "Mistral", "Qwen2", "Qwen3", "GPT-2", "Mixtral", "T5", "Whisper"]
 

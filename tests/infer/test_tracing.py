@@ -1,0 +1,53 @@
+"""Tensors that remember how they were made: what a loader may do to them, and what cannot be done again later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper.checkpoint.sources import StoredTensor
+from swapper.infer.tracing import Traced, recipe_of
+
+
+def traced(*shape):
+    nbytes = 4 * torch.Size(shape).numel()
+    return Traced.of(StoredTensor("w", Path("file"), 0, nbytes, torch.float32, shape))
+
+
+def test_what_is_computed_and_thrown_away_may_be_changed():
+    """As transformers gives first values to a weight that is a product of two parameters, which it then forgets."""
+    direction, size = traced(4, 3), traced(4, 1)
+    nn.init.normal_(direction * size)
+    (direction + 1).data.zero_()
+    assert recipe_of(direction).make is None
+    product = recipe_of(direction * size)
+    left, right = torch.arange(12.0).view(4, 3), torch.arange(4.0).view(4, 1)
+    assert torch.equal(product.from_parts([left, right]), left * right)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        nn.init.zeros_,
+        lambda w: w[1].zero_(),
+        lambda w: w.data.mul_(2),
+        lambda w: torch.transpose(input=w, dim0=0, dim1=1).add_(1),
+        lambda w: w.__setitem__(0, 1.0),
+    ],
+)
+def test_a_stored_tensor_is_not_changed_in_place(change):
+    with pytest.raises(swapper.UnsupportedError, match="changed in place"):
+        change(traced(4, 3))
+
+
+def test_what_was_changed_in_place_cannot_be_made_again():
+    doubled = traced(4, 3) * 2
+    taken = doubled + 1
+    doubled.data.zero_()
+    for tensor in (doubled, taken):
+        with pytest.raises(swapper.UnsupportedError, match="changed in place by zero_"):
+            recipe_of(tensor)
