@@ -16,8 +16,8 @@ from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 
-NESTED = ("model.", "state_dict.", "model_state_dict.", "module.")
-"""Where in a training's checkpoint the model is, if it is not all of it."""
+NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
+"""Where in a training's checkpoint the model is, if it is not all of it; also one in another ("state_dict.model.")."""
 SHOWN_NAMES = 8
 
 Rename = Mapping[str, str] | Callable[[str], str | None] | None
@@ -189,13 +189,20 @@ def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, Stor
     """Return the source's tensors under the model's names."""
     tensors = source.everything
     if rename is None:
-        prefix = max(("", *NESTED), key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
+        prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))
+        prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise ConfigError(
+            f"rename={rename!r} must be a map from the checkpoint's names to the model's, or a function of them"
+        )
     found: dict[str, StoredTensor | ChunkedTensor] = {}
     for name, tensor in tensors.items():
         new = rename(name) if callable(rename) else rename.get(name, name)
         if new is None:
             continue
+        if not isinstance(new, str):
+            raise ConfigError(f"rename gives {name!r} the name {new!r}, which is no text")
         if new in found:
             raise ConfigError(f"rename gives both {found[new].name!r} and {name!r} the name {new!r}")
         found[new] = tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,34 @@ def reference():
 def path(tmp_path, reference):
     save_file(reference.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
+
+
+def test_unloading_gives_files_hooks_and_memory_back(path, reference):
+    run(swapper.load(on_meta(), path, host_memory=BUDGET))
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("swapper-arena")
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    assert torch.equal(run(model), run(reference))
+    with swapper.loaded(model) as loaded:
+        assert descriptors() > 0
+        assert loaded.counters.bytes_read > 0
+    assert descriptors() == 0
+    assert Path("/proc/self/maps").read_text().count("swapper-arena") == maps
+    assert all(p.is_meta for p in model.parameters())
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    with pytest.raises(swapper.StateError, match=r"not loaded by swapper\.load"):
+        swapper.loaded(model)
+    assert torch.equal(run(swapper.load(model, path, host_memory=BUDGET)), run(reference))
+
+
+def test_a_model_that_is_forgotten_goes_with_all_that_it_had(path):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    run(model)
+    ghost = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ghost() is None
+    assert descriptors() == 0
 
 
 @pytest.mark.parametrize("budget", [BUDGET, "1GiB"])
