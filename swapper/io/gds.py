@@ -160,14 +160,12 @@ class GdsHandle(AioHandle):
             return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
 
         try:
-            pieces = begin_pieces(self._threads, file, kind, flat, offset, stage)
-        except BaseException:  # nothing has begun: the threads are gone
-            file.close()
-            raise
-        return GdsTransfer(pieces, file.close)
+            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, offset, stage))
+        finally:
+            file.close()  # pieces that have begun use it until they are over
 
     def _registered(self, kind: str, opened: Opened) -> CuFileFile | None:
-        """The file as cuFile has it, to be closed after the transfer; None where it goes through host memory.
+        """The file as cuFile has it, to be closed by the caller; None where it goes through host memory.
 
         Raises:
             IoError: cuFile refuses it, and this handle is strict.

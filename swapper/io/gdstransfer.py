@@ -7,7 +7,6 @@ changes exactly its bytes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,7 +35,10 @@ def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
 def begin_pieces(
     threads: ThreadPoolExecutor, file: CuFileFile, kind: str, flat: torch.Tensor, offset: int, stage: Stage
 ) -> list[StagedTransfer]:
-    """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued."""
+    """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued.
+
+    Each piece uses `file` until it is over.
+    """
     ready = event_of(flat)
 
     def move(begin: int, nbytes: int) -> None:
@@ -51,7 +53,14 @@ def begin_pieces(
         begin, end = whole_sectors(offset, flat.numel())
         for at in range(begin, end, PIECE_BYTES):
             nbytes = min(PIECE_BYTES, end - at)
-            yield StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
+            file.use()
+            try:
+                piece = StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
+            except BaseException:  # it has not begun: the threads are gone
+                file.close()
+                raise
+            piece.on_done(file.close)
+            yield piece
         for edge, stop in ((0, begin), (end, flat.numel())):
             if edge < stop:
                 yield stage(edge, stop - edge)
@@ -60,24 +69,10 @@ def begin_pieces(
 
 
 class GdsTransfer:
-    """A part of an operation that consists of parts. Calls `release` when all are over."""
+    """A part of an operation that consists of parts."""
 
-    def __init__(self, pieces: Sequence[StagedTransfer], release: Callable[[], None]) -> None:
+    def __init__(self, pieces: Sequence[StagedTransfer]) -> None:
         self._pieces = pieces
-        self._left = len(pieces)
-        self._lock = threading.Lock()
-        self._release = release
-        for piece in pieces:
-            piece.on_done(self._end_one)
-        if not pieces:
-            release()
-
-    def _end_one(self) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
-            self._release()
 
     @property
     def done(self) -> bool:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from handle_bytes import noise, raw
 from swapper import ConfigError, GdsFile, GdsHandle, IoError, StateError, UnsupportedError
 from swapper.io import gds_deregister_buffer, gds_register_buffer
 from swapper.io.cufile import CuFile
-from swapper.io.gdstransfer import PIECE_BYTES, whole_sectors
+from swapper.io.gdstransfer import PIECE_BYTES, begin_pieces, whole_sectors
 
 RDWR = os.O_CREAT | os.O_RDWR
 SIZES = [1, 4096, 4097, 12288, 100_000, (1 << 20) + 5]
@@ -107,6 +110,27 @@ def test_a_failure_in_one_piece_is_the_operations_and_all_of_it_is_over(gds: Gds
         operation.wait()
     with pytest.raises(IoError, match="cuFile says -5027"):
         gds.submit_read(torch.zeros(8192, dtype=torch.uint8), path, 77 * 4096).wait()
+
+
+def test_pieces_that_have_begun_keep_the_file_when_the_rest_cannot_begin(
+    library: ctypes.CDLL, cufile: CuFile, path: Path
+) -> None:
+    path.write_bytes(raw(noise(9000)))
+    back, may_go_on = torch.zeros(9000, dtype=torch.uint8), threading.Event()
+
+    def stage(begin: int, nbytes: int) -> NoReturn:
+        raise RuntimeError(f"no thread for {nbytes} bytes at {begin}")
+
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(may_go_on.wait)
+        file = cufile.open(str(path), writing=False)
+        with pytest.raises(RuntimeError, match="no thread for 808 bytes at 8192"):
+            begin_pieces(threads, file, "read", back, 0, stage)
+        file.close()
+        assert library.registered_files() == 1, "the piece that waits for the thread uses it"
+        may_go_on.set()
+    assert torch.equal(back[:8192], noise(9000)[:8192])
+    assert library.registered_files() == 0
 
 
 def test_a_file_that_cannot_go_direct_is_refused_or_goes_through_host_memory(
