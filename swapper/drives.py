@@ -8,6 +8,7 @@ run, and whoever goes on with it goes by it. A run on one drive has no such reco
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -89,6 +90,8 @@ class DrivesRecord:
             temporary.write_text(json.dumps({**content, "weights": self.drives.weights}) + "\n")
             temporary.replace(path)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise DirectoryError(
                 f"cannot write {path}: {error.strerror}. Choose a directory that you may write to"
             ) from error

@@ -131,7 +131,7 @@ class EngineOfDrives:
             engine.drain()
 
     def close(self) -> None:
-        """What one engine does for another's transfers (`after`) is done first: each drains while the others live."""
+        """End each engine when its transfers are over, also those that wait for another's (`after`): none needs anybody's help."""
         self._engines.close()
 
 

@@ -18,6 +18,7 @@ from e2e.processes import environment
 from e2e.twins import Twins, adamw
 
 import swapper
+from swapper.drives import Drives, DrivesRecord
 
 BUDGET = "32MiB"
 
@@ -83,6 +84,13 @@ def begin_and_fill(drive: Path, twins: Callable[..., Twins]) -> tuple[Twins, Pat
         while True:
             file.write(bytes(1 << 12))
     return pair, others
+
+
+def test_a_record_of_drives_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "drives.json").mkdir()
+    with pytest.raises(swapper.DirectoryError, match=r"cannot write .*drives\.json"):
+        DrivesRecord(Drives((tmp_path, tmp_path), (1.0, 1.0), "id"), 0).write()
+    assert [path.name for path in tmp_path.iterdir()] == ["drives.json"]
 
 
 def test_a_drive_that_others_fill_meanwhile_stops_commits_and_the_run_goes_on_when_there_is_room(
