@@ -373,13 +373,8 @@ class Shelf:
             self._extents.give(remains.offset, remains.nbytes)
 
     def __del__(self) -> None:
-        if os.getpid() != self._pid:
-            return
-        for remains in (*self.forgotten, *self._ending):
-            if remains.ticket is not None:
-                remains.ticket.exception()
-        if self._file is not None:
-            self._file.close()
+        if os.getpid() == self._pid and self._file is not None:
+            self._file.close()  # transfers under way keep it open, and their memory
 
     # ----------------------------------------------------------------------------------------------------------------
 
