@@ -47,16 +47,28 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+def mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mounts something at a new directory; skips where that is not permitted."""
+    mounted: list[Path] = []
+
+    def do(*options: str) -> Path:
+        point = tmp_path / f"mounted-{len(mounted)}"
+        point.mkdir()
+        try:
+            done = subprocess.run(["mount", *options, str(point)], capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount command here")
+        if done.returncode != 0:
+            pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
+        mounted.append(point)
+        return point
+
+    yield do
+    for point in reversed(mounted):
+        subprocess.run(["umount", "--lazy", str(point)], check=True)  # lazily: a failed test keeps files open
+
+
+@pytest.fixture
+def small_tmpfs(mount: Callable[..., Path]) -> Path:
     """A filesystem of 4 MiB; skips where mounting is not permitted."""
-    mount_point = tmp_path / "small"
-    mount_point.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "swapper-test", str(mount_point)]
-    try:
-        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("no mount command here")
-    if mounted.returncode != 0:
-        pytest.skip(f"mounting a tmpfs is not permitted here: {mounted.stderr.strip()}")
-    yield mount_point
-    subprocess.run(["umount", "--lazy", str(mount_point)], check=True)  # lazily: a failed test keeps files open
+    return mount("-t", "tmpfs", "-o", "size=4m", "swapper-test")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.leaks import held_by_swapper
+from e2e.leaks import held_by_swapper, held_since
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import environment
 from e2e.twins import Twins, adamw
@@ -121,13 +121,14 @@ def test_a_drive_that_others_fill_meanwhile_stops_commits_and_the_run_goes_on_wh
 def test_closing_on_a_full_drive_says_so_and_lets_everything_go(
     small_drive: Callable[[int], Path], twins: Callable[..., Twins]
 ) -> None:
+    before = held_by_swapper()
     pair, _ = begin_and_fill(small_drive(32 << 20), twins)
     with contextlib.suppress(swapper.IoError):
         loss_of(pair.swapped, tokens())
     with pytest.raises(swapper.IoError, match="make room on the drive"):
         pair.close()
     pair.close()
-    assert not [thing for thing in held_by_swapper() if "swapper-arena" not in thing]
+    assert not [thing for thing in held_since(before) if "swapper-arena" not in thing]
 
 
 HOLDER = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from e2e.leaks import held_by_swapper
+from e2e.leaks import held_by_swapper, held_since
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python
 from e2e.twins import Twins, adamw
@@ -135,7 +135,7 @@ def test_again_and_again_nothing_piles_up(tmp_path: Path) -> None:
             model, optimizer = manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
             train_step(model, optimizer)
             manager.snapshot(tmp_path / f"{number}.pt").result()
-        assert not [thing for thing in held_by_swapper() if thing not in before and "swapper-arena" not in thing]
+        assert not [thing for thing in held_since(before) if "swapper-arena" not in thing]
         del manager, model, optimizer
         gc.collect()
         assert held_by_swapper() == before

@@ -6,8 +6,7 @@ import contextlib
 import errno
 import os
 import struct
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -74,26 +73,14 @@ def test_links_are_followed_and_hard_links_keep_the_old_content(tmp_path: Path) 
     assert load(tmp_path / "other.pt") == {"old": 1}
 
 
-@pytest.fixture
-def small_drive(tmp_path: Path) -> Iterator[Path]:
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
-    try:
-        yield directory
-    finally:
-        subprocess.run(["umount", directory], check=True)
-
-
-def test_a_full_drive_leaves_the_old_file_and_nothing_else(small_drive: Path) -> None:
-    save({"old": 1}, small_drive / "x.pt")
+def test_a_full_drive_leaves_the_old_file_and_nothing_else(mount: Callable[..., Path]) -> None:
+    drive = mount("-t", "tmpfs", "-o", "size=1m", "swapper-test")
+    save({"old": 1}, drive / "x.pt")
     with pytest.raises(swapper.IoError) as caught:
-        save(STATE, small_drive / "x.pt")
+        save(STATE, drive / "x.pt")
     assert caught.value.errno == errno.ENOSPC
-    assert load(small_drive / "x.pt") == {"old": 1}
-    assert names_in(small_drive) == ["x.pt"]
+    assert load(drive / "x.pt") == {"old": 1}
+    assert names_in(drive) == ["x.pt"]
 
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def held_by_swapper() -> list[str]:
     return found
 
 
+def held_since(before: list[str]) -> list[str]:
+    """Return what this process has of swapper's beyond `before`: one more of a kind counts, as of threads of one name."""
+    return sorted((Counter(held_by_swapper()) - Counter(before)).elements())
+
+
 @pytest.fixture(autouse=True)
 def watch_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails the test if anything of swapper's is left when everything of the test's own is gone."""
@@ -46,5 +52,4 @@ def watch_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.session.testsfailed > failed_before:
         return  # its traceback keeps what it had
     gc.collect()
-    left = [thing for thing in held_by_swapper() if thing not in held_before]
-    assert left == [], left
+    assert held_since(held_before) == []

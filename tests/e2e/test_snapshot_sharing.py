@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -318,22 +318,12 @@ def test_pages_of_another_file_are_brought_over(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
-def mounted(directory: Path, *command: str) -> None:
-    done = subprocess.run(["mount", *command, str(directory)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-
-
 @pytest.fixture
-def small_drive(tmp_path: Path) -> Iterator[Path]:
+def small_drive(mount: Callable[..., Path]) -> Path:
     """A filesystem with room for two swap files of the run, and not for a third."""
     model = killed_run.make()[0]
     state_bytes = sum(parameter.nbytes for parameter in model.parameters()) * 3
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mounted(directory, "-t", "tmpfs", "-o", f"size={state_bytes * 5 // 2}", "tmpfs")
-    yield directory
-    subprocess.run(["umount", "--lazy", str(directory)], check=True)
+    return mount("-t", "tmpfs", "-o", f"size={state_bytes * 5 // 2}", "swapper-test")
 
 
 def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> None:
@@ -348,23 +338,17 @@ def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> N
     assert losses == losses_of_an_unharmed_run(5)
 
 
-def test_on_another_filesystem_it_is_copied(tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    mounted(elsewhere, "-t", "tmpfs", "tmpfs")
-    try:
-        run = Run(tmp_path)
-        run.train(2)
-        path = run.manager.snapshot(elsewhere / "a.pt").result()
-        with run.manager.gather(run.model):
-            expected = {name: value.clone() for name, value in run.model.state_dict().items()}
-        run.manager.close()
-        loaded = torch.load(path, weights_only=True)["model"]
-        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
-        assert path.stat().st_nlink == 1
-        del loaded
-    finally:
-        subprocess.run(["umount", "--lazy", str(elsewhere)], check=True)
+def test_on_another_filesystem_it_is_copied(tmp_path: Path, mount: Callable[..., Path]) -> None:
+    elsewhere = mount("-t", "tmpfs", "swapper-test")
+    run = Run(tmp_path)
+    run.train(2)
+    path = run.manager.snapshot(elsewhere / "a.pt").result()
+    with run.manager.gather(run.model):
+        expected = {name: value.clone() for name, value in run.model.state_dict().items()}
+    run.manager.close()
+    loaded = torch.load(path, weights_only=True)["model"]
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    assert path.stat().st_nlink == 1
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -394,28 +378,24 @@ def test_a_draft_has_no_name_before_it_is_whole_and_takes_none_away(
     assert (tmp_path / "a.pt").read_bytes() == b"whole"
 
 
-def test_where_the_filesystem_can_reflink_the_files_are_separate(tmp_path: Path) -> None:
-    image, drive = tmp_path / "image", tmp_path / "drive"
-    drive.mkdir()
+def test_where_the_filesystem_can_reflink_the_files_are_separate(tmp_path: Path, mount: Callable[..., Path]) -> None:
+    image = tmp_path / "image"
     with image.open("wb") as file:
         file.truncate(512 << 20)
     if shutil.which("mkfs.btrfs") is None:
         pytest.skip("no filesystem that can reflink can be made here: mkfs.btrfs is missing")
     subprocess.run(["mkfs.btrfs", "-q", str(image)], check=True)
-    mounted(drive, "-o", "loop", str(image))
-    try:
-        run = Run(drive)
-        run.train(2)
-        path = run.manager.snapshot(drive / "a.pt").result()
-        assert path.stat().st_nlink == 1
-        before = digest(path)
-        run.train(3)
-        run.manager.close()
-        assert digest(path) == before
-        assert len(run.names()) == 2
-        torch.load(path, weights_only=True)
-    finally:
-        subprocess.run(["umount", "--lazy", str(drive)], check=True)
+    drive = mount("-o", "loop", str(image))
+    run = Run(drive)
+    run.train(2)
+    path = run.manager.snapshot(drive / "a.pt").result()
+    assert path.stat().st_nlink == 1
+    before = digest(path)
+    run.train(3)
+    run.manager.close()
+    assert digest(path) == before
+    assert len(run.names()) == 2
+    torch.load(path, weights_only=True)
 
 
 def test_buffers_are_as_they_were_when_it_was_taken(tmp_path: Path) -> None:
