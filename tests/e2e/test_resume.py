@@ -154,6 +154,23 @@ def test_a_damaged_run_is_refused_with_a_remedy(tmp_path: Path, harm: Callable[[
         go(tmp_path, 3)
 
 
+def test_a_changed_byte_of_the_record_is_found_wherever_it_is(tmp_path: Path) -> None:
+    """Also where torch.load would read it: a step, a place or a checksum that is another one is no commit of this run."""
+    go(tmp_path, 1)
+    run = tmp_path / "rank-0-of-1"
+    whole = (run / "commit.pt").read_bytes()
+    for at in range(0, len(whole), 61):
+        with (run / "commit.pt").open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([whole[at] ^ 1]))
+        with pytest.raises(swapper.CheckpointError, match="damaged"):
+            read_commit(run)
+        with (run / "commit.pt").open("r+b") as file:
+            file.seek(at)
+            file.write(whole[at : at + 1])
+    assert read_commit(run) is not None
+
+
 def test_a_run_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go(tmp_path, 1)
     monkeypatch.setattr("swapper.checkpoint.commit.FORMAT", 999)
