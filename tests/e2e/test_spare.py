@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -95,3 +96,30 @@ def test_parameters_changed_while_others_wait_are_what_they_should_be(twins: Mak
 
     pair.train(run, steps=4)
     pair.finish(paged=False)
+
+
+def test_gradients_that_come_without_a_forward_drop_what_waits_in_their_place(twins: MakeTwins) -> None:
+    """A penalty's backward leases nothing: what waits for the next forward is read again, and not taken for what came there."""
+    pair = twins(Net(depth=6))
+    waiting = []
+
+    def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        swapped = model is pair.swapped
+        penalty = torch.zeros(())
+        for block in model.blocks:
+            with pair.manager.gather(block) if swapped else nullcontext():
+                penalty = penalty + sum(parameter.sum() for parameter in block.parameters()) * 1e-3
+        with torch.no_grad():
+            evaluated = loss_of(model, tokens())
+        if swapped:
+            waiting.append(sum(page.kept for page in pair.manager.current.run.pager._pages))
+        penalty.backward()
+        loss = loss_of(model, tokens())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [evaluated, penalty.detach(), loss.detach()]
+
+    pair.train(run, steps=4)
+    assert waiting[-1] > 0, waiting
+    pair.finish()
