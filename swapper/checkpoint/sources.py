@@ -1,6 +1,6 @@
 """Where the tensors of a checkpoint lie on disk: the one form that every format is brought to.
 
-A reader of a format (safetensors.py, torchfile.py, dcp.py) opens a file, believes nothing that it says, and returns a `Source`:
+A reader of a format (safetensors.py, torchfile.py, dcpread.py) opens a file, believes nothing that it says, and returns a `Source`:
 for each tensor its file, offset, size, dtype, shape and stride. Nobody reads a payload byte for that. What uses a source
 (inference, which streams from the files in place; export, which copies) knows no format.
 
@@ -113,7 +113,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     target = Path(path).absolute()
     if target.is_dir():
         if (target / ".metadata").exists():
-            return _read_by("dcp", target)
+            return _read_by("dcpread", target)
         return _read_by("huggingface", target)
     return open_file(target)
 
