@@ -15,6 +15,7 @@ backward is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -306,8 +307,9 @@ class Hooks:
     # --------------------------------------------------------------------------------------------------------------
 
     def _release(self, call: Call) -> None:
-        for group in call.groups:
-            group.release()
+        with ExitStack() as ending:  # of all of them, whatever one raises
+            for group in reversed(call.groups):
+                ending.callback(group.release)
 
     def _tick(self) -> int:
         self._clock += 1

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import BaseModelOutput
 
+import swapper
 from e2e.models import (
     LENGTH,
     VOCABULARY,
@@ -28,6 +29,7 @@ from e2e.models import (
     train_step,
 )
 from e2e.twins import Twins
+from swapper.train.storage import GroupParameters
 
 MakeTwins = Callable[..., Twins]
 
@@ -577,3 +579,26 @@ def test_loss_of_is_not_a_trick() -> None:
     model = Net()
     loss_of(model, tokens()).backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+
+
+def test_a_call_whose_first_group_cannot_be_given_back_keeps_no_other(
+    twins: MakeTwins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Net()
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    pair = twins(model)
+    release, failed = GroupParameters.release, []
+
+    def fail(self: GroupParameters) -> None:
+        release(self)
+        if not self.is_leased and not failed:
+            failed.append(self)
+            raise swapper.IoError("read", "the drive", 0, 4096, 5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupParameters, "release", fail)
+        with pytest.raises(swapper.IoError):
+            pair.swapped.blocks[1](torch.randn(2, WIDTH))
+    assert not any(group.is_leased for group in pair.manager.current.run.model.groups)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
