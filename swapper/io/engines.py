@@ -72,31 +72,11 @@ class EngineOfDrives:
             self._engines.close()
             raise
 
-    def read(
-        self,
-        file: Any,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        keep: object = None,
-        after: Any = None,
-        checksum: bool = False,
-    ) -> Any:
-        return self._of(file).read(file, offset, address, nbytes, keep=keep, after=after, checksum=checksum)
+    def read(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+        return self._of(file).read(file, offset, address, nbytes, **options)
 
-    def write(
-        self,
-        file: Any,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        keep: object = None,
-        after: Any = None,
-        checksum: bool = False,
-    ) -> Any:
-        return self._of(file).write(file, offset, address, nbytes, keep=keep, after=after, checksum=checksum)
+    def write(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+        return self._of(file).write(file, offset, address, nbytes, **options)
 
     def _of(self, file: Any) -> _C.Engine:
         # A Path would take longer than handing over the transfer.
