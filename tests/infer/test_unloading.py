@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from pathlib import Path
@@ -118,3 +120,14 @@ def test_unloading_from_inside_of_a_forward_is_refused(path, reference):
     hook.remove()
     assert torch.equal(run(model), run(reference))
     loaded.unload()
+
+
+@pytest.mark.parametrize("budget", [BUDGET, "1GiB"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_is_refused_with_what_to_do_instead(path, reference, budget, duplicate):
+    model = swapper.load(on_meta(), path, host_memory=budget)
+    run(model)
+    with pytest.raises(swapper.SwapperError, match="state_dict"):
+        duplicate(model)
+    assert torch.equal(run(model), run(reference))
+    swapper.loaded(model).unload()
