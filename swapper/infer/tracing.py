@@ -19,6 +19,7 @@ from swapper.checkpoint.quantization import Layout
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import UnsupportedError
 from swapper.infer.matching import Make, Recipe, shape_of
+from swapper.modules.cold import SET_DATA
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +90,11 @@ class Traced(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
         name = getattr(func, "__name__", "")
+        if func == SET_DATA and isinstance(args[0], Traced):
+            if not isinstance(args[1], Traced):
+                raise _refusal("data")
+            args[0].node = args[1].node
+            return None
         if _is_in_place(name):
             return _note_change(name, result if isinstance(result, torch.Tensor) else arguments[0], result)
         if isinstance(result, torch.Tensor):

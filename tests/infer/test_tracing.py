@@ -37,6 +37,7 @@ def test_what_is_computed_and_thrown_away_may_be_changed():
         lambda w: w.data.mul_(2),
         lambda w: torch.transpose(input=w, dim0=0, dim1=1).add_(1),
         lambda w: w.__setitem__(0, 1.0),
+        lambda w: setattr(w, "data", torch.zeros(4, 3, device="meta")),
     ],
 )
 def test_a_stored_tensor_is_not_changed_in_place(change):
@@ -51,3 +52,12 @@ def test_what_was_changed_in_place_cannot_be_made_again():
     for tensor in (doubled, taken):
         with pytest.raises(swapper.UnsupportedError, match="changed in place by zero_"):
             recipe_of(tensor)
+
+
+def test_data_that_is_put_into_a_tensor_is_what_it_is_made_of():
+    weight = traced(4, 3)
+    weight.data = weight.data.to(torch.bfloat16)
+    recipe = recipe_of(weight)
+    values = torch.randn(4, 3)
+    assert recipe.dtype is torch.bfloat16
+    assert torch.equal(recipe.from_parts([values]), values.bfloat16())
