@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/addressable.h"
 #include "base/align.h"
 #include "base/check.h"
 #include "base/crc32.h"
@@ -212,6 +213,7 @@ void Scheduler::hand_over(std::uint32_t number) {
     transfer.nbytes = static_cast<std::uint32_t>(align_up(slot.offset + slot.piece.nbytes, file.granule()) -
                                                  transfer.offset);
   }
+  check_addressable(slot.address, slot.piece.nbytes);
   backend_.submit(transfer);
 }
 
@@ -223,6 +225,7 @@ void Scheduler::complete_one(const Completion& completion) {
   const std::uint32_t number = completion.slot;
   SWAPPER_CHECK(number < slots_.size() && slots_[number].op, "a result for no piece");
   Slot& slot = slots_[number];
+  check_addressable(slot.address, slot.piece.nbytes);  // it was the transfer's to the end
   const Step step = judge(slot, completion.result);
   if (step == Step::again && !slot.op->error) {
     hand_over(number);
