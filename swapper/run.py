@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -401,24 +401,28 @@ class Run:
         self._close(keep_cold=True)
 
     def _close(self, keep_cold: bool) -> None:
-        if self._watchdog is not None:
-            self._watchdog.stop()
-        if self._model is not None:
-            self._model.close(keep_cold)
-            self.committer.abandon()
-            self.publisher.finish()
-            self.pager.discard()
-        if self.engine is not None:
-            self.count_bytes()
-            self.engine.close()
-        if self._host_side is not None:
-            self._host_side.close()
-            self._host_side = None
-        for files in (self._store, self._scratch):
-            if files is not None:
-                files.close()
-        self._memory.close()
-        self.engine = self._store = self._scratch = None
+        """Close all parts, whatever one of them raises: who uses another before that."""
+        with ExitStack() as last_first:
+            last_first.callback(self._forget_parts)
+            last_first.callback(self._memory.close)
+            for files in (self._store, self._scratch):
+                if files is not None:
+                    last_first.callback(files.close)
+            if self._host_side is not None:
+                last_first.callback(self._host_side.close)
+            if self.engine is not None:
+                last_first.callback(self.engine.close)
+                last_first.callback(self.count_bytes)
+            if self._model is not None:
+                last_first.callback(self.pager.discard)
+                last_first.callback(self.publisher.finish)
+                last_first.callback(self.committer.abandon)
+                last_first.callback(self._model.close, keep_cold)
+            if self._watchdog is not None:
+                last_first.callback(self._watchdog.stop)
+
+    def _forget_parts(self) -> None:
+        self._host_side = self.engine = self._store = self._scratch = None
 
 
 def _pieces(sections: Sequence[Section]) -> list[Page]:

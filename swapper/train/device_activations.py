@@ -171,10 +171,15 @@ class DeviceShelf:
         assert stored.memory is not None
         host = self._host_memory(stored.nbytes)
         self._device.let_wait(self._down, self._device.record(stored.stream))
-        for begin, run in self._locked.runs(host):
-            self._device.copy(run, stored.memory[begin : begin + run.numel()], self._down)
-        stored.copied, stored.is_ordered = self._device.record(self._down), False
-        self._going_down.append((stored.copied, host))
+        try:
+            for begin, run in self._locked.runs(host):
+                self._device.copy(run, stored.memory[begin : begin + run.numel()], self._down)
+            stored.copied, stored.is_ordered = self._device.record(self._down), False
+            self._going_down.append((stored.copied, host))
+        except BaseException:
+            with contextlib.suppress(DeviceError):  # a part of it may be queued, and `host` must not go before
+                self._device.wait_for(self._device.record(self._down))
+            raise
         self._counters.down_bytes += stored.nbytes
         stored.below = self._below.keep(host, Arriving(self._device, stored.copied), self._host_memory)
         stored.below.uses_left = 1  # until it is up again

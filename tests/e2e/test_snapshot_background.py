@@ -17,6 +17,7 @@ import swapper
 from e2e import killed_run
 from e2e.processes import run_python
 from e2e.test_snapshot_sharing import Run
+from swapper import _C
 from swapper.checkpoint.verify import verify
 
 
@@ -242,3 +243,23 @@ def test_a_ticket_is_refused_in_a_forked_child(tmp_path: Path) -> None:
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     run.manager.close()
+
+
+def test_closing_goes_on_past_a_part_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    inner = run.manager.current.run
+    engine = inner.engine
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inner.publisher, "finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.manager.close()
+    assert inner.engine is None
+    with (tmp_path / "any").open("wb") as stream:
+        stream.write(bytes(4096))
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    with pytest.raises(swapper.IoError, match="closed"):
+        engine.read(_C.File(str(tmp_path / "any")), 0, memory.data_ptr(), 4096, keep=memory)
