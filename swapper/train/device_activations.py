@@ -194,12 +194,12 @@ class DeviceShelf:
         return memory
 
     def _end_oldest(self, going: deque[tuple[Any, torch.Tensor]]) -> bool:
-        try:
-            event, memory = going.popleft()
-        except IndexError:
+        if not going:
             return False
+        event = going[0][0]
         self._device.wait_for(event)
-        del memory  # not before
+        if going and going[0][0] is event:
+            going.popleft()  # its memory may go, and not before: also Ctrl-C leaves it here
         return True
 
     # --- the backward ---------------------------------------------------------------------------------------------
