@@ -161,17 +161,18 @@ class Experts:
 
         Each has a number of its own, by which it is found again.
         """
-        found = []
-        for key, recipe in recipes:
-            part = self._want(key, 0, recipe)
-            part.leases += 1
-            found.append(part)
+        found: list[_Part] = []
         try:
+            for key, recipe in recipes:
+                part = self._want(key, 0, recipe)
+                part.leases += 1
+                found.append(part)
             for key, recipe in next_ones:
                 self._want(key, 0, recipe)
             return [part.ready(self._device) for part in found]
         except BaseException:
-            self.release([key for key, _ in recipes])
+            for part in found:
+                part.leases -= 1
             raise
 
     def release(self, keys: Sequence[int]) -> None:

@@ -197,3 +197,24 @@ def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
     slow.drain()
     assert [owner() for owner in owners] == [None, None]
     files.close()
+
+
+def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):
+    _, path = saved(tmp_path)
+    source = open_source(path)
+    engine = _C.Engine()
+    files = WeightFiles(engine, source)
+
+    def read(stored, offset, memory):
+        if "layers.1" in stored.name:
+            raise swapper.IoError("read", str(path), offset, 0, 5, "cannot begin")
+        return files.read_into(stored.path, stored.offset + offset, memory)
+
+    experts = Experts([], read, 4 << 20, torch.device("cpu"))
+    recipes = [(n, Recipe((source.tensors[f"layers.{n}.experts.0.up.weight"],), None, torch.float32)) for n in range(2)]
+    with pytest.raises(swapper.IoError, match="cannot begin"):
+        experts.lease(recipes, [])
+    assert [part.leases for part in experts._cache.values()] == [0]
+    experts.forget()
+    files.close()
+    engine.close()

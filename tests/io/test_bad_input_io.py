@@ -255,7 +255,7 @@ def faulty_drive(tmp_path: Path):
     mount_point = tmp_path / "faulty"
     mount_point.mkdir()
     with subprocess.Popen([sys.executable, "-c", FAULTY, str(mount_point)], stderr=subprocess.PIPE) as process:
-        for _ in range(100):
+        for _ in range(1200):  # a minute: it ends, or is there
             if (mount_point / "file").exists() or process.poll() is not None:
                 break
             time.sleep(0.05)
