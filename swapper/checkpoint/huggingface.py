@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from swapper.checkpoint.sources import FileStamp, Source, open_file
 from swapper.checkpoint.stored import StoredTensor
+from swapper.checkpoint.strict_json import parse_object
 from swapper.errors import CheckpointError, IoError
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")
@@ -74,12 +73,10 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > MOST_INDEX_BYTES:
             raise CheckpointError(f"{index} has {index.stat().st_size} bytes, which no index needs")
-        content: Any = json.loads(index.read_bytes())
+        text = index.read_bytes()
     except OSError as error:
         raise IoError("read", str(index), 0, 0, error.errno or 0) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not JSON ({error})") from error
-    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    weight_map = parse_object(str(index), text).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     wrong = [name for name, shard in weight_map.items() if not isinstance(shard, str)]

@@ -8,7 +8,6 @@ and shape.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from swapper.checkpoint.sources import FileStamp, Source
 from swapper.checkpoint.stored import StoredTensor
+from swapper.checkpoint.strict_json import parse_object
 from swapper.errors import CheckpointError, IoError
 
 SIZE_BYTES = 8
@@ -37,10 +37,6 @@ DTYPES = {
 }  # fmt: skip
 
 
-class _Duplicate(ValueError):
-    pass
-
-
 def read(path: Path) -> Source:
     """Return where the tensors of the safetensors file `path` lie.
 
@@ -59,7 +55,7 @@ def read(path: Path) -> Source:
         raise IoError("read", str(path), 0, SIZE_BYTES, error.errno or 0) from error
     if len(text) != header_bytes:
         raise CheckpointError(f"{path} is cut off: its header of {header_bytes} bytes is not all there")
-    header = _parse(path, text)
+    header = parse_object(f"{path}: its header", text)
     metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: {METADATA_KEY} is not a map from text to text")
@@ -79,26 +75,6 @@ def _check_header_size(path: Path, size_bytes: int, header_bytes: int, file_byte
         )
     if header_bytes > file_bytes - SIZE_BYTES:
         raise CheckpointError(f"{path} is cut off: its header has {header_bytes} bytes, the file {file_bytes}")
-
-
-def _parse(path: Path, text: bytes) -> dict[str, Any]:
-    def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise _Duplicate(name)
-            found[name] = value
-        return found
-
-    try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=object_of)
-    except _Duplicate as error:
-        raise CheckpointError(f"{path}: its header has the key {str(error)!r} twice") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: its header is not a JSON object")
-    return header
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:

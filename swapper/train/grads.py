@@ -160,13 +160,15 @@ class _Home:
         if last is not None:
             last.data = last.clone()  # somebody keeps it
         self._taking = True
-        pager = self._pager()
-        if self._guests and pager is not None:
-            pager.drop_kept(self._guests)
-        self._place.copy_(gradient)
-        parameter.grad = here = self._make()
-        self._last = weakref.ref(here)
-        self._taking = False
+        try:
+            pager = self._pager()
+            if self._guests and pager is not None:
+                pager.drop_kept(self._guests)
+            self._place.copy_(gradient)
+            parameter.grad = here = self._make()
+            self._last = weakref.ref(here)
+        finally:
+            self._taking = False
 
     def _make(self) -> torch.Tensor:
         """Return a tensor at the place, with a storage and a version counter that only its own views share."""

@@ -161,6 +161,14 @@ def test_an_index_that_is_none_is_refused(tmp_path, content):
         open_source(tmp_path)
 
 
+def test_an_index_that_has_a_tensor_twice_is_refused(tmp_path):
+    make_shards(tmp_path)
+    twice = '{"weight_map": {"a": "model-1.safetensors", "a": "model-2.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(twice)
+    with pytest.raises(CheckpointError, match="the key 'a' twice"):
+        open_source(tmp_path)
+
+
 def test_a_tensor_that_is_not_where_the_index_says_is_named(tmp_path):
     make_shards(tmp_path)
     weight_map = {"a": "model-2.safetensors"}
