@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
 from swapper.checkpoint.ticket import SnapshotTicket
+from swapper.closing import end_all
 from swapper.config import format_bytes
 from swapper.core.heap import watch_free_memory
 from swapper.core.memory import HostMemory
@@ -401,25 +403,19 @@ class Run:
         self._close(keep_cold=True)
 
     def _close(self, keep_cold: bool) -> None:
-        """Close all parts, whatever one of them raises: who uses another before that."""
-        with ExitStack() as last_first:
-            last_first.callback(self._forget_parts)
-            last_first.callback(self._memory.close)
-            for files in (self._store, self._scratch):
-                if files is not None:
-                    last_first.callback(files.close)
-            if self._host_side is not None:
-                last_first.callback(self._host_side.close)
-            if self.engine is not None:
-                last_first.callback(self.engine.close)
-                last_first.callback(self.count_bytes)
-            if self._model is not None:
-                last_first.callback(self.pager.discard)
-                last_first.callback(self.publisher.finish)
-                last_first.callback(self.committer.abandon)
-                last_first.callback(self._model.close, keep_cold)
-            if self._watchdog is not None:
-                last_first.callback(self._watchdog.stop)
+        """[Note: order of opening and closing]"""
+        endings: list[Callable[[], object]] = []
+        if self._watchdog is not None:
+            endings.append(self._watchdog.stop)
+        if self._model is not None:
+            endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
+            endings.append(self.pager.discard)
+        if self.engine is not None:
+            endings += [self.count_bytes, self.engine.close]
+        if self._host_side is not None:
+            endings.append(self._host_side.close)
+        endings += [files.close for files in (self._store, self._scratch) if files is not None]
+        end_all([*endings, self._memory.close, self._forget_parts])
 
     def _forget_parts(self) -> None:
         self._host_side = self.engine = self._store = self._scratch = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from torch import nn
 
+from swapper.closing import end_all
 from swapper.errors import StateError
 from swapper.interrupts import held_back, surely
 from swapper.train.storage import GroupParameters
@@ -67,16 +69,11 @@ class Gathering:
         names: list[str] = []
         if self.is_closed:
             return names  # `close` has let go of them
-        failure: Exception | None = None
-        for group in leased:
-            try:
-                names += _let_go(group, versions, write)
-            except Exception as error:  # the others are let go nevertheless
-                failure = failure or error
-        if write:
-            self._refresh_masters(leased)
-        if failure is not None:
-            raise failure
+        try:
+            end_all(partial(_let_go, group, versions, write, names) for group in leased)
+        finally:
+            if write:
+                self._refresh_masters(leased)
         return names
 
     def close(self) -> None:
@@ -90,8 +87,8 @@ class Gathering:
         self.is_closed = True
 
 
-def _let_go(group: GroupParameters, versions: dict[int, int], write: bool) -> list[str]:
-    """Returns the names of its parameters that were changed though nobody had said so."""
+def _let_go(group: GroupParameters, versions: dict[int, int], write: bool, names: list[str]) -> None:
+    """Adds to `names` those of its parameters that were changed though nobody had said so."""
     try:
         seen = [n for n, p in group.group.parameters if p._version != versions[id(p)]]
         unannounced = [] if write else [*seen, *group.written()]
@@ -100,4 +97,4 @@ def _let_go(group: GroupParameters, versions: dict[int, int], write: bool) -> li
             group.let_go(write=True)
     finally:
         group.let_go(write)
-    return unannounced
+    names += unannounced

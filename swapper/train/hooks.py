@@ -15,12 +15,12 @@ backward is over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
+from swapper.closing import end_all
 from swapper.core.heap import note_used
 from swapper.core.schedule import Access
 from swapper.errors import StateError
@@ -307,9 +307,7 @@ class Hooks:
     # --------------------------------------------------------------------------------------------------------------
 
     def _release(self, call: Call) -> None:
-        with ExitStack() as ending:  # of all of them, whatever one raises
-            for group in reversed(call.groups):
-                ending.callback(group.release)
+        end_all(group.release for group in call.groups)
 
     def _tick(self) -> int:
         self._clock += 1

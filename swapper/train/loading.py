@@ -8,11 +8,12 @@ A state_dict of gathered parameters is a copy: plain torch's refers to the param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from swapper.closing import end_all
 from swapper.modules.cold import is_aliasing
 from swapper.modules.groups import Unit
 from swapper.modules.own_hook import OwnHook
@@ -81,9 +82,7 @@ class LoadHooks:
 
     def _end(self) -> None:
         _, held = self._open.pop()
-        with ExitStack() as ending:  # of all of them, whatever one raises
-            for group in held:
-                ending.callback(group.let_go, write=True)
+        end_all(partial(group.let_go, write=True) for group in held)
         self._written(held)
 
     def _copy(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:

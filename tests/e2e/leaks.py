@@ -52,4 +52,5 @@ def watch_for_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.session.testsfailed > failed_before:
         return  # its traceback keeps what it had
     gc.collect()
-    assert held_since(held_before) == []
+    left = held_since(held_before)
+    assert not left, left
