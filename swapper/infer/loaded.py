@@ -138,8 +138,11 @@ class LoadedModel:
     def counters(self) -> Counters:
         """Counters so far."""
         if not self._closed:
-            self._counters.bytes_read = self._streaming.engine.bytes_read
+            self._count_bytes()
         return self._counters
+
+    def _count_bytes(self) -> None:
+        self._counters.bytes_read = self._streaming.engine.bytes_read
 
     @property
     def read_bytes_a_pass(self) -> int:
@@ -206,8 +209,8 @@ class LoadedModel:
             self._unload()
 
     def _unload(self) -> None:
+        self._count_bytes()
         self._closed = True
-        self.counters  # noqa: B018  # the engine's last count
         model = self._model()
         if self._hooks is not None:
             self._hooks.remove()

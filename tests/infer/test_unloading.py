@@ -48,6 +48,14 @@ def test_unloading_gives_files_hooks_and_memory_back(path, reference):
     assert torch.equal(run(swapper.load(model, path, host_memory=BUDGET)), run(reference))
 
 
+def test_what_was_read_is_counted_to_the_end(path):
+    model = swapper.load(on_meta(), path, host_memory=BUDGET)
+    loaded = swapper.loaded(model)
+    run(model)
+    loaded.unload()  # nobody had asked before
+    assert loaded.counters.bytes_read > 0
+
+
 def test_a_model_that_is_forgotten_goes_with_all_that_it_had(path):
     model = swapper.load(on_meta(), path, host_memory=BUDGET)
     run(model)
