@@ -78,15 +78,18 @@ def _device_of(directory: str) -> int | None:
 
 def wait_for_all(tickets: Iterable[Any]) -> None:
     """Wait for every ticket, also where one has failed: the others may still use their memory. Raises the first error."""
-    first: BaseException | None = None
+    failures: list[BaseException] = []
     for ticket in tickets:
         try:
             ticket.wait()
         except BaseException as error:
-            first = first or error
+            failures.append(error)
             drain(ticket)
-    if first is not None:
-        raise first
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # its traceback has this frame: see closing.py
 
 
 @contextlib.contextmanager
