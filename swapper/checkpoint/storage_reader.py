@@ -76,8 +76,9 @@ class StorageReader(FileSystemReader):
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not the metadata of a checkpoint")
-        if getattr(metadata, "storage_meta", None) is not None:
-            metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        stored = getattr(metadata, "storage_meta", None)
+        if stored is not None:
+            stored.load_id = self.load_id
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

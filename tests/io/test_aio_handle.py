@@ -490,7 +490,7 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
                 threads += (
                     not (task / "comm").read_text().startswith("iou-")
                 )  # the kernel's end when they have been idle
-        return len(os.listdir("/proc/self/fd")), threads  # noqa: PTH208
+        return len(list(Path("/proc/self/fd").iterdir())), threads
 
     once()
     before = counts()
