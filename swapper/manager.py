@@ -154,7 +154,9 @@ class SwapManager:
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes). `params` may be "device":
                 see `device_memory`.
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
-                says that there is one, but has no data to look at: clipping, scaling and zeroing it work.
+                says that there is one, but has no data to look at: clipping, scaling and zeroing it work. "device", for a model
+                that is on a device and updated there, keeps all of them there, as ordinary tensors, and "auto" then those of as
+                many groups as `device_memory` has room for where all parameters stay.
             master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
                 optimizer state beside bf16 and fp16 parameters.
             update: "step" updates all parameters in `optimizer.step()`. With "deferred" that call only fixes what the step is;
@@ -162,7 +164,7 @@ class SwapManager:
                 once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
                 "backward" updates each group as soon as backward has done with it; see docs/training.md for what that rules out.
             device: where forwards and backwards run: "cpu", "cuda", "cuda:1", ... Inputs are to be there; the model may be.
-                `parameter.grad` has no data to look at then, wherever gradients live.
+                `parameter.grad` has no data to look at then, unless gradients stay there.
             device_memory: bytes, or "8GiB", of parameters on the device at one time; "auto" is half of what is free there. What it
                 can hold stays from forward to backward; params="device" refuses a budget that cannot hold all of them.
             update_on: for a model on a device, where the optimizer's arithmetic is done: on the "cpu", where the state is; on the

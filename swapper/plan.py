@@ -28,7 +28,7 @@ from swapper.stats import by_family
 from swapper.train.device_sweep import ring_bytes
 from swapper.train.expected import expected_cycle
 from swapper.train.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.placement import choose_placement, is_resident, place_images
+from swapper.train.placement import choose_placement, is_resident, place_on_accelerator, without_gradients
 from swapper.train.spare import find_rooms
 from swapper.train.sweep import Trainable
 
@@ -97,9 +97,10 @@ class Plan:
         Args:
             first_page: index of their first page.
         """
-        offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in self.inventory.grad_plans)][:-1]
+        plans = self._grad_plans
+        offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
         return make_sections(
-            self.inventory.grad_plans,
+            plans,
             offsets,
             lambda plan: is_resident(plan, self.places),
             self.budget.page_bytes,
@@ -112,7 +113,13 @@ class Plan:
     @property
     def scratch_bytes(self) -> int:
         """What gradients take on the drive."""
-        return sum(self._scratch_bytes_of(plan) for plan in self.inventory.grad_plans)
+        return sum(self._scratch_bytes_of(plan) for plan in self._grad_plans)
+
+    @property
+    def _grad_plans(self) -> list[SectionPlan]:
+        """Sections of the gradients that do not stay on a device."""
+        kept = self.on_device.gradients if self.on_device is not None else ()
+        return without_gradients(self.inventory, kept).grad_plans
 
     @property
     def lazy(self) -> bool:
@@ -181,7 +188,7 @@ class Plan:
         lines = [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
             ("optimizer state", f"{format_bytes(size('state'))} on {self.places['state']}"),
-            ("gradients", f"{format_bytes(size('grad'))} on {self.places['grad']}"),
+            ("gradients", self._gradients()),
             (
                 "host memory",
                 f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
@@ -209,6 +216,12 @@ class Plan:
         daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
         lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
         return lines
+
+    def _gradients(self) -> str:
+        elsewhere = sum(plan.nbytes for plan in self._grad_plans)
+        kept = self.inventory.family_bytes("grad") - elsewhere
+        where = [f"{format_bytes(elsewhere)} on {self.places['grad']}"] if elsewhere or not kept else []
+        return ", ".join([*([f"{format_bytes(kept)} on the device"] if kept else []), *where])
 
     def _on_device(self) -> str:
         if self.device is None or self.on_device is None:
@@ -256,7 +269,7 @@ def plan_run(
 
     Args:
         inventory: what there is.
-        params, optimizer_state, gradients: "host", "nvme" or "auto".
+        params, optimizer_state, gradients: "host", "nvme" or "auto"; gradients may be "device" where they are updated there.
         host_bytes: the budget.
         commit_policy: "free", a number of steps, or None.
         tuning: what is known about the drive.
@@ -271,15 +284,24 @@ def plan_run(
         BudgetError: the budget is too small; says the smallest that works.
     """
     host_params = "auto" if params == "device" else params  # their place beside that
-    asked = host_params, optimizer_state, gradients, host_bytes, page_bytes, update
-    places, budget = choose_placement(inventory, *asked, device is not None, update_on)
+    asked = host_params, optimizer_state, gradients, host_bytes
+
+    def on_host(kept: Collection[int], page_bytes: int | None) -> tuple[dict[str, str], Budget]:
+        found = without_gradients(inventory, kept)
+        return choose_placement(found, *asked, page_bytes, update, device is not None, update_on)
+
+    kept = {plan.group for plan in inventory.grad_plans} if gradients == "device" else set()
+    places, budget = on_host(kept, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     on_device = None
     if device is not None:
         sections = _make_sections(inventory, places, budget, layout)
         trainables = find_trainables(inventory, find_places(inventory, sections))
         slices = ring_bytes(trainables, budget.page_bytes) if update_on == "device" else 0
-        on_device = place_images(inventory, device, buffer_bytes + slices, params)
+        may_stay = gradients if update_on == "device" and update == "step" else "host"
+        on_device = place_on_accelerator(inventory, device, buffer_bytes + slices, params, may_stay)
+        if gradients == "auto" and on_device.gradients:
+            places, budget = on_host(on_device.gradients, budget.page_bytes)  # what they leave is for others
     every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
     turns = max(TURNS if every else 1, len(existing_files))
     return Plan(

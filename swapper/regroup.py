@@ -97,7 +97,7 @@ class Changeover:
         content = self.run.carried(self._request.optimizer)
         left = _Left.of(self.run)
         try:
-            parked.fill(self.run.model.gradients.paged)
+            parked.fill(self.run.model.gradients)
             self._to(plan, left, content, parked, step, undo)
         finally:
             parked.close()
@@ -119,7 +119,7 @@ class Changeover:
             new.adopt(content)
             new.model.entries.unpack(left.entries)
             new.begin(None)
-            parked.empty_into(new.model.gradients.paged)
+            parked.empty_into(new.model.gradients)
             new.committer.write_all(step)
         except BaseException:
             undo()
@@ -135,7 +135,7 @@ class Changeover:
         try:
             run.take_up(left.sections, left.entries)
             run.begin(None)
-            parked.empty_into(run.model.gradients.paged)
+            parked.empty_into(run.model.gradients)
             if self._committed_files() - run.file_names:
                 run.committer.write_all(step)  # the new run was committed, and failed after that
         except BaseException:

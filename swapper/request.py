@@ -69,7 +69,7 @@ class Request:
         """Raises: ConfigError, DeviceError, UnsupportedError."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
             parse_choice(value, option, PLACEMENTS)
-            if value == "device" and option != "params":
+            if value == "device" and option == "optimizer_state":
                 raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
         parse_choice(update, "update", UPDATES)
         budget = DeviceBudget.parse(device, device_memory)
@@ -83,8 +83,15 @@ class Request:
         parse_choice(update_on, "update_on", UPDATE_PLACES)
         if update_on == "device" and budget is None:
             raise ConfigError("update_on='device' needs a device: say manager.offload(..., device='cuda')")
+        if gradients == "device" and update_on == "auto" and budget is not None:
+            update_on = "device"
         if update_on == "auto":
             update_on = "cpu" if budget is None else faster_place(used, budget.device)
+        if gradients == "device" and (update_on != "device" or update != "step"):
+            raise ConfigError(
+                f"gradients='device' goes with an update there, in the step: with update_on={update_on!r} and update={update!r} "
+                "they are needed in host memory. Say update_on='device', update='step'"
+            )
         places = params, optimizer_state, gradients
         return cls(whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on)
 

@@ -28,11 +28,13 @@ class DevicePlacement:
         image_bytes: for all groups that are on the device at one time.
         staying: groups that stay once they were brought.
         down_bytes: for gradients on their way to host memory, where there are any.
+        gradients: groups whose gradients stay until they are used.
     """
 
     image_bytes: int
     staying: frozenset[int]
     down_bytes: int = 0
+    gradients: frozenset[int] = frozenset()
 
 
 def place_on_device(
@@ -42,6 +44,7 @@ def place_on_device(
     units: Sequence[Sequence[int]],
     where: Sequence[str],
     device: object,
+    fixed: str = "small tensors, buffers and conversions",
 ) -> DevicePlacement:
     """Return the placement that copies the fewest bytes a pass.
 
@@ -51,7 +54,7 @@ def place_on_device(
         images: by group, in the order of a pass, the size of its storage.
         units: for each unit, the groups that are in use while it runs.
         where: the units' names.
-        device: for the message.
+        device, fixed: for the message.
 
     Raises:
         BudgetError: with the smallest budget that works.
@@ -69,7 +72,7 @@ def place_on_device(
     raise BudgetError(
         f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
         f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
-        f"small tensors, buffers and conversions, and {format_bytes(working)} what is used at one time in "
+        f"{fixed}, and {format_bytes(working)} what is used at one time in "
         f"{where[largest]!r}; raise device_memory"
     )
 

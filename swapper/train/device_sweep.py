@@ -23,6 +23,7 @@ from swapper.core.layout import round_up
 from swapper.core.schedule import Access
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.storage import DeviceStorage
+from swapper.train.cold_grad import ColdGradient
 from swapper.train.on_device import RING, OnDevice
 from swapper.train.paged_grads import Content
 from swapper.train.shadow import Work
@@ -156,14 +157,23 @@ class DeviceSweep(Sweep):
             param = views[places.param, piece.begin].view(shape)
             master = homes.pop("master", None)
             target = param if master is None else master
-            grad, content = self.gradient_of(trainable.parameters[piece.parameter])
-            gradient = content.of(views[grad, piece.begin]).view(shape).to(target.dtype)
+            gradient = self._gradient_of(update, piece, views).view(shape).to(target.dtype)
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
             if self._shadow.counts_on_device(settings):
                 state = {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
             work = Work(settings, target.detach(), gradient, state)
             yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
+
+    def _gradient_of(
+        self, update: GroupUpdate, piece: Piece, views: dict[tuple[Place, int], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a piece of a gradient, flat, as clipped: what came to the slot, or a part of what stays on the device."""
+        here = update.gradients[piece.parameter]
+        if here is not None and type(here) is not ColdGradient:
+            return here.detach().reshape(-1)[piece.begin : piece.end]
+        grad, content = self.gradient_of(update.trainable.parameters[piece.parameter])
+        return content.of(views[grad, piece.begin])
 
     def _pieces(self, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield where in the slot, and what memory of the host, page by page."""
@@ -178,13 +188,14 @@ class DeviceSweep(Sweep):
 
 
 def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Part]:
-    """Return what of a slice is on the device while it is updated, one behind the other."""
+    """Return what of a slice comes to the device while it is updated, one behind the other."""
     found: list[tuple[Place, Piece, bool, bool]] = []
     for piece in part.pieces:
         places = update.trainable.places[piece.parameter]
-        grad, _ = gradient_of(update.trainable.parameters[piece.parameter])
         found += [(place, piece, True, True) for place in places.state.values()]
-        found += [(grad, piece, True, False), (places.param, piece, not places.has_master, True)]
+        if type(update.gradients[piece.parameter]) is ColdGradient:
+            found.append((gradient_of(update.trainable.parameters[piece.parameter])[0], piece, True, False))
+        found.append((places.param, piece, not places.has_master, True))
     sizes = [(piece.end - piece.begin) * place.slot.spec.dtype.itemsize for place, piece, _, _ in found]
     offsets, _ = place_in_storage(sizes)
     return [

@@ -1,4 +1,5 @@
-"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py).
+"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py),
+or there (kept_grads.py).
 
 In host memory: when autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor
 that autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.device_grads import DeviceGradients
+from swapper.train.kept_grads import KeptGradients
 from swapper.train.on_device import OnDevice
-from swapper.train.paged_grads import PagedGradients
+from swapper.train.paged_grads import Content, PagedGradients
 from swapper.train.slices import Place
 from swapper.train.spare import GradientRoom, Room
 
@@ -39,6 +41,7 @@ class Gradients:
         pager: what leases go to.
         rooms: by index of a page of parameters, where in `sections` it may wait.
         on_device: where parameters are on an accelerator; brings gradients down.
+        kept: names of parameters whose gradients stay there.
     """
 
     def __init__(
@@ -48,11 +51,16 @@ class Gradients:
         pager: Pager,
         rooms: Mapping[int, Room],
         on_device: OnDevice | None = None,
+        kept: Collection[str] = (),
     ) -> None:
+        parameters = list(parameters)
         places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
         trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
         self.paged: PagedGradients
+        self._kept: KeptGradients | None = None
         if on_device is not None:
+            stay = [(name, parameter) for name, parameter in parameters if name in kept]
+            self._kept = KeptGradients(stay, on_device.device.device)
             self.paged = DeviceGradients(trained, pager, on_device)
             at_hand = []
         else:
@@ -65,6 +73,30 @@ class Gradients:
     def remove(self) -> None:
         self.paged.remove()
         self._host.remove()
+        if self._kept is not None:
+            self._kept.remove()
+
+    # --- when the layout changes: those that are on NVMe or on a device ---------------------------------------------
+
+    def present(self) -> list[str]:
+        """Return the names of the parameters that have a gradient there."""
+        return [*self.paged.present(), *(self._kept.present() if self._kept is not None else ())]
+
+    def content(self, name: str) -> Content:
+        return Content() if self._kept is not None and name in self._kept else self.paged.content(name)
+
+    def parts(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield what a gradient is, or its pages hold, in order, flat, piece by piece: to be read, or to be made anew."""
+        return self._kept.parts(name) if self._kept is not None and name in self._kept else self.paged.parts(name)
+
+    def present_again(self, name: str, content: Content) -> None:
+        """With what was put into its `parts`, `content` is the parameter's gradient."""
+        if self._kept is not None and name in self._kept:
+            self._kept.present_again(name, content)
+        else:
+            self.paged.present_again(name, content)
+
+    # ----------------------------------------------------------------------------------------------------------------
 
     def entered(self) -> None:
         """A forward begins, or something else outside of a backward."""

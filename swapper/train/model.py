@@ -198,7 +198,9 @@ class OffloadedModel:
         """Gradients get their places, and the hooks are put in."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         rooms = find_rooms(self._sections, self._grad_sections) if self._on_device is None else {}
-        self._gradients = Gradients(parameters, self._grad_sections, self._pager, rooms, self._on_device)
+        self._gradients = Gradients(
+            parameters, self._grad_sections, self._pager, rooms, self._on_device, self._kept_gradients()
+        )
         self._gradients.paged.finish_update = self.finish_update
         units = self._inventory.units
         self._hooks = Hooks(units, self.groups, self._enter_forward, self._drop_leases, self._clock.enter, self.updates)
@@ -208,6 +210,11 @@ class OffloadedModel:
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()
+
+    def _kept_gradients(self) -> frozenset[str]:
+        """Names of the parameters whose gradients stay on the device."""
+        kept = self._on_device.kept_gradients if self._on_device is not None else ()
+        return frozenset(s.spec.owner for p in self._inventory.grad_plans if p.group in kept for s in p.slots)
 
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""

@@ -1,6 +1,6 @@
-"""Gradients on NVMe while the run changes its layout (regroup.py): parked in a file of their own, which has no name.
+"""Gradients on NVMe, or on an accelerator, while the run changes its layout (regroup.py): parked in a file without a name.
 
-Their pages are those of a run that closes, and its scratch file goes with it.
+The pages are those of a run that closes, and its scratch file goes with it; what is on an accelerator may go to pages then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from swapper.errors import IoError
-from swapper.train.paged_grads import Content, PagedGradients
+from swapper.train.grads import Gradients
+from swapper.train.paged_grads import Content
 
 
 class ParkedGradients:
@@ -28,7 +29,7 @@ class ParkedGradients:
         self._places: dict[str, tuple[int, Content]] = {}
         self._end = 0
 
-    def fill(self, gradients: PagedGradients) -> None:
+    def fill(self, gradients: Gradients) -> None:
         """Take what `gradients` has.
 
         Raises:
@@ -39,7 +40,7 @@ class ParkedGradients:
             for part in gradients.parts(name):
                 self._end += self._write(part)
 
-    def empty_into(self, gradients: PagedGradients) -> None:
+    def empty_into(self, gradients: Gradients) -> None:
         """Give it to `gradients`, which has room for all of these parameters.
 
         Raises:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from swapper.config import format_bytes
 from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
-from swapper.core.layout import SectionPlan
+from swapper.core.layout import SectionPlan, round_up
 from swapper.device.budget import DeviceBudget
 from swapper.device.downloads import MOST_BYTES
 from swapper.device.host_side import STAGING_BYTES
-from swapper.device.layout import place_in_storage
+from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.placement import DevicePlacement, place_on_device
 from swapper.errors import BudgetError, ConfigError
 from swapper.modules.groups import working_sets
@@ -102,14 +103,19 @@ def _divide(
     )
 
 
-def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str) -> DevicePlacement:
-    """Return which groups stay on a device from forward to backward.
+def place_on_accelerator(
+    inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str, gradients: str
+) -> DevicePlacement:
+    """Return which groups stay on a device from forward to backward, and of which the gradients stay until the update.
+
+    Parameters come first: only where all of them stay gradients are kept with "auto", of as many groups as there is room for.
 
     Args:
         inventory: of the model.
         budget: of the device.
         buffer_bytes: what else is on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
+        gradients: "device" if all of them must stay, "auto" if they may, else none do.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -117,16 +123,47 @@ def place_images(inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, 
     images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
     units = [sorted(groups) for groups in working_sets(inventory.units)]
     where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
-    gradients = [slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots]
-    down_bytes = max(
-        2 * max(gradients, default=0), min(MOST_BYTES, budget.nbytes // DOWN_SHARE)
+    gradient_bytes = _gradient_bytes(inventory)
+    all_stay = gradients == "device"
+    largest = max((s.spec.nbytes for plan in inventory.grad_plans for s in plan.slots), default=0)
+    down_bytes = (
+        0 if all_stay else max(2 * largest, min(MOST_BYTES, budget.nbytes // DOWN_SHARE))
     )  # one, while another comes
-    other_bytes = buffer_bytes + down_bytes
-    placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device)
+    other_bytes = buffer_bytes + (sum(gradient_bytes.values()) if all_stay else down_bytes)
+    fixed = "buffers, slices of an update and gradients"
+    placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device, fixed)
     if params == "device" and len(placement.staying) < len(images):
         all_bytes = other_bytes + sum(images.values())
         raise BudgetError(
             f"params='device' needs all parameters on {budget.device} at one time: at least {format_bytes(all_bytes)} "
             f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or say params='auto'"
         )
-    return replace(placement, down_bytes=down_bytes)
+    spare_bytes = placement.image_bytes - sum(images.values()) if gradients == "auto" else 0
+    kept = frozenset(gradient_bytes) if all_stay else _as_many_as_fit(gradient_bytes, spare_bytes)
+    if not all_stay:
+        left = placement.image_bytes - sum(gradient_bytes[group] for group in kept)
+        placement = replace(placement, image_bytes=left)
+    return replace(placement, down_bytes=down_bytes, gradients=kept)
+
+
+def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:
+    """Return what has a place in host memory or on the drive, where the gradients of these groups have not."""
+    return replace(inventory, grad_plans=[plan for plan in inventory.grad_plans if plan.group not in groups])
+
+
+def _gradient_bytes(inventory: Inventory) -> dict[int, int]:
+    """Return what the gradients of each group take on a device."""
+    found: dict[int, int] = {}
+    for plan in inventory.grad_plans:
+        nbytes = sum(round_up(slot.spec.nbytes, DEVICE_ALIGNMENT_BYTES) for slot in plan.slots)
+        found[plan.group] = found.get(plan.group, 0) + nbytes
+    return found
+
+
+def _as_many_as_fit(sizes: dict[int, int], nbytes: int) -> frozenset[int]:
+    fitting = []
+    for group, size in sizes.items():
+        if size <= nbytes:
+            fitting.append(group)
+            nbytes -= size
+    return frozenset(fitting)
