@@ -110,13 +110,21 @@ class FirstValues:
         self._weights = {id(weight.parameter): weight for weight in match.weights}
         self._buffers = {(id(place.module), place.name): place.recipe for place in match.buffers}
 
+    def check(self, model: nn.Module) -> None:
+        """Raise UnsupportedError if a parameter without values was put into the model since."""
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and id(parameter) not in self._weights:
+                raise UnsupportedError(
+                    f"parameter {name} has no values, and {self._source.path} does not know it. What is put into the model later "
+                    "must have values: adapters of peft by swapper.integrations.peft.get_peft_model"
+                )
+
     @torch.no_grad()
     def __call__(self, module: nn.Module) -> None:
         """Fill the module's own parameters and buffers.
 
         Raises:
             CheckpointError: the checkpoint was changed since.
-            UnsupportedError: the module was put into the model later, and has no values.
         """
         self._source.check_unchanged()
         mapped = MappedSource(
@@ -125,15 +133,9 @@ class FirstValues:
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module), name) in self._buffers:
                 buffer.copy_(mapped.made(self._buffers[id(module), name]))
-        own = [parameter for parameter in module._parameters.values() if parameter is not None]
-        for parameter in own:
-            if id(parameter) in self._weights:
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) in self._weights:
                 parameter.copy_(mapped.made(self._weights[id(parameter)].recipe))
-        if own and not any(id(parameter) in self._weights for parameter in own):
-            raise UnsupportedError(
-                f"{type(module).__name__} has parameters without values that {self._source.path} does not know. What is put into "
-                "the model later must have values: adapters of peft by swapper.integrations.peft.get_peft_model"
-            )
 
 
 def _traced_model(

@@ -27,7 +27,8 @@ class Values:
 
     Args:
         init: a function of a module that fills the module's own parameters and buffers, or a checkpoint's path: a safetensors
-            file, a Hugging Face directory, a torch checkpoint, a DCP directory.
+            file, a Hugging Face directory, a torch checkpoint, a DCP directory. A function object's `check`, if it has one, is
+            called with the model first: before anything has a place.
         model: on the meta device, all or in part; then the other part keeps its values.
         engine: reads.
 
@@ -48,6 +49,9 @@ class Values:
             self._stored = _find(self._source, model, self._wanted)
         elif callable(init):
             self._call = init
+            check = getattr(init, "check", None)
+            if check is not None:
+                check(model)
         else:
             raise ConfigError(f"init={init!r} is neither a function of a module nor the path of a checkpoint")
         self._model = model

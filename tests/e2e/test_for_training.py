@@ -142,6 +142,14 @@ def test_adapters_without_values_are_refused(tmp_path: Path) -> None:
             manager.offload(model, adamw(model), init=values)
 
 
+def test_a_parameter_without_values_beside_one_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    model, values = for_training(AutoModelForCausalLM, written(llama(), tmp_path / "model"))
+    model.lm_head.register_parameter("scale", nn.Parameter(torch.empty(8, device="meta")))
+    with swapper.SwapManager(tmp_path, "24MiB") as manager:
+        with pytest.raises(swapper.UnsupportedError, match=r"parameter lm_head\.scale has no values"):
+            manager.offload(model, adamw(model), init=values)
+
+
 def test_a_checkpoint_that_was_changed_meanwhile_is_refused(tmp_path: Path) -> None:
     path = written(llama(), tmp_path / "model")
     model, values = for_training(AutoModelForCausalLM, path)
