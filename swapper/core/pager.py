@@ -135,6 +135,7 @@ class Pager:
                 page = pages[index]
                 if index in changed:
                     page.fresh = False  # it was filled
+                    self._frames.allow_writes(page)  # what was noted of it is hereby announced
                     if page.residency is Residency.CLEAN:
                         page.move(Residency.DIRTY)
                 self._end_lease(page)

@@ -123,16 +123,25 @@ class GroupParameters:
         if self._leases:
             return
         changed = self._changed()
-        if self.paged:
+        try:
+            if self.paged:
+                self._give_back(bool(changed))
+        finally:
+            if changed:
+                self._keeper.note_change(self, changed)
+
+    def _give_back(self, changed: bool) -> None:
+        may_write = False
+        try:
             if changed:
                 self._expire("a forward or backward that changed the parameter")
                 self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
+                may_write = True
+        finally:  # also where that was interrupted or failed: what is changed is changed
             self._chill()
-            self._pager.release(self.access)
-            if changed:
+            self._pager.release(self.access, self._write_access.writes if changed and not may_write else ())
+            if may_write:
                 self._pager.release(self._write_access, self._write_access.writes)
-        if changed:
-            self._keeper.note_change(self, changed)
 
     def _changed(self) -> list[str]:
         """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 
 import swapper
 from e2e.models import VOCABULARY, WIDTH, Block, Net, train_step
-from e2e.twins import Twins, send_away
+from e2e.twins import Twins, leased_pages, send_away
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
 
 MakeTwins = Callable[..., Twins]
 STEPS = 4
@@ -133,3 +136,29 @@ def test_a_step_that_fails_is_not_undone_without_what_the_forward_changed(
         model, optimizer = manager.offload(model, optimizer)
         begin = manager.step
         assert go(model, optimizer, range(begin, STEPS)) == expected[begin:]
+
+
+def test_where_waiting_to_write_a_change_fails_no_lease_is_kept_and_the_change_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make("drifting")
+    expected = model.blocks[0].up.weight.detach() * 1.01
+    acquire = Pager.acquire
+
+    def failing(pager: Pager, access: Access) -> None:
+        """As where a write of another page had failed, and this is whom it is told."""
+        if access.writes:
+            raise swapper.IoError("write", "", 0, 4096, errno.EIO)
+        acquire(pager, access)
+
+    with swapper.SwapManager(tmp_path, host_memory="16MiB") as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        send_away(manager)
+        with monkeypatch.context() as patch:
+            patch.setattr(Pager, "acquire", failing)
+            with pytest.raises(swapper.IoError, match="write of 4096 bytes"):
+                model.blocks[0](torch.ones(1, WIDTH))
+        assert leased_pages(manager) == []
+        send_away(manager)
+        with manager.gather(model.blocks[0].up.weight):
+            assert torch.equal(model.blocks[0].up.weight, expected)
