@@ -18,6 +18,9 @@ UPDATES = ("step", "deferred", "backward")
 UPDATE_PLACES = ("cpu", "device", "auto")
 """Where the optimizer's arithmetic is done, for a model that runs on a device."""
 
+UPDATERS = ("optimizer", "kernel")
+"""What does the optimizer's arithmetic: the user's own instance, or swapper's AdamW."""
+
 _UNITS = {
     "": 1, "b": 1,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,

@@ -141,6 +141,8 @@ class SwapManager:
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
         update_on: str = "cpu",
+        update_with: str = "optimizer",
+        stochastic_rounding: int | None = None,
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
@@ -152,7 +154,9 @@ class SwapManager:
             optimizer: over parameters of `model`. It is not used any more; the returned one takes its place. None where nothing
                 is trained.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes). `params` may be "device":
-                see `device_memory`.
+                see `device_memory`. For a model that is on a device and updated there, so may `optimizer_state`: all of it stays
+                there and is never streamed, and with "auto" that of as many groups as `device_memory` has room for when all
+                parameters and gradients stay. Its place on NVMe, or in host memory, has it at commits and snapshots.
             gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
                 says that there is one, but has no data to look at: clipping, scaling and zeroing it work. "device", for a model
                 that is on a device and updated there, keeps all of them there, as ordinary tensors, and "auto" then those of as
@@ -170,6 +174,11 @@ class SwapManager:
             update_on: for a model on a device, where the optimizer's arithmetic is done: on the "cpu", where the state is; on the
                 "device", to which slices of it go and from which they come back (as plain torch's, its results may differ from
                 the CPU's in the last bits); or "auto", where that is faster by a trial of both.
+            update_with: "optimizer" does what yours does, bit for bit. "kernel", for torch.optim.AdamW with fp32 masters that is
+                updated on the device, is swapper's own AdamW: one pass over a slice, the same formula in another order, so that
+                results differ from torch's in the last bits. They are the same on every device.
+            stochastic_rounding: with update_with="kernel" and bf16 parameters, a seed: masters are rounded up or down by chance, in
+                proportion to what is nearer, instead of to nearest.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
@@ -194,7 +203,9 @@ class SwapManager:
                 "make one manager for each"
             )
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        self._request = request = Request.parse(model, optimizer, *asked, device, device_memory, update_on)
+        self._request = request = Request.parse(
+            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding
+        )
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
             paged = self._open(inventory, request, init)
@@ -219,6 +230,8 @@ class SwapManager:
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
         update_on: str = "cpu",
+        update_with: str = "optimizer",
+        stochastic_rounding: int | None = None,
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
@@ -228,7 +241,9 @@ class SwapManager:
         """
         self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        request = Request.parse(model, optimizer, *asked, device, device_memory, update_on)
+        request = Request.parse(
+            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding
+        )
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:
@@ -458,7 +473,8 @@ class SwapManager:
             check_same(record, inventory.plans, request.kind)
             check_buffers(model)
             params = "auto" if request.params == "device" else request.params
-            places = follow_placement(record, params, request.optimizer_state)
+            state = "auto" if request.optimizer_state == "device" else request.optimizer_state
+            places = follow_placement(record, params, state)
             plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
         run = self.current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = Values(init, model, run.engine) if init is not None and record is None else None

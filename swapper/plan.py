@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from swapper.checkpoint.committer import steps_between_commits
@@ -25,10 +25,11 @@ from swapper.device.placement import DevicePlacement
 from swapper.drives import deal
 from swapper.io.tuning import Tuning
 from swapper.stats import by_family
+from swapper.train.adamw_kernel import AdamWKernel
 from swapper.train.device_sweep import ring_bytes
 from swapper.train.expected import expected_cycle
 from swapper.train.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.placement import choose_placement, is_resident, place_on_accelerator, without_gradients
+from swapper.train.placement import choose_placement, is_resident, place_on_accelerator, state_bytes, without_gradients
 from swapper.train.spare import find_rooms
 from swapper.train.sweep import Trainable
 
@@ -70,6 +71,7 @@ class Plan:
         device: where forwards and backwards run, if not on the CPU, and of its memory.
         on_device: how that is divided.
         update_on: "cpu", or "device" where the optimizer's update is made there.
+        kernel: what updates there in place of the optimizer, or None.
     """
 
     inventory: Inventory
@@ -86,6 +88,7 @@ class Plan:
     device: DeviceBudget | None = None
     on_device: DevicePlacement | None = None
     update_on: str = "cpu"
+    kernel: AdamWKernel | None = None
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -170,7 +173,8 @@ class Plan:
         """What a commit writes beyond what steps write anyway: what is resident, and what stays changed in the pool."""
         if self.commit_every is None:
             return 0
-        resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places))
+        kept = {id(plan) for plan in self._state_plans if plan.group in self.inventory.staying_state}
+        resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places) or id(p) in kept)
         return resident + self.traffic.pooled_bytes
 
     @property
@@ -184,11 +188,11 @@ class Plan:
         return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
 
     def _lines(self) -> list[tuple[str, str]]:
-        size = self.inventory.family_bytes
+        size, staying = self.inventory.family_bytes, self.inventory.staying_state
         lines = [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
-            ("optimizer state", f"{format_bytes(size('state'))} on {self.places['state']}"),
-            ("gradients", self._gradients()),
+            ("optimizer state", self._where("state", [p for p in self._state_plans if p.group not in staying])),
+            ("gradients", self._where("grad", self._grad_plans)),
             (
                 "host memory",
                 f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
@@ -196,7 +200,10 @@ class Plan:
                 f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
             ),
             *(
-                [("device memory", self._on_device()), ("updates", f"on the {self.update_on}")]
+                [
+                    ("device memory", self._on_device()),
+                    ("updates", f"on the {self.update_on}{', by AdamW as one kernel' if self.kernel else ''}"),
+                ]
                 if self.device is not None
                 else []
             ),
@@ -217,10 +224,14 @@ class Plan:
         lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
         return lines
 
-    def _gradients(self) -> str:
-        elsewhere = sum(plan.nbytes for plan in self._grad_plans)
-        kept = self.inventory.family_bytes("grad") - elsewhere
-        where = [f"{format_bytes(elsewhere)} on {self.places['grad']}"] if elsewhere or not kept else []
+    @property
+    def _state_plans(self) -> list[SectionPlan]:
+        return [plan for plan in self.inventory.plans if plan.family == "state"]
+
+    def _where(self, family: str, elsewhere: Sequence[SectionPlan]) -> str:
+        nbytes = sum(plan.nbytes for plan in elsewhere)
+        kept = self.inventory.family_bytes(family) - nbytes
+        where = [f"{format_bytes(nbytes)} on {self.places[family]}"] if nbytes or not kept else []
         return ", ".join([*([f"{format_bytes(kept)} on the device"] if kept else []), *where])
 
     def _on_device(self) -> str:
@@ -264,6 +275,7 @@ def plan_run(
     device: DeviceBudget | None = None,
     buffer_bytes: int = 0,
     update_on: str = "cpu",
+    state_stays: str = "host",
 ) -> Plan:
     """Decide everything about a run that can be decided before it begins.
 
@@ -279,30 +291,41 @@ def plan_run(
         device: where forwards and backwards run, if not on the CPU; `params` may be "device" then.
         buffer_bytes: of the model's buffers.
         update_on: "device" if the optimizer's update is made there.
+        state_stays: "device" if all of the optimizer's state stays there beside its place, "auto" if it may.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
+    keeps = update_on == "device" and update == "step"
+    stay = gradients if keeps else "host", state_stays if keeps else "host"
     host_params = "auto" if params == "device" else params  # their place beside that
     asked = host_params, optimizer_state, gradients, host_bytes
 
-    def on_host(kept: Collection[int], page_bytes: int | None) -> tuple[dict[str, str], Budget]:
-        found = without_gradients(inventory, kept)
+    def on_host(placement: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
+        found = replace(without_gradients(inventory, placement.gradients), staying_state=placement.state)
         return choose_placement(found, *asked, page_bytes, update, device is not None, update_on)
 
-    kept = {plan.group for plan in inventory.grad_plans} if gradients == "device" else set()
-    places, budget = on_host(kept, page_bytes)
+    everything = DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if stay[0] == "device"),
+        state=frozenset(group for group in state_bytes(inventory) if stay[1] == "device"),
+    )
+    inventory = replace(inventory, staying_state=everything.state)
+    places, budget = on_host(everything, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
     on_device = None
     if device is not None:
         sections = _make_sections(inventory, places, budget, layout)
         trainables = find_trainables(inventory, find_places(inventory, sections))
         slices = ring_bytes(trainables, budget.page_bytes) if update_on == "device" else 0
-        may_stay = gradients if update_on == "device" and update == "step" else "host"
-        on_device = place_on_accelerator(inventory, device, buffer_bytes + slices, params, may_stay)
-        if gradients == "auto" and on_device.gradients:
-            places, budget = on_host(on_device.gradients, budget.page_bytes)  # what they leave is for others
-    every = steps_between_commits(commit_policy, _make_sections(inventory, places, budget, layout))
+        on_device = place_on_accelerator(inventory, device, buffer_bytes + slices, params, *stay)
+        if (on_device.gradients, on_device.state) != (everything.gradients, everything.state):
+            places, budget = on_host(on_device, budget.page_bytes)  # what they leave is for others
+        inventory = replace(inventory, staying_state=on_device.state)
+    every = steps_between_commits(
+        commit_policy, _make_sections(inventory, places, budget, layout), bool(inventory.staying_state)
+    )
     turns = max(TURNS if every else 1, len(existing_files))
     return Plan(
         inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device,

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.config import PLACEMENTS, UPDATE_PLACES, UPDATES, parse_choice
+from swapper.config import PLACEMENTS, UPDATE_PLACES, UPDATERS, UPDATES, parse_choice
 from swapper.device.budget import DeviceBudget
 from swapper.device.device import Device
 from swapper.errors import ConfigError
 from swapper.io.tuning import Tuning
 from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
+from swapper.train.adamw_kernel import AdamWKernel
 from swapper.train.conditions import check_update
 from swapper.train.inventory import Inventory, take_inventory
 from swapper.train.optim import NoOptimizer
@@ -34,6 +35,7 @@ class Request:
         weights: of the drives that hold the run.
         device: where forwards and backwards run, if not on the CPU, and of its memory.
         update_on: "cpu", or "device" where the optimizer's update is made there.
+        kernel: what updates there in place of the optimizer, or None.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Request:
     weights: tuple[float, ...] = (1.0,)
     device: DeviceBudget | None = None
     update_on: str = "cpu"
+    kernel: AdamWKernel | None = None
 
     @classmethod
     def parse(
@@ -65,12 +68,12 @@ class Request:
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
         update_on: str = "cpu",
+        update_with: str = "optimizer",
+        stochastic_rounding: int | None = None,
     ) -> Request:
         """Raises: ConfigError, DeviceError, UnsupportedError."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
             parse_choice(value, option, PLACEMENTS)
-            if value == "device" and option == "optimizer_state":
-                raise ConfigError(f"{option}={value!r} is not available yet: use 'host', 'nvme' or 'auto'")
         parse_choice(update, "update", UPDATES)
         budget = DeviceBudget.parse(device, device_memory)
         if budget is None and params == "device":
@@ -83,17 +86,29 @@ class Request:
         parse_choice(update_on, "update_on", UPDATE_PLACES)
         if update_on == "device" and budget is None:
             raise ConfigError("update_on='device' needs a device: say manager.offload(..., device='cuda')")
-        if gradients == "device" and update_on == "auto" and budget is not None:
+        kernel = _parse_updater(update_with, stochastic_rounding)
+        if (
+            ("device" in (gradients, optimizer_state) or kernel is not None)
+            and update_on == "auto"
+            and budget is not None
+        ):
             update_on = "device"
         if update_on == "auto":
             update_on = "cpu" if budget is None else faster_place(used, budget.device)
-        if gradients == "device" and (update_on != "device" or update != "step"):
-            raise ConfigError(
-                f"gradients='device' goes with an update there, in the step: with update_on={update_on!r} and update={update!r} "
-                "they are needed in host memory. Say update_on='device', update='step'"
-            )
+        for option, value in (("optimizer_state", optimizer_state), ("gradients", gradients)):
+            if value == "device" and (update_on != "device" or update != "step"):
+                raise ConfigError(
+                    f"{option}='device' goes with an update there, in the step: with update_on={update_on!r} and "
+                    f"update={update!r} it is needed in host memory. Say update_on='device', update='step'"
+                )
+        if kernel is not None and (budget is None or update_on != "device"):
+            raise ConfigError("update_with='kernel' updates on a device: say device='cuda', update_on='device' with it")
+        if kernel is not None and budget is not None:
+            kernel.check(used, master_weights, budget.device.device)
         places = params, optimizer_state, gradients
-        return cls(whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on)
+        return cls(
+            whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on, kernel
+        )
 
     @property
     def kind(self) -> str:
@@ -104,6 +119,9 @@ class Request:
         """List what there is. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
         found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where)
+        if self.kernel is not None:
+            parameters = [entry for group in found.groups for entry in group.parameters]
+            self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
         check_update(self.update, self.model, found.forms.values(), type(self.optimizer).__name__)
         return found
 
@@ -121,8 +139,20 @@ class Request:
             places: of parameters and optimizer state, where they are not as the user wants them to be.
         """
         params, optimizer_state = places or (self.params, self.optimizer_state)
-        return plan_run(
+        optimizer_state = "nvme" if optimizer_state == "device" else optimizer_state  # its place beside that
+        plan = plan_run(
             inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
             self.update, page_bytes, existing_files, self.weights, self.device,
             sum(buffer.nbytes for buffer in self.model.buffers()), self.update_on,
+            self.optimizer_state,
         )  # fmt: skip
+        return replace(plan, kernel=self.kernel)
+
+
+def _parse_updater(update_with: str, stochastic_rounding: int | None) -> AdamWKernel | None:
+    parse_choice(update_with, "update_with", UPDATERS)
+    if update_with == "kernel":
+        return AdamWKernel(stochastic_rounding)
+    if stochastic_rounding is not None:
+        raise ConfigError("stochastic_rounding goes with update_with='kernel': torch's optimizers round to nearest")
+    return None

@@ -223,7 +223,9 @@ class Run:
     def _open_on_device(self, plan: Plan) -> OnDevice | None:
         if plan.device is not None and plan.on_device is not None and self._host_side is not None:
             updates = plan.update_on == "device"
-            self.on_device = OnDevice(plan.device, plan.on_device, self._host_side, self.pager, self._counters, updates)
+            self.on_device = OnDevice(
+                plan.device, plan.on_device, self._host_side, self.pager, self._counters, updates, plan.kernel
+            )
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
@@ -347,6 +349,7 @@ class Run:
         with held_back:
             self.model.abandon_pass()
             self.model.finish_update()
+            self.model.bring_state_home()
             if self.committer.has_snapshot:
                 self.committer.finish()
             content = {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}

@@ -36,10 +36,14 @@ from swapper.interrupts import held_back
 log = logging.getLogger("swapper")
 
 
-def steps_between_commits(policy: str | int | None, sections: Sequence[Section]) -> int | None:
+def steps_between_commits(
+    policy: str | int | None, sections: Sequence[Section], state_stays_elsewhere: bool = False
+) -> int | None:
     """Return how many steps there are from commit to commit, None for no commits. [Note: free commits]"""
     if policy == "free":
-        large = any(section.resident and section.plan.nbytes > SMALL_SECTION_BYTES for section in sections)
+        large = state_stays_elsewhere or any(
+            section.resident and section.plan.nbytes > SMALL_SECTION_BYTES for section in sections
+        )
         return None if large else 1
     return policy if isinstance(policy, int) else None
 
@@ -51,6 +55,10 @@ class Step(Protocol):
     def update_is_open(self) -> bool: ...
 
     def finish_update(self) -> None: ...
+
+    def bring_state_home(self) -> None:
+        """Have at its places what stays elsewhere."""
+        ...
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -248,6 +256,7 @@ class Committer:
                 self._record = self._describe(self._due)
             if self._last_step.update_is_open:
                 return
+            self._last_step.bring_state_home()
             self._record = dataclasses.replace(self._record, state_entries=self._last_step.packed_entries)
             self._store.prefer(self._store.newest())
             try:

@@ -29,12 +29,14 @@ class DevicePlacement:
         staying: groups that stay once they were brought.
         down_bytes: for gradients on their way to host memory, where there are any.
         gradients: groups whose gradients stay until they are used.
+        state: groups whose optimizer state stays.
     """
 
     image_bytes: int
     staying: frozenset[int]
     down_bytes: int = 0
     gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
 
 
 def place_on_device(

@@ -1,9 +1,11 @@
 """The optimizer's sweep where slices are updated on an accelerator: up k+1 | update k | down k-1, beside what the drive does.
 
-A slice's state, gradient and parameters go to one of a ring of storages on the device by the copy stream, the user's optimizer
+A slice's state, gradient and parameters go to one of a ring of storages on the device by the copy stream, the optimizer
 works on views of it in the order of the compute stream, and what it leaves comes down to the places by another stream. The slice's
 pages are leased until that has arrived, and then its storage is free. So three stages of three slices go on at one time, and Python
-waits for the oldest only.
+waits for the oldest only. State that stays on the device (kept_state.py) is updated where it is.
+
+The user's optimizer updates them, or swapper's AdamW where the user has said so (adamw_kernel.py).
 
 What an optimizer computes on a device may differ from what it computes on a CPU in the last bits, as in plain torch.
 """
@@ -24,10 +26,11 @@ from swapper.core.schedule import Access
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.storage import DeviceStorage
 from swapper.train.cold_grad import ColdGradient
+from swapper.train.kept_state import KeptState
 from swapper.train.on_device import RING, OnDevice
 from swapper.train.paged_grads import Content
 from swapper.train.shadow import Work
-from swapper.train.slices import Piece, Place, Slice
+from swapper.train.slices import ParameterPlaces, Piece, Place, Slice
 from swapper.train.sweep import GroupUpdate, Sweep, Trainable, Update
 
 Gradient = Callable[[nn.Parameter], tuple[Place, Content]]
@@ -77,16 +80,20 @@ class DeviceSweep(Sweep):
     Args:
         on_device: brings slices up and down.
         gradient_of: where gradients are.
+        kept: state that stays there.
         others: as for any sweep.
     """
 
-    def __init__(self, on_device: OnDevice, gradient_of: Gradient, *others: Any) -> None:
+    def __init__(self, on_device: OnDevice, gradient_of: Gradient, kept: KeptState, *others: Any) -> None:
         super().__init__(*others)
         self.on_device = on_device
         self.gradient_of = gradient_of
+        self.kept = kept
+        self._group_of = {places.name: t.group for t in self.trainables for places in t.places}
         self._over: deque[Access] = deque()  # arrived, and leased still until the next slice is
 
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
+        updates = list(updates)
         todo = [
             (update, part) for update in updates for part in update.trainable.slices(update.active, self._page_bytes)
         ]
@@ -95,6 +102,7 @@ class DeviceSweep(Sweep):
         nbytes = max(slice_bytes(update.trainable, part) for update, part in todo)
         slots = [_Slot(self.on_device.new_storage(nbytes)) for _ in range(min(RING, len(todo)))]
         try:
+            self.kept.ready(update.trainable.group for update in updates)
             for number, (update, part) in enumerate(todo):
                 self._update_on_device(update, part, slots[number % len(slots)])
             self.on_device.downloads.finish()
@@ -115,7 +123,10 @@ class DeviceSweep(Sweep):
             parts = _parts(update, part, self.gradient_of)
             self.on_device.bring_up(slot.storage, [copied for p in parts if p.goes_up for copied in self._pieces(p)])
             run = list(self._runs(update, part, parts, slot.storage))
-            self._shadow.update([one.work for one in run])
+            if self.on_device.kernel is None:
+                self._shadow.update([one.work for one in run])
+            else:
+                self.on_device.kernel.update(run, self._shadow.settings)
             for one in run:
                 self._bring_home(one)
             found = [copied for p in parts if p.comes_down for copied in self._pieces(p)]
@@ -153,17 +164,64 @@ class DeviceSweep(Sweep):
             trainable = update.trainable
             places = trainable.places[piece.parameter]
             shape = (-1,) if places.may_cut else places.param.slot.spec.shape
-            homes = {key: views[place, piece.begin].view(shape) for key, place in places.state.items()}
+            homes = {
+                key: self._state_of(places, place, piece, views).view(shape) for key, place in places.state.items()
+            }
             param = views[places.param, piece.begin].view(shape)
             master = homes.pop("master", None)
             target = param if master is None else master
-            gradient = self._gradient_of(update, piece, views).view(shape).to(target.dtype)
+            gradient = self._gradient_of(update, piece, views).view(shape)
+            if self.on_device.kernel is None:
+                gradient = gradient.to(target.dtype)
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
             if self._shadow.counts_on_device(settings):
                 state = {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
             work = Work(settings, target.detach(), gradient, state)
             yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
+
+    def _state_of(
+        self, places: ParameterPlaces, place: Place, piece: Piece, views: dict[tuple[Place, int], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return a piece of a tensor of state, flat: what came to the slot, or a part of what stays on the device."""
+        if not places.state_stays:
+            return views[place, piece.begin]
+        return self.kept.view(self._group_of[places.name], place)[piece.begin : piece.end]
+
+    def _others(self, places: ParameterPlaces) -> dict[str, torch.Tensor]:
+        if not places.state_stays:
+            return super()._others(places)
+        return self.kept.others(self._group_of[places.name], places)
+
+    def refresh_masters(self, trainable: Trainable) -> None:
+        if trainable.group not in self.kept:
+            super().refresh_masters(trainable)
+            return
+        self.kept.ready([trainable.group])
+        for part in trainable.all_slices(self._page_bytes):
+            changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
+            access = Access(None, changed)
+            self._pager.acquire(access)
+            try:
+                self._refresh_kept(trainable, part)
+            finally:
+                self.on_device.finish()
+                self._pager.release(access)
+
+    @torch.no_grad()
+    def _refresh_kept(self, trainable: Trainable, part: Slice) -> None:
+        slot = self.on_device.new_storage(slice_bytes(trainable, part))
+        try:
+            for piece in part.pieces:
+                places = trainable.places[piece.parameter]
+                if places.has_master:
+                    param = _Part(places.param, piece.begin, piece.end, 0, True, False)
+                    self.on_device.bring_up(slot, list(self._pieces(param)))
+                    new = param.view(slot)
+                    master = self._state_of(places, places.state["master"], piece, {})
+                    master.copy_(torch.where(master.to(new.dtype) == new, master, new.to(master.dtype)))
+        finally:
+            slot.free()
 
     def _gradient_of(
         self, update: GroupUpdate, piece: Piece, views: dict[tuple[Place, int], torch.Tensor]
@@ -192,7 +250,8 @@ def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Par
     found: list[tuple[Place, Piece, bool, bool]] = []
     for piece in part.pieces:
         places = update.trainable.places[piece.parameter]
-        found += [(place, piece, True, True) for place in places.state.values()]
+        if not places.state_stays:
+            found += [(place, piece, True, True) for place in places.state.values()]
         if type(update.gradients[piece.parameter]) is ColdGradient:
             found.append((gradient_of(update.trainable.parameters[piece.parameter])[0], piece, True, False))
         found.append((places.param, piece, not places.has_master, True))
@@ -209,7 +268,8 @@ def slice_bytes(trainable: Trainable, part: Slice) -> int:
     total = 0
     for piece in part.pieces:
         places = trainable.places[piece.parameter]
-        for place in (*places.state.values(), places.param, places.param):
+        state = () if places.state_stays else places.state.values()
+        for place in (*state, places.param, places.param):
             total += round_up((piece.end - piece.begin) * place.slot.spec.dtype.itemsize, DEVICE_ALIGNMENT_BYTES)
     return max(total, DEVICE_ALIGNMENT_BYTES)
 

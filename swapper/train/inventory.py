@@ -38,6 +38,7 @@ class Inventory:
         forms: for the name of each parameter that is trained, what the optimizer keeps for it.
         discovery: finds out what the optimizer keeps.
         master_dtype: dtype of master weights, or None.
+        staying_state: groups whose optimizer state stays on a device. Nobody knows before all of it is placed.
     """
 
     groups: list[Group]
@@ -48,6 +49,7 @@ class Inventory:
     forms: dict[str, StateForm]
     discovery: Discovery
     master_dtype: torch.dtype | None
+    staying_state: frozenset[int] = frozenset()
 
     @property
     def unchanging(self) -> frozenset[int]:
@@ -179,7 +181,9 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
             found.parameters.append(parameter)
             grad = places.get((name, "grad"))
             paged_grad = grad if grad is not None and grad.section.pages else None
-            found.places.append(ParameterPlaces(name, places[name, "param"], state, others, form.may_cut, paged_grad))
+            stays = group.index in inventory.staying_state
+            param = places[name, "param"]
+            found.places.append(ParameterPlaces(name, param, state, others, form.may_cut, paged_grad, stays))
             found.settings.append(inventory.settings[id(parameter)])
         if found.parameters:
             trainables.append(found)

@@ -33,6 +33,7 @@ from swapper.train.grads import Gradients
 from swapper.train.hooks import Hooks
 from swapper.train.initial import Values
 from swapper.train.inventory import Inventory, find_places, find_trainables
+from swapper.train.kept_state import KeptState
 from swapper.train.loading import LoadHooks
 from swapper.train.on_device import OnDevice
 from swapper.train.optim import packed_groups
@@ -110,8 +111,13 @@ class OffloadedModel:
             lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end),
         )  # fmt: skip
         self._sweep = Sweep(*parts)
+        self._kept_state: KeptState | None = None
         if on_device is not None and on_device.updates:
-            self._sweep = DeviceSweep(on_device, lambda parameter: self.gradients.paged.where(parameter), *parts)
+            self._kept_state = KeptState(
+                (t for t in self._trainables if t.group in inventory.staying_state), on_device, pager
+            )
+            where = lambda parameter: self.gradients.paged.where(parameter)  # noqa: E731
+            self._sweep = DeviceSweep(on_device, where, self._kept_state, *parts)
         self._conditions = Conditions(inventory, self._trainables, self.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
@@ -310,8 +316,23 @@ class OffloadedModel:
         """
         self.updates.finish(in_order)
 
+    def bring_state_home(self) -> None:
+        """Somebody looks at the places of the optimizer's state: have there what stays on the device.
+
+        Raises:
+            IoError, DeviceError: it could not be copied.
+        """
+        if self._kept_state is not None:
+            self._kept_state.bring_home()
+
+    def _forget_kept_state(self) -> None:
+        """The places of the optimizer's state have what counts."""
+        if self._kept_state is not None:
+            self._kept_state.forget()
+
     def step_undone(self) -> None:
         """All sections are as they were before the last step: so be the rest."""
+        self._forget_kept_state()
         if self._before is not None:
             settings, entries = self._before
             self.restore_settings(settings)
@@ -327,6 +348,7 @@ class OffloadedModel:
         sections = [section for section in self._sections if section.plan.group in groups]
         if self._before is None or not self._undo(sections, error, self.updates.ahead):
             return False
+        self._forget_kept_state()
         self.entries.unpack(self._before[1], {n for g in groups for n, _ in self.groups[g].group.parameters})
         return True
 
@@ -430,6 +452,8 @@ class OffloadedModel:
             self._on_device.finish()
         for group in self.groups:
             group.abandon(keep_cold)
+        if self._kept_state is not None:
+            self._kept_state.close()
         if self._on_device is not None:
             self._on_device.close()
 
@@ -488,6 +512,10 @@ class OffloadedModel:
             state[key] = copy.deepcopy(value)
             if value is PAGED:
                 place = self._places[name, key]
+                kept = None if self._kept_state is None else self._kept_state.read(self._group_of[id(parameter)], place)
+                if kept is not None:
+                    state[key] = kept
+                    continue
                 access = Access(None, tuple(place.pages(0, place.slot.spec.numel)))
                 with held_back:
                     self._pager.acquire(access)
@@ -498,8 +526,13 @@ class OffloadedModel:
     def save_state(self) -> dict[int, dict[str, Any]]:
         self._enter()
         self.finish_update()
+        self.bring_state_home()
         return self._state_dicts.show()
 
     def load_state(self, state: dict[int, dict[str, Any]]) -> None:
         self._enter_to_write()
-        self._state_dicts.take(state)
+        self.bring_state_home()
+        try:
+            self._state_dicts.take(state)
+        finally:
+            self._forget_kept_state()

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -52,6 +53,14 @@ class Leased(Protocol):
     image: Image
 
 
+class Kernel(Protocol):
+    """What updates in place of the user's optimizer."""
+
+    def update(self, updates: Iterable[Any], settings: Callable[[int], Mapping[str, Any]]) -> None:
+        """See AdamWKernel."""
+        ...
+
+
 class OnDevice:
     """Owns the device's part of one run.
 
@@ -62,6 +71,7 @@ class OnDevice:
         pager: of the frames.
         counters: to keep.
         updates: whether the optimizer's update is made there too.
+        kernel: makes it in place of the optimizer.
 
     Attributes:
         tier: has the images.
@@ -80,8 +90,10 @@ class OnDevice:
         pager: Pager,
         counters: Counters,
         updates: bool,
+        kernel: Kernel | None = None,
     ) -> None:
         self.updates = updates
+        self.kernel = kernel
         self.device = device = budget.device
         self._budget = budget
         _check_others(budget)
@@ -99,6 +111,21 @@ class OnDevice:
 
     def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[Image, list[torch.Tensor]]:
         """Return the image of a group whose parameters have their place there, and each as a view of it."""
+        storage, views, spans = self.lay_out(places)
+        copies = [
+            copy
+            for section, of in spans.items()
+            for copy in page_copies(section, of, partial(page_access, group.index))
+        ]
+        image = Image(group.name, storage, copies, group.index in self._staying)
+        self._images.append(image)
+        self.tier.add(image)
+        return image, views
+
+    def lay_out(
+        self, places: Sequence[tuple[Section, Slot]]
+    ) -> tuple[DeviceStorage, list[torch.Tensor], dict[Section, list[Span]]]:
+        """Return a storage without memory for what has its place there, each as a view of it, and what fills it, by section."""
         offsets, nbytes = place_in_storage(slot.spec.nbytes for _, slot in places)
         storage = DeviceStorage(self.device, nbytes)
         views = [
@@ -108,12 +135,8 @@ class OnDevice:
         spans: dict[Section, list[Span]] = {}
         for offset, (section, slot) in zip(offsets, places, strict=True):
             spans.setdefault(section, []).append(Span(slot.offset, slot.spec.nbytes, offset))
-        copies = [copy for section, of_section in spans.items() for copy in _copies(group.index, section, of_section)]
         storage.free()
-        image = Image(group.name, storage, copies, group.index in self._staying)
-        self._images.append(image)
-        self.tier.add(image)
-        return image, views
+        return storage, views, spans
 
     def start(self) -> None:
         """All images are made: expect a forward and a backward."""
@@ -190,6 +213,35 @@ class OnDevice:
         storage.allocate()
         return storage
 
+    def fill_anew(self, storage: DeviceStorage, copies: Sequence[PageCopy]) -> None:
+        """Fill a storage, which has memory or is given some, and have kernels that are queued next wait for that.
+
+        Raises:
+            BudgetError: there is no memory for it.
+            IoError: a page could not be read.
+        """
+        if storage.is_allocated:
+            storage.outdate()
+        else:
+            self._allocate(storage)
+        for copy in copies:
+            self._uploads.send(copy, storage)
+        storage.all_is_queued()
+        storage.let_compute_use()
+
+    def _allocate(self, storage: DeviceStorage) -> None:
+        try:
+            storage.allocate()
+        except OUT_OF_MEMORY:
+            self.tier.give_up_what_is_idle()
+            try:
+                storage.allocate()
+            except OUT_OF_MEMORY as error:
+                raise BudgetError(
+                    f"{self.device} has no {format_bytes(storage.nbytes)} left for the optimizer state that stays there, after "
+                    f"everything that is not in use was given up: lower device_memory, or what else is on the device ({error})"
+                ) from error
+
     def bring_up(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Fill a storage anew, in the order of kernels that have used it, and have those that are queued next wait for that."""
         storage.outdate()
@@ -250,14 +302,17 @@ def _check_others(budget: DeviceBudget) -> None:
         )
 
 
-def _copies(group: int, section: Section, spans: Sequence[Span]) -> list[PageCopy]:
-    """Return how a section comes to an image: page by page, or where it stays in memory, at one time."""
+def page_copies(section: Section, spans: Sequence[Span], access: Callable[[int], Access]) -> list[PageCopy]:
+    """Return how a section comes to the device: page by page, or where it stays in memory, at one time.
+
+    Args:
+        access: makes the use of a page.
+    """
     if section.resident:
         whole = Access(None, ())
         return [PageCopy(section.piece, whole, tuple(spans), stays=True, is_held=True)]
     return [
-        PageCopy(page, page_access(group, page.index), spans_of_page(spans, page.offset, page.nbytes))
-        for page in section.pages
+        PageCopy(page, access(page.index), spans_of_page(spans, page.offset, page.nbytes)) for page in section.pages
     ]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from swapper.config import format_bytes
 from swapper.core.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
-from swapper.core.layout import SectionPlan, round_up
+from swapper.core.layout import SectionPlan, Slot, round_up
 from swapper.device.budget import DeviceBudget
 from swapper.device.downloads import MOST_BYTES
 from swapper.device.host_side import STAGING_BYTES
@@ -104,18 +104,18 @@ def _divide(
 
 
 def place_on_accelerator(
-    inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str, gradients: str
+    inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str, gradients: str, optimizer_state: str
 ) -> DevicePlacement:
-    """Return which groups stay on a device from forward to backward, and of which the gradients stay until the update.
+    """Return which groups stay on a device from forward to backward, and of which gradients and optimizer state stay there.
 
-    Parameters come first: only where all of them stay gradients are kept with "auto", of as many groups as there is room for.
+    Parameters come first: with "auto", gradients and then state stay of as many groups as there is room for where all of them do.
 
     Args:
         inventory: of the model.
         budget: of the device.
         buffer_bytes: what else is on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
-        gradients: "device" if all of them must stay, "auto" if they may, else none do.
+        gradients, optimizer_state: "device" if all of it must stay, "auto" if it may, else nothing does.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -123,14 +123,12 @@ def place_on_accelerator(
     images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
     units = [sorted(groups) for groups in working_sets(inventory.units)]
     where = [unit.name or type(unit.module).__name__ for unit in inventory.units]
-    gradient_bytes = _gradient_bytes(inventory)
-    all_stay = gradients == "device"
-    largest = max((s.spec.nbytes for plan in inventory.grad_plans for s in plan.slots), default=0)
-    down_bytes = (
-        0 if all_stay else max(2 * largest, min(MOST_BYTES, budget.nbytes // DOWN_SHARE))
-    )  # one, while another comes
-    other_bytes = buffer_bytes + (sum(gradient_bytes.values()) if all_stay else down_bytes)
-    fixed = "buffers, slices of an update and gradients"
+    wishes = [(gradients, _bytes_by_group(inventory.grad_plans)), (optimizer_state, state_bytes(inventory))]
+    down_bytes = 0 if gradients == "device" else _down_bytes(inventory, budget)
+    kept = [frozenset(sizes) if wish == "device" else frozenset[int]() for wish, sizes in wishes]
+    kept_bytes = sum(sizes[group] for (_, sizes), groups in zip(wishes, kept, strict=True) for group in groups)
+    other_bytes = buffer_bytes + down_bytes + kept_bytes
+    fixed = "buffers, slices of an update, gradients and state"
     placement = place_on_device(budget.nbytes, other_bytes, images, units, where, budget.device, fixed)
     if params == "device" and len(placement.staying) < len(images):
         all_bytes = other_bytes + sum(images.values())
@@ -138,12 +136,18 @@ def place_on_accelerator(
             f"params='device' needs all parameters on {budget.device} at one time: at least {format_bytes(all_bytes)} "
             f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or say params='auto'"
         )
-    spare_bytes = placement.image_bytes - sum(images.values()) if gradients == "auto" else 0
-    kept = frozenset(gradient_bytes) if all_stay else _as_many_as_fit(gradient_bytes, spare_bytes)
-    if not all_stay:
-        left = placement.image_bytes - sum(gradient_bytes[group] for group in kept)
-        placement = replace(placement, image_bytes=left)
-    return replace(placement, down_bytes=down_bytes, gradients=kept)
+    left = placement.image_bytes
+    for number, (wish, sizes) in enumerate(wishes):
+        if wish == "auto":
+            kept[number] = _as_many_as_fit(sizes, left - sum(images.values()))
+            left -= sum(sizes[group] for group in kept[number])
+    return replace(placement, image_bytes=left, down_bytes=down_bytes, gradients=kept[0], state=kept[1])
+
+
+def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:
+    """Return what is set aside for gradients on their way down: room for one, while another comes."""
+    largest = max((slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots), default=0)
+    return max(2 * largest, min(MOST_BYTES, budget.nbytes // DOWN_SHARE))
 
 
 def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:
@@ -151,11 +155,21 @@ def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventor
     return replace(inventory, grad_plans=[plan for plan in inventory.grad_plans if plan.group not in groups])
 
 
-def _gradient_bytes(inventory: Inventory) -> dict[int, int]:
-    """Return what the gradients of each group take on a device."""
+def state_bytes(inventory: Inventory) -> dict[int, int]:
+    """Return what the optimizer state of each group takes on a device, all that is of its parameter's shape."""
+    shapes = {slot.spec.owner: slot.spec.shape for plan in inventory.grad_plans for slot in plan.slots}
+    return _bytes_by_group(
+        [plan for plan in inventory.plans if plan.family == "state"],
+        lambda slot: slot.spec.shape == shapes[slot.spec.owner],
+    )
+
+
+def _bytes_by_group(
+    plans: Sequence[SectionPlan], is_there: Callable[[Slot], bool] = lambda slot: True
+) -> dict[int, int]:
     found: dict[int, int] = {}
-    for plan in inventory.grad_plans:
-        nbytes = sum(round_up(slot.spec.nbytes, DEVICE_ALIGNMENT_BYTES) for slot in plan.slots)
+    for plan in plans:
+        nbytes = sum(round_up(slot.spec.nbytes, DEVICE_ALIGNMENT_BYTES) for slot in plan.slots if is_there(slot))
         found[plan.group] = found.get(plan.group, 0) + nbytes
     return found
 

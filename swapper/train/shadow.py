@@ -96,10 +96,14 @@ class Shadow:
                     return f"{key!r} of the optimizer's group {index}"
         return None
 
+    def settings(self, number: int) -> dict[str, Any]:
+        """Return what a group of the optimizer is set to in this step."""
+        groups = self._begun[0] if self._begun is not None else self._optimizer.param_groups
+        return groups[number]
+
     def counts_on_device(self, settings: int) -> bool:
         """Whether a group's update wants what is not of its parameters' shape, as their counters, where they are."""
-        groups = self._begun[0] if self._begun is not None else self._optimizer.param_groups
-        return bool(groups[settings].get("fused"))
+        return bool(self.settings(settings).get("fused"))
 
     def end_step(self) -> None:
         """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""

@@ -48,6 +48,7 @@ class ParameterPlaces:
         others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
         may_cut: whether its elements may be updated in pieces.
         grad: its gradient, where that is on NVMe.
+        state_stays: all of the state is on a device, and its places are not needed for an update.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ParameterPlaces:
     others: dict[str, Place]
     may_cut: bool = True
     grad: Place | None = None
+    state_stays: bool = False
 
     @property
     def numel(self) -> int:
@@ -177,6 +179,8 @@ def _pages_made_anew(parameters: Sequence[ParameterPlaces], active: Sequence[boo
 
 def _state_pages(places: ParameterPlaces, begin: int, end: int) -> list[int]:
     """Return the pages that the state of elements [begin, end) lies on. The first piece has what is not of their shape."""
+    if places.state_stays:
+        return []
     others = (
         [p for place in places.others.values() for p in place.pages(0, place.slot.spec.numel)] if begin == 0 else []
     )

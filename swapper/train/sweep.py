@@ -257,7 +257,7 @@ class Sweep:
         if begin > 0:
             others = {k: v.clone() for k, v in self._old[places.name].items()}
         else:
-            stored = {key: place.section.tensor(place.slot) for key, place in places.others.items()}
+            stored = self._others(places)
             if end < places.numel:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
             homes.update(stored)
@@ -266,6 +266,10 @@ class Sweep:
             key: (homes[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
+
+    def _others(self, places: ParameterPlaces) -> dict[str, torch.Tensor]:
+        """Return where the optimizer finds what belongs to a parameter as a whole."""
+        return {key: place.section.tensor(place.slot) for key, place in places.others.items()}
 
     def _bring_home(self, update: Update) -> None:
         """Put what the optimizer has made anew where it belongs, and note what it keeps."""
