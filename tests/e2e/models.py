@@ -147,3 +147,24 @@ def finish_step(loss: torch.Tensor, optimizer: Any) -> torch.Tensor:
     optimizer.step()
     optimizer.zero_grad()
     return loss.detach()
+
+
+class Convolutions(nn.Module):
+    """Convolutions and batch norms, whose buffers change in the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 64, 3, padding=1)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(True)) for _ in range(6))
+        )
+        self.last = nn.Linear(64 * 16, 2048)
+        self.out = nn.Linear(2048, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.out(self.last(F.max_pool2d(self.layers(self.first(images)), 2).flatten(1)))
+
+
+def image_step(model: Any, optimizer: Any) -> torch.Tensor:
+    loss = F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
+    return finish_step(loss, optimizer)

@@ -15,13 +15,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import swapper
 from e2e.models import (
-    LENGTH,
     VOCABULARY,
     WIDTH,
     Block,
     Net,
     Output,
-    Position,
     finish_step,
     hidden_of,
     loss_of,
@@ -198,173 +196,6 @@ def test_outputs_with_unused_parts_are_bit_equal(twins: MakeTwins) -> None:
     pair.finish()
 
 
-class Sampler(nn.Module):
-    """A module that returns its parameter itself, and one that hands a view out in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(256, WIDTH))
-
-    def forward(self) -> dict[str, Any]:
-        return {"whole": self.weight, "views": [self.weight[:LENGTH], self.weight.t()[:, LENGTH:]]}
-
-
-class Handed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.position = Position()
-        self.sampler = Sampler()
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        table = self.sampler()
-        bias = self.position(batch.shape[1]) + table["views"][0]
-        scale = table["views"][1].mean() + table["whole"].std()
-        self.net(batch)  # everything else is brought in, and goes: what was handed out must not go with its frame
-        return self.net(batch) * scale + (bias @ table["whole"].t()).sum()
-
-
-def test_views_of_its_own_parameters_that_a_module_returns_stay_valid(twins: MakeTwins) -> None:
-    pair = twins(Handed())
-    pair.train(train_step, steps=4)
-    pair.finish()
-
-
-class Borrower(nn.Module):
-    """Uses a weight that is handed to it, and a child's without calling the child."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return (
-            self.down(F.gelu(F.linear(hidden, self.child.weight)))
-            + F.linear(F.linear(hidden, weight), weight.t()) * self.scale
-        )
-
-
-class Lender(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
-        self.weight = nn.Linear(WIDTH, 4096)  # large enough for a group of its own
-        self.borrower = Borrower()
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = F.embedding(batch, self.net.embedding.weight)
-        return self.net(batch) + self.head(self.borrower(hidden, self.weight.weight))
-
-
-def test_a_weight_handed_to_another_module_is_bit_equal(twins: MakeTwins) -> None:
-    pair = twins(Lender())
-    pair.train(train_step, steps=4)
-    pair.finish()
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True), 3, norm=nn.LayerNorm(WIDTH)
-        )
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, batch: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-        hidden = self.embedding(batch)
-        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
-        return self.head(self.encoder(hidden, src_key_padding_mask=padding))
-
-
-def test_torchs_transformer_layers_are_bit_equal(twins: MakeTwins) -> None:
-    pair = twins(Attention())
-    pair.train(train_step, steps=3)
-    pair.finish()
-
-
-PADDING = {
-    "none": None,
-    "at the end": torch.arange(LENGTH).expand(2, -1) >= torch.tensor([[10], [LENGTH]]),
-    "anywhere": torch.arange(2 * LENGTH).view(2, -1) % 5 == 2,
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("padding", PADDING)
-def test_torchs_transformer_layers_are_bit_equal_in_evaluation(
-    twins: MakeTwins, mode: Callable[[], Any], padding: str
-) -> None:
-    """torch's layers use another kernel where no hook is attached to them: the plain ones get hooks too."""
-    model = Attention()
-    pair = twins(model)
-    for layer in model.encoder.layers:
-        layer.register_forward_hook(lambda *_: None)
-
-    def evaluate(model: Any, _: Any) -> torch.Tensor:
-        model.eval()
-        with mode():
-            logits = model(tokens(), PADDING[padding])
-        model.train()
-        return logits.clone()
-
-    pair.train(evaluate, steps=2)
-    pair.train(train_step, steps=2)
-    pair.train(evaluate, steps=2)
-    pair.finish()
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.recurrent = kind(WIDTH, WIDTH, num_layers=2, batch_first=True)
-        self.head = nn.Linear(WIDTH, 4 * VOCABULARY)
-        self.last = nn.Linear(4 * VOCABULARY, VOCABULARY)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return self.last(self.head(self.recurrent(self.embedding(batch))[0]))
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_bit_equal(twins: MakeTwins, kind: type[nn.RNNBase]) -> None:
-    pair = twins(Recurrent(kind))
-    pair.train(train_step, steps=3)
-    pair.finish()
-
-
-class Convolutions(nn.Module):
-    """Convolutions and batch norms, whose buffers change in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 64, 3, padding=1)
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(True)) for _ in range(6))
-        )
-        self.last = nn.Linear(64 * 16, 2048)
-        self.out = nn.Linear(2048, 10)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.out(self.last(F.max_pool2d(self.layers(self.first(images)), 2).flatten(1)))
-
-
-def image_step(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = F.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
-    return finish_step(loss, optimizer)
-
-
-def test_convolutions_and_batch_norm_are_bit_equal(twins: MakeTwins) -> None:
-    pair = twins(Convolutions())
-    pair.train(image_step, steps=3)
-    pair.finish()
-
-
 class Modeled(Block):
     def __init__(self) -> None:
         super().__init__(lambda hidden: BaseModelOutput(last_hidden_state=hidden, hidden_states=(hidden * 2,)))
@@ -390,16 +221,6 @@ def test_model_outputs_of_transformers_keep_their_class(twins: MakeTwins) -> Non
     pair.finish()
 
 
-def test_parametrized_and_weight_normed_layers_are_bit_equal(twins: MakeTwins) -> None:
-    model = Net()
-    for block in model.blocks:
-        nn.utils.parametrizations.weight_norm(block.up)
-        nn.utils.parametrizations.spectral_norm(block.down)
-    pair = twins(model)
-    pair.train(train_step, steps=3)
-    pair.finish()
-
-
 def test_one_module_at_several_places_of_the_tree_is_one(twins: MakeTwins) -> None:
     class Shared(Net):
         def __init__(self) -> None:
@@ -416,35 +237,6 @@ def test_one_module_at_several_places_of_the_tree_is_one(twins: MakeTwins) -> No
     pair = twins(Shared())
     pair.train(train_step, steps=3)
     pair.finish()
-
-
-def test_parameter_lists_and_dictionaries_are_bit_equal(twins: MakeTwins) -> None:
-    class Lists(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ups = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, 4 * WIDTH) * 0.02) for _ in range(4))
-            self.downs = nn.ParameterDict({"down": nn.Parameter(torch.randn(4 * WIDTH, WIDTH) * 0.02)})
-
-        def forward(self, batch: torch.Tensor) -> torch.Tensor:
-            hidden = self.embedding(batch) + self.position(batch.shape[1])
-            for up in self.ups:
-                hidden = hidden + torch.relu(hidden @ up) @ self.downs["down"]
-            return self.head(self.norm(hidden))
-
-    pair = twins(Lists())
-    pair.train(train_step, steps=3)
-    pair.finish()
-
-
-def test_a_sequential_and_a_tiny_model_are_bit_equal(twins: MakeTwins) -> None:
-    pair = twins(
-        nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY))
-    )
-    pair.train(train_step, steps=3)
-    pair.finish()
-    tiny = twins(nn.Sequential(nn.Embedding(VOCABULARY, 2), nn.Linear(2, VOCABULARY)))
-    tiny.train(train_step, steps=3)
-    tiny.finish(paged=False)
 
 
 def test_training_in_another_thread_is_bit_equal(twins: MakeTwins) -> None:

@@ -19,8 +19,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import swapper
-from e2e.models import Net, loss_of, tokens, train_step
-from e2e.test_modules import Convolutions, image_step
+from e2e.models import Convolutions, Net, image_step, loss_of, tokens, train_step
 from e2e.twins import PlainMasters, Twins, adamw, assert_same, assert_same_state
 from swapper.checkpoint.verify import verify
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import swapper
-from infer.test_load import make, on_meta
+from infer.small import make, on_meta
 from swapper.integrations.transformers import from_pretrained
 
 BATCHES = [

@@ -13,7 +13,7 @@ from torch import nn
 
 import swapper
 from infer.host_device import ORDERS, HostDevice, Registering
-from infer.test_load import CONFIG, TOKENS, make, on_meta, total_bytes
+from infer.small import CONFIG, TOKENS, make, on_meta, total_bytes
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.device.uploads import Uploads

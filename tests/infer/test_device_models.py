@@ -11,7 +11,7 @@ import swapper
 from infer import test_cut as wide
 from infer import test_experts as mixture
 from infer.host_device import HostDevice
-from infer.test_load import TOKENS, make, on_meta
+from infer.small import TOKENS, make, on_meta
 from infer.test_transformers_inference import ARCHITECTURES, GENERATING, folders, tensors
 from swapper.checkpoint.exporting import export
 from swapper.integrations.transformers import from_pretrained

@@ -7,21 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 import swapper
-from swapper.cli.gpt import Gpt, GptConfig
+from infer.small import TOKENS, make, on_meta, total_bytes
 from swapper.modules.own_hook import keep_out_of_graphs
-
-CONFIG = GptConfig(vocabulary=512, context=32, layers=6, width=256)
-TOKENS = torch.arange(32).view(1, 32) * 7 % 512
-
-
-def make(dtype=torch.float32, config=CONFIG):
-    torch.manual_seed(0)
-    return Gpt(config).to(dtype).eval()
-
-
-def on_meta(config=CONFIG, dtype=torch.float32):
-    with torch.device("meta"):
-        return Gpt(config).to(dtype).eval()
 
 
 @pytest.fixture
@@ -32,10 +19,6 @@ def saved(tmp_path):
         return path
 
     return save
-
-
-def total_bytes(model):
-    return sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("padding", range(0, 72, 8))

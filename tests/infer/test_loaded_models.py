@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,21 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import swapper
-from infer.test_load import CONFIG, TOKENS, make, on_meta
+from infer.small import BUDGET, CONFIG, TOKENS, make, on_meta, run
 from swapper.cli.gpt import Gpt
-
-BUDGET = "6MiB"
-
-
-@pytest.fixture
-def reference():
-    return make()
-
-
-@pytest.fixture
-def path(tmp_path, reference):
-    save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
 
 
 @pytest.fixture
@@ -36,15 +22,6 @@ def model(path):
     yield model
     if not model.head.weight.is_meta:
         swapper.loaded(model).unload()
-
-
-def run(model):
-    with torch.no_grad():
-        return model(TOKENS)
-
-
-def descriptors():
-    return sum(1 for entry in Path("/proc/self/fd").iterdir() if "model.safetensors" in os.path.realpath(entry))
 
 
 def test_a_model_on_the_cpu_keeps_its_parameter_objects(path, reference):

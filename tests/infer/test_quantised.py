@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import save_file
 
 import swapper
-from infer.test_load import TOKENS, make, on_meta
+from infer.small import TOKENS, make, on_meta
 from swapper.checkpoint.exporting import export
 from swapper.integrations.transformers import from_pretrained
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import swapper
 from infer.sharding_process import save_together
-from infer.test_load import TOKENS, make, on_meta
+from infer.small import TOKENS, make, on_meta
 from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.sources import open_source

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import save_file
 
 import swapper
-from infer.test_load import CONFIG, TOKENS, make, on_meta
+from infer.small import CONFIG, TOKENS, make, on_meta, total_bytes
 from swapper.cli.gpt import GptConfig
 from swapper.infer.passes import Passes
 from swapper.integrations.transformers import from_pretrained
@@ -32,10 +32,6 @@ def load_both(files, budget=BUDGET):
         target = swapper.load(on_meta(), files[0])
         draft = swapper.load(on_meta(SMALL), files[1])
     return target, draft
-
-
-def total_bytes(model):
-    return sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("budget", [BUDGET, "1GiB"])

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import swapper
-from infer.test_load import TOKENS, make, on_meta
+from infer.small import TOKENS, make, on_meta
 from swapper.checkpoint.dcp import StorageWriter
 
 BUDGET = "6MiB"

@@ -11,23 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import swapper
-from infer.test_load import make, on_meta
-from infer.test_loaded_models import BUDGET, descriptors, run
-
-
-@pytest.fixture
-def reference():
-    return make()
-
-
-@pytest.fixture
-def path(tmp_path, reference):
-    save_file(reference.state_dict(), tmp_path / "model.safetensors")
-    return tmp_path / "model.safetensors"
+from infer.small import BUDGET, descriptors, on_meta, run
 
 
 def test_unloading_gives_files_hooks_and_memory_back(path, reference):

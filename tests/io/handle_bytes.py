@@ -7,6 +7,7 @@ from subprocess import CompletedProcess
 
 import torch
 
+MIB = 1 << 20
 RunPython = Callable[..., "CompletedProcess[str]"]
 
 
