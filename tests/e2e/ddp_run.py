@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,7 @@ import swapper
 from e2e.models import Net, train_step
 
 
-def main(directory: str, update: str) -> None:
-    dist.init_process_group("gloo")
+def run(directory: Path, update: str) -> None:
     rank = dist.get_rank()
     models = []
     for _ in range(2):
@@ -33,9 +33,11 @@ def main(directory: str, update: str) -> None:
             with manager.gather(ours):
                 assert torch.equal(ours, theirs)
         assert manager.counters.bytes_read > 0
-    print(f"rank {rank}: same", flush=True)
-    dist.destroy_process_group()
+    print(f"rank {rank}, {update}: same", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    dist.init_process_group("gloo")
+    for update in sys.argv[2:]:
+        run(Path(sys.argv[1], update), update)
+    dist.destroy_process_group()

@@ -89,24 +89,24 @@ def test_a_non_contiguous_view_is_written_in_order(handle: AioHandle, path: Path
     assert path.read_bytes() == raw(tensor)
 
 
-@pytest.mark.parametrize("method", ["sync_pread", "async_pread", "read", "pread"])
-def test_reading_past_the_end_raises(path: Path, run_python: RunPython, method: str) -> None:
+def test_reading_past_the_end_raises(path: Path, run_python: RunPython) -> None:
     path.write_bytes(bytes(4096))
-    arguments = {"read": ", False", "pread": ", False, False"}.get(method, "")
     done = run_python(
-        f"""
+        """
         import sys, torch, swapper
-        handle = swapper.AioHandle()
-        try:
-            handle.{method}(torch.empty(8192, dtype=torch.uint8), sys.argv[1]{arguments})
-            handle.wait()
-        except swapper.IoError as error:
-            assert "8192" in str(error) and sys.argv[1] in str(error), error
-            print("raised")
+        for method, *arguments in [("sync_pread",), ("async_pread",), ("read", False), ("pread", False, False)]:
+            handle = swapper.AioHandle()
+            try:
+                getattr(handle, method)(torch.empty(8192, dtype=torch.uint8), sys.argv[1], *arguments)
+                handle.wait()
+            except swapper.IoError as error:
+                assert "8192" in str(error) and sys.argv[1] in str(error), error
+                print(method, "raised", flush=True)
         """,
         path,
     )
-    assert (done.returncode, done.stdout) == (0, "raised\n"), done.stderr
+    raised = [f"{method} raised" for method in ("sync_pread", "async_pread", "read", "pread")]
+    assert (done.returncode, done.stdout.splitlines()) == (0, raised), done.stderr
 
 
 def test_waiting_with_nothing_pending_gives_0(run_python: RunPython) -> None:
@@ -114,30 +114,26 @@ def test_waiting_with_nothing_pending_gives_0(run_python: RunPython) -> None:
     assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
 
 
-@pytest.mark.parametrize("descriptor", [-1, 9999, "closed", "read-only"])
-def test_a_bad_descriptor_raises(path: Path, run_python: RunPython, descriptor: object) -> None:
+def test_a_bad_descriptor_raises(path: Path, run_python: RunPython) -> None:
     path.write_bytes(b"unharmed")
     done = run_python(
         """
         import errno, os, sys, torch, swapper
-        handle = swapper.AioHandle()
-        fd = sys.argv[2]
-        if fd in ("closed", "read-only"):
-            descriptor = os.open(sys.argv[1], os.O_RDONLY)
-            if fd == "closed":
-                os.close(descriptor)
-        else:
-            descriptor = int(fd)
-        try:
-            handle.async_pwrite(torch.zeros(4096), fd=descriptor)
-        except swapper.IoError as error:
-            assert error.errno == errno.EBADF, error
-            print("raised")
+        read_only, closed = os.open(sys.argv[1], os.O_RDONLY), os.dup(0) + 100  # one that nothing opens meanwhile
+        os.dup2(0, closed)
+        os.close(closed)
+        for name, descriptor in {"-1": -1, "9999": 9999, "closed": closed, "read-only": read_only}.items():
+            handle = swapper.AioHandle()
+            try:
+                handle.async_pwrite(torch.zeros(4096), fd=descriptor)
+            except swapper.IoError as error:
+                assert error.errno == errno.EBADF, error
+                print(name, "raised", flush=True)
         """,
         path,
-        descriptor,
     )
-    assert (done.returncode, done.stdout) == (0, "raised\n"), done.stderr
+    raised = [f"{name} raised" for name in ("-1", "9999", "closed", "read-only")]
+    assert (done.returncode, done.stdout.splitlines()) == (0, raised), done.stderr
     assert path.read_bytes() == b"unharmed"
 
 
