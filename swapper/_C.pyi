@@ -40,7 +40,7 @@ class Arena:
         """
 
     def take_the_rest(self) -> None:
-        """Has threads take what is beyond the head, and comes back at once. To be called once."""
+        """Has a thread of low priority take what is beyond the head, and comes back at once. To be called once."""
 
     @property
     def taken_bytes(self) -> int:

@@ -44,7 +44,7 @@ class Arena {
   std::string lock_reason() const;
   int memfd() const { return memfd_.get(); }
 
-  // Has threads take what is beyond the head. Memory may be used before: it is then taken as it is touched.
+  // Has a thread take what is beyond the head. Memory may be used before: it is then taken as it is touched.
   void take_the_rest();
   std::uint64_t taken_bytes() const { return taking_->taken_bytes(); }
   // Waits until the first `nbytes` bytes are taken: false if they are not in time. Throws IoError if the

@@ -1,7 +1,7 @@
 // Taking an arena's memory from the system, from its first byte on: at once as far as somebody asks, and the
-// rest by threads while the first part is in use already. Taking costs from 0.1 to 2.3 CPU seconds a GB,
-// depending on how scattered free memory is, and a model's first pass need not wait for it. Owns the threads;
-// the memory belongs to the arena, which outlives this.
+// rest by a thread of low priority while the first part is in use already. Taking costs from 0.1 to 2.3 CPU
+// seconds a GB, depending on how scattered free memory is, and a model's first pass need not wait for it.
+// Owns the thread; the memory belongs to the arena, which outlives this.
 #pragma once
 
 #include <atomic>
@@ -34,14 +34,14 @@ class Taking {
   // Takes the first `nbytes` bytes and comes back when they are there. Throws IoError if the system refuses.
   void take(std::uint64_t nbytes);
 
-  // Has threads take the rest.
+  // Has a thread take the rest. See [Note: taking beside computing].
   void take_the_rest();
 
-  // Waits until the first `nbytes` bytes are there: false if they are not in time. Throws IoError if the
-  // system refused some of them.
+  // Waits until the first `nbytes` bytes are there, and takes what is missing meanwhile: false if they are
+  // not in time. Throws IoError if the system refused some of them.
   bool wait_for(std::uint64_t nbytes, std::chrono::nanoseconds patience);
 
-  // Takes no more, and waits for the threads.
+  // Takes no more, and waits for the thread.
   void stop();
 
   std::uint64_t taken_bytes() const;  // all before this offset is there
@@ -49,6 +49,8 @@ class Taking {
 
  private:
   void take_slabs();
+  bool may_take() const;                              // mutex_ is held
+  void take_one(std::unique_lock<std::mutex>& lock);  // the next slab; not held meanwhile
   std::uint64_t take_slab(std::uint64_t begin, std::uint64_t end);
   std::uint64_t gather(std::uint64_t begin, std::uint64_t end);
   std::uint64_t collapse(std::uint64_t begin, std::uint64_t end);
@@ -68,6 +70,7 @@ class Taking {
   std::uint64_t end_ = 0;          // how far to go now
   std::uint64_t next_ = 0;         // the first byte that no thread has begun with
   std::set<std::uint64_t> begun_;  // slabs that threads are at, or that were refused, by their first byte
+  std::uint64_t slab_bytes_;
   std::uint64_t huge_bytes_ = 0;
   bool stopping_ = false;
   std::optional<IoError> refusal_;

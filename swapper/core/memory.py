@@ -30,7 +30,7 @@ class HostMemory:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
 
         Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are
-        taken from the system now, and the rest by threads from now on; None: all of it now. `filled_once`: each frame gets
+        taken from the system now, and the rest by a thread from now on; None: all of it now. `filled_once`: each frame gets
         one page, which stays.
 
         Returns the arena and where in it the pool begins.

@@ -387,8 +387,6 @@ class Pager:
         """Give `page` a frame, or a promise of one, and submit its read. False if no page with a later use can leave."""
         leaver: Page | None = None
         if not self._frames.has_free():
-            if self._frames.is_growing:
-                return False  # nobody need leave
             leaver = self._frames.pop_leaver(position)
             if leaver is None:
                 return False
