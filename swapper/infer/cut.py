@@ -24,6 +24,7 @@ from swapper.infer.matching import Recipe
 from swapper.infer.rows import ReadInto, check_place
 from swapper.infer.weights import refuse_gradient
 from swapper.interrupts import held_back
+from swapper.modules.own_hook import not_traced
 
 PARTS_IN_MEMORY = 4
 """Parts that are read or in use at one time."""
@@ -181,6 +182,7 @@ class _Reading:
 def multiply_by_parts(linear: CutLinear, parts: Parts, device: torch.device) -> None:
     """Have the module multiply by parts, on `device`, until `stop_cutting`."""
 
+    @not_traced
     def forward(x: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
             refuse_gradient()

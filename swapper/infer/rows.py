@@ -17,6 +17,7 @@ from swapper.checkpoint.engines import wait_for_all
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import DeviceError
 from swapper.infer.matching import Recipe
+from swapper.modules.own_hook import not_traced
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Any]
 """Submits a read of a stored tensor: (tensor, offset in it, contiguous memory that is to be filled); gives the ticket."""
@@ -31,6 +32,7 @@ def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device
     """Have `module` read the rows that it is asked for, until `stop_looking_up`. They are put on `device`."""
     row_count = module.num_embeddings
 
+    @not_traced
     def forward(ids: torch.Tensor) -> torch.Tensor:
         check_place(ids, device)
         with torch.no_grad():

@@ -11,12 +11,29 @@ import torch
 from swapper.interrupts import held_back
 
 
+def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile call `function` instead of tracing into it: what it compiles is what lies before and behind.
+
+    As torch.compiler.disable does, which imports torch._dynamo for that: some seconds, in a process that may never compile.
+    """
+    try:
+        frames = torch._C._dynamo.eval_frame
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        frames.set_code_exec_strategy(function.__code__, skip)
+    except AttributeError:  # another torch
+        return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it brings weights in, or lets them go"  # type: ignore[attr-defined]
+    return function
+
+
 class OwnHook:
     """A hook that swapper puts into a module. In a copy of the module, deep or pickled, it does nothing: copies are plain."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @not_traced
     def __call__(self, *arguments: Any) -> Any:
         with held_back:
             return self._function(*arguments)
@@ -34,17 +51,6 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         parameter.requires_grad_(was)
-
-
-def keep_out_of_graphs() -> None:
-    """Have torch.compile call hooks instead of tracing into them: what it compiles then is what lies between two hooks.
-
-    For training, where torch's optimizers have loaded torch._dynamo already; it takes a second to import.
-    """
-    import torch._dynamo
-
-    if not getattr(OwnHook.__call__, "_torchdynamo_disable", False):
-        OwnHook.__call__ = torch._dynamo.disable(OwnHook.__call__)  # type: ignore[method-assign, no-untyped-call]
 
 
 def _do_nothing(*arguments: Any) -> None:

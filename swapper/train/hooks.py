@@ -27,7 +27,7 @@ from swapper.errors import StateError
 from swapper.interrupts import held_back
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
-from swapper.modules.own_hook import OwnHook, keep_out_of_graphs
+from swapper.modules.own_hook import OwnHook
 from swapper.train.storage import GroupParameters, storage_of
 from swapper.train.updates import Updates
 
@@ -90,7 +90,6 @@ class Hooks:
         self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
         self._tasks: set[int] = set()  # backwards that run, one within the other
         self._handles: list[Any] = []
-        keep_out_of_graphs()
         self._group_of = {id(p): group for group in groups for p in group.parameters}
         self._homes = {home for group in groups for home in group.homes}
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
