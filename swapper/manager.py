@@ -29,7 +29,7 @@ from swapper.counters import Counters
 from swapper.current import Current
 from swapper.device.device import Device
 from swapper.directory import RESUME_CHOICES, RunDirectory
-from swapper.errors import CheckpointError, ConfigError, StateError
+from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning_of, weigh
 from swapper.plan import Plan
@@ -388,16 +388,14 @@ class SwapManager:
         if self._counters.trace is not None:
             raise StateError("this manager is being traced already: one trace at a time")
         target = Path(path).absolute()
-        if target.is_file():
-            raise CheckpointError(f"{target} exists already: choose another name, or remove it")
-        check_target(target, overwrite=False)
+        check_target(target, overwrite=None)
         recorded = self._counters.trace = Trace(most_spans)
         try:
             yield
         finally:
             self._clock.enter_again()
             self._counters.trace = None
-            with replacing(path, overwrite=False, durable=False) as temporary:
+            with replacing(path, overwrite=None, durable=False) as temporary:
                 recorded.write(temporary)
 
     @property

@@ -18,13 +18,14 @@ from swapper.errors import CheckpointError, IoError
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str], *, overwrite: bool, durable: bool = True) -> Iterator[Path]:
+def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: bool = True) -> Iterator[Path]:
     """Yields the path of an empty file to be written; at the end it gets its name.
 
     Args:
         path: the name. Links are followed: what they point to is replaced, and a hard-linked file keeps its old content under
             its other names.
-        overwrite: whether a file of that name may be there. One that is write-protected stays in any case.
+        overwrite: whether a file of that name may be there; None: no, and the user cannot say so. One that is write-protected
+            stays in any case.
         durable: sync file and directory, so that a power loss costs at most the new file.
 
     Raises:
@@ -48,8 +49,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool, durable: bool = 
             temporary.unlink(missing_ok=True)
 
 
-def check_target(target: Path, overwrite: bool) -> None:
-    """Raise CheckpointError unless a file may be published as `target`."""
+def check_target(target: Path, overwrite: bool | None) -> None:
+    """Raise CheckpointError unless a file may be published as `target`. None: `overwrite` is nothing that the user can say."""
     try:
         status = target.lstat()
     except FileNotFoundError:
@@ -62,12 +63,13 @@ def check_target(target: Path, overwrite: bool) -> None:
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a file"
         raise CheckpointError(f"{target} is {kind}: choose the name of a file")
     if not overwrite:
-        raise CheckpointError(f"{target} exists already: choose another name, remove it, or say overwrite=True")
+        remedy = "or remove it" if overwrite is None else "remove it, or say overwrite=True"
+        raise CheckpointError(f"{target} exists already: choose another name, {remedy}")
     if not status.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(f"{target} is write-protected, as snapshots are: choose another name, or remove it first")
 
 
-def _publish(temporary: Path, target: Path, overwrite: bool, durable: bool) -> None:
+def _publish(temporary: Path, target: Path, overwrite: bool | None, durable: bool) -> None:
     try:
         if durable:
             _sync(temporary, os.O_RDWR)

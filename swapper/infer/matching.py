@@ -110,6 +110,8 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"load takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r} must be True or False")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype={dtype!r} must be a floating-point torch.dtype, or None for the checkpoint's own")
     parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}

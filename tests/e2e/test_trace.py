@@ -98,7 +98,10 @@ def test_a_file_that_is_there_stays_and_a_second_trace_is_refused(twins: MakeTwi
     pair = twins(Net())
     assert pair.manager is not None
     (tmp_path / "mine").write_text("mine")
-    with pytest.raises(swapper.CheckpointError, match="exists"), pair.manager.trace(tmp_path / "mine"):
+    with (
+        pytest.raises(swapper.CheckpointError, match=r"choose another name, or remove it$"),
+        pair.manager.trace(tmp_path / "mine"),
+    ):
         pass
     assert (tmp_path / "mine").read_text() == "mine"
     with pair.manager.trace(tmp_path / "a"):

@@ -196,6 +196,8 @@ def test_missing_and_unexpected_names_are_listed(tmp_path):
         model = small()
     with pytest.raises(swapper.UnsupportedError, match=r"0\.bias is not in the checkpoint"):
         swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", strict=False)
+    with pytest.raises(swapper.ConfigError, match="strict='no' must be True or False"):
+        swapper.load(model, tmp_path / "model.safetensors", host_memory="8MiB", strict="no")
 
 
 @pytest.mark.parametrize("rename", [{"extra": "0.bias"}, lambda name: {"extra": "0.bias"}.get(name, name)])
