@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,24 @@ def test_what_has_no_gradient_is_left_alone(on_device: MakeTwins) -> None:
     pair.train(train_step, steps=1)
     pair.train(step, steps=2)
     pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("when", ["look", "step"])
+def test_a_device_that_is_lost_with_it_is_named_and_nothing_hangs(on_device: MakeTwins, when: str) -> None:
+    device = HostDevice("late")
+    pair = on_device(device=device, commit_every=1, **KEPT)
+    pair.train(train_step, steps=2)
+    if when == "step":
+        loss_of(pair.swapped, tokens()).backward()
+    else:
+        pair.manager.current.run.committer.finish()
+        pair.manager.current.run.model._kept_state.ready(range(100))
+    device.module.is_lost = True
+    with pytest.raises(swapper.DeviceError, match="as asked for"):
+        pair.optimizer.step() if when == "step" else pair.optimizer.state_dict()
+    with contextlib.suppress(swapper.DeviceError):
+        pair.manager.close()
+    device.module.is_lost = False
 
 
 # --- the budget -------------------------------------------------------------------------------------------------------

@@ -140,3 +140,44 @@ def test_out_of_memory_fails_the_step_and_it_can_be_taken_again(tmp_path: Path) 
         handle.remove()
         model(inputs(0)).backward()
         optimizer.step()
+
+
+class Narrow(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+@pytest.mark.parametrize("update_with", ["optimizer", "kernel"])
+def test_what_stays_on_the_device_until_or_for_the_update_changes_nothing(tmp_path: Path, update_with: str) -> None:
+    """Without clipping by norm: those of accumulated gradients are taken where they are, in that processor's order."""
+    found: list[list[float]] = []
+    for number, where in enumerate(("host", "device")):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        with swapper.SwapManager(directory, host_memory=512 * MIB, commit_every=2) as manager:
+            model = Narrow()
+            original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            model, optimizer = manager.offload(
+                model, original, optimizer_state=where, gradients=where, master_weights=torch.float32,
+                device="cuda", device_memory=512 * MIB, update_on="device", update_with=update_with,
+            )  # fmt: skip
+
+            def step(optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            found.append(train(model, step))
+            manager.snapshot(directory / "snapshot.pt").wait()
+        del model, original, optimizer, step
+        gc.collect()
+        assert torch.cuda.memory_allocated() <= before
+    assert found[0] == found[1]
+    one, other = (torch.load(tmp_path / str(number) / "snapshot.pt") for number in range(2))
+    for name, master in one["master"].items():
+        assert torch.equal(master, other["master"][name]), name

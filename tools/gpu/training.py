@@ -110,7 +110,7 @@ def streamed_update(bench: Bench, layers: int, width: int, place: str) -> Row:
     """`optimizer.step()` alone, state in host memory: masters, moments and gradients go up; as many bytes come down."""
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
-    options: dict[str, Any] = {"device": device_of(bench), "update_on": "device"}
+    options: dict[str, Any] = {"device": device_of(bench), "update_on": "device", "gradients": "host"}
     with swapper.SwapManager(place, count * 20 + 512 * MIB, resume="discard", commit_every=None) as manager:
         given = AdamW(model.parameters())
         model, optimizer = manager.offload(
