@@ -8,7 +8,8 @@ registered is captured at the same time, and the rest when its last update is do
 
 [Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
 anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
-none where it is not. A number commits every so many steps, writing what is resident too; None never commits.
+none where it is not, or where state stays on a device. A number commits every so many steps, writing what is resident too; None
+never commits.
 """
 
 from __future__ import annotations

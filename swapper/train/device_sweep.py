@@ -175,8 +175,11 @@ class DeviceSweep(Sweep):
                 gradient = gradient.to(target.dtype)
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
-            if self._shadow.counts_on_device(settings):
-                state = {k: v.to(target.device) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            there = self._shadow.counts_on_device(settings)
+            state = {
+                key: value.to(target.device) if isinstance(value, torch.Tensor) and (there or value.dim()) else value
+                for key, value in state.items()
+            }
             work = Work(settings, target.detach(), gradient, state)
             yield Update(work, places, piece.begin, piece.end, homes, target, None if master is None else param)
 

@@ -110,12 +110,15 @@ class KeptState:
             BudgetError: the device has no memory left for it.
             IoError: it could not be read.
         """
-        for index in groups:
-            group = self._groups.get(index)
-            if group is None:
-                continue
-            if not group.is_filled:
+        found = [self._groups[index] for index in groups if index in self._groups]
+        missing = [group for group in found if not group.is_filled]
+        try:
+            for group in missing:
                 self._fill(group)
+        finally:
+            if missing:
+                self._on_device.finish()  # all frames are free for slices; it is seldom
+        for group in found:
             group.is_changed = True
 
     def _fill(self, group: _Group) -> None:

@@ -214,7 +214,7 @@ class OnDevice:
         return storage
 
     def fill_anew(self, storage: DeviceStorage, copies: Sequence[PageCopy]) -> None:
-        """Fill a storage, which has memory or is given some, and have kernels that are queued next wait for that.
+        """Fill a storage, which has memory or is given some. `finish` waits for that, and gives back the frames it comes from.
 
         Raises:
             BudgetError: there is no memory for it.
@@ -227,7 +227,6 @@ class OnDevice:
         for copy in copies:
             self._uploads.send(copy, storage)
         storage.all_is_queued()
-        storage.let_compute_use()
 
     def _allocate(self, storage: DeviceStorage) -> None:
         try:

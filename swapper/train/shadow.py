@@ -102,8 +102,9 @@ class Shadow:
         return groups[number]
 
     def counts_on_device(self, settings: int) -> bool:
-        """Whether a group's update wants what is not of its parameters' shape, as their counters, where they are."""
-        return bool(self.settings(settings).get("fused"))
+        """Whether a group's update wants their counters, which are single numbers, where its parameters are."""
+        group = self.settings(settings)
+        return bool(group.get("fused") or group.get("capturable"))
 
     def end_step(self) -> None:
         """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""

@@ -195,6 +195,26 @@ def test_a_device_that_is_lost_with_it_is_named_and_nothing_hangs(on_device: Mak
     device.module.is_lost = False
 
 
+def test_groups_that_are_trained_later_leave_the_frames_for_slices(on_device: MakeTwins) -> None:
+    """In the smallest pool: slices come right after a group's state, of which frames were full."""
+    pair = on_device(Net(), room_bytes=0, gradients="device", **KEPT)
+    names = [name for name, _ in pair.plain.named_parameters()]
+    groups = list(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[0] or name for name in names))
+    for group in reversed(groups):
+
+        def step(model: Any, optimizer: Any, group: str = group) -> None:
+            loss_of(model, tokens()).backward()
+            for name, parameter in model.named_parameters():
+                if not name.startswith((group, "embedding", "head")):
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pair.train(step, steps=1)
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
 # --- the budget -------------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +289,7 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
     model = pair.manager.current.run.model
     if not waits:
-        monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
+        monkeypatch.setattr(OnDevice, "finish", lambda on_device: None)
     model._kept_state.ready(trainable.group for trainable in model._trainables)
     same = []
     for trainable in model._trainables:

@@ -79,7 +79,8 @@ class Twins:
         select: what the optimizer is given of a model.
         wait: True leaves the offload to the test, which calls `offload`.
         options: of SwapManager.offload. With SWAPPER_TEST_DEVICE=late (or another order of tests/infer/host_device.py) in the
-            environment, runs that can be are on a device, with a small budget there: whole suites can be run so.
+            environment, runs that can be are on a device, with a small budget there: whole suites can be run so. With
+            SWAPPER_TEST_STAYS too, gradients and state stay there (and tests fail that assert what was paged).
     """
 
     def __init__(
@@ -112,6 +113,9 @@ class Twins:
         self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
         if (order := os.environ.get("SWAPPER_TEST_DEVICE")) and self.options.get("update", "step") == "step":
             self.options.setdefault("device", HostDevice(order))
+            if os.environ.get("SWAPPER_TEST_STAYS"):
+                self.options.update(update_on="device", gradients="device", optimizer_state="device")
+                self.options.setdefault("device_memory", 64 << 20)
             smallest = smallest_device_budget(directory, self.swapped, **self.options)
             self.options.setdefault("device_memory", smallest + (1 << 20))
         if master:
