@@ -11,9 +11,8 @@ import torch
 from infer.host_device import ORDERS, HostDevice
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, forget_copies, on_device
+from e2e.device_twins import MIB, OPTIMIZERS, MakeTwins, accumulate, forget_copies, on_device
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.test_device_update import OPTIMIZERS
 from e2e.twins import adamw, assert_same, smallest_device_budget
 from swapper.core.pager import Pager
 from swapper.device.downloads import Downloads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from torch.optim import SGD
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, forget_copies, on_device
+from e2e.device_twins import MIB, OPTIMIZERS, MakeTwins, accumulate, forget_copies, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.storage import DeviceStorage
 from swapper.train.device_sweep import DeviceSweep, _Slot
@@ -30,15 +29,6 @@ def test_updates_on_the_device_are_bit_equal(on_device: MakeTwins, order: str, p
     pair.train(accumulate, steps=3)
     assert device.peak_bytes <= 8 * MIB
     pair.finish(paged=False)
-
-
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
