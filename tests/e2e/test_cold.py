@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from e2e.cold_operations import REFUSED, WORKS
+from e2e.cold_process import REFUSED, WORKS
 from e2e.processes import run_python
 
 Outcome = dict[str, Any]
@@ -20,7 +20,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     left = [*REFUSED, *WORKS]
     while left:
         directory = tmp_path_factory.mktemp("cold")
-        done = run_python("-m", "e2e.cold_operations", directory, json.dumps(left))
+        done = run_python("-m", "e2e.cold_process", directory, json.dumps(left))
         messages = [json.loads(line) for line in done.stdout.splitlines()]
         begun = None
         for message in messages:
