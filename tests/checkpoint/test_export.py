@@ -229,9 +229,10 @@ def test_the_commands(tmp_path: Path) -> None:
     save({"model": model_state(), "step": 4}, tmp_path / "x.pt")
     done = run("export", tmp_path / "x.pt", tmp_path / "y.safetensors", "--to", "safetensors")
     assert done.returncode == 0 and "16 tensors" in done.stderr and "left out: 1 (step)" in done.stderr
-    shown = run("inspect", tmp_path / "x.pt")
-    assert shown.returncode == 0 and "step 4" in shown.stdout and "model.layers.0.weight" in shown.stdout
-    assert json.loads(run("inspect", tmp_path / "y.safetensors", "--json").stdout)["kind"] == "safetensors"
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(tmp_path / "x.pt")])
+    assert shown.exit_code == 0 and "step 4" in shown.stdout and "model.layers.0.weight" in shown.stdout
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "y.safetensors"), "--json"])
+    assert json.loads(shown.stdout)["kind"] == "safetensors"
     wrong = CliRunner().invoke(app, ["export", str(tmp_path / "x.pt"), str(tmp_path / "y"), "--to", "gguf"])
     assert wrong.exit_code == 2 and "safetensors" in wrong.output and "Traceback" not in wrong.output
     wrong = CliRunner().invoke(app, ["inspect", str(tmp_path / "missing.pt")])

@@ -166,7 +166,7 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(backend: str, tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, "child 0 parent True\n"), done.stderr
 
 
-def test_data_loader_workers_may_be_forked_during_reads(backend: str, tmp_path: Path, run_python: RunPython) -> None:
+def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_python: RunPython) -> None:
     """Memory under direct I/O is shared and not inherited, so a fork in the middle loses no bytes."""
     done = run_python(
         """
@@ -174,27 +174,28 @@ def test_data_loader_workers_may_be_forked_during_reads(backend: str, tmp_path: 
         import torch
         from torch.utils.data import DataLoader
         from swapper import _C
-        backend, directory = sys.argv[1:]
-        arena = _C.Arena(64 << 20, lock=False)
-        engine = _C.Engine(backend=backend, arena=arena)
-        file = _C.File(os.path.join(directory, "file"), create=True)
-        memory = torch.frombuffer(arena.view(0, 64 << 20), dtype=torch.uint8)
-        memory[: 32 << 20].random_()
-        engine.write(file, 0, arena.address, 32 << 20).wait()
-        for _ in range(5):
-            memory[32 << 20 :].zero_()
-            tickets = [engine.read(file, n << 20, arena.address + (32 + n << 20), 1 << 20) for n in range(32)]
-            loader = DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
-            assert sum(int(batch.sum()) for batch in loader) == 2016
-            for ticket in tickets:
-                ticket.wait()
-            assert torch.equal(memory[: 32 << 20], memory[32 << 20 :])
-        print("ok")
+        directory, *backends = sys.argv[1:]
+        for backend in backends:
+            arena = _C.Arena(64 << 20, lock=False)
+            engine = _C.Engine(backend=backend, arena=arena)
+            file = _C.File(os.path.join(directory, backend), create=True)
+            memory = torch.frombuffer(arena.view(0, 64 << 20), dtype=torch.uint8)
+            memory[: 32 << 20].random_()
+            engine.write(file, 0, arena.address, 32 << 20).wait()
+            for _ in range(5):
+                memory[32 << 20 :].zero_()
+                tickets = [engine.read(file, n << 20, arena.address + (32 + n << 20), 1 << 20) for n in range(32)]
+                loader = DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
+                assert sum(int(batch.sum()) for batch in loader) == 2016
+                for ticket in tickets:
+                    ticket.wait()
+                assert torch.equal(memory[: 32 << 20], memory[32 << 20 :])
+            print(backend, "ok", flush=True)
         """,
-        backend,
         tmp_path,
+        *BACKENDS,
     )
-    assert (done.returncode, done.stdout) == (0, "ok\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "".join(f"{backend} ok\n" for backend in BACKENDS)), done.stderr
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del arena", "keep = [arena, keep_cycle]"])
