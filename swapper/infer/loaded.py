@@ -270,8 +270,6 @@ class LoadedModel:
     def describe(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
 
-    # --------------------------------------------------------------------------------------------------------------
-
     def _adopt(self, model: nn.Module, blueprint: Blueprint, placement: Placement) -> None:
         """Give every loaded parameter its place."""
         places = Places(model)

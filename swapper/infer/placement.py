@@ -99,9 +99,7 @@ def _best(pool_bytes: int, demand: Demand) -> Placement | None:
     if huge is not None and (not huge.streamed or sum(map(sum, groups)) > pool_bytes):
         return huge
     fitting = _cheapest(_fitting_sizes(pool_bytes, groups), pool_bytes, demand)
-    if (
-        huge is not None
-    ):  # all of it fits but for what whole huge pages waste: nothing is mapped again where nothing streams
+    if huge is not None:  # all fits but for what whole huge pages waste: nothing is mapped again where nothing streams
         return fitting if fitting is not None and not fitting.streamed else huge
     return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, demand)
 
@@ -129,9 +127,7 @@ def _cheapest(sizes: Iterable[int], pool_bytes: int, demand: Demand) -> Placemen
         read = [min(pages, placement.streamed) for pages in _pages(demand.groups, page_bytes)]
         cost = sum(read) * (page_bytes + PAGE_COST_BYTES)
         if demand.held is not None:
-            cost += (
-                sum(_pages(demand.groups, page_bytes)) * PAGE_COST_BYTES
-            )  # those that stay are copied in each pass too
+            cost += sum(_pages(demand.groups, page_bytes)) * PAGE_COST_BYTES  # what stays is copied in each pass too
         if best is None or cost < best_cost:
             best, best_cost = placement, cost
     return best

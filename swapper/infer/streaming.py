@@ -56,10 +56,7 @@ class Streaming:
         counters: Counters,
         device: Device | None,
     ) -> None:
-        self._small_runs = (
-            blueprint.small_runs
-        )  # and not the blueprint, which has the modules: nothing here may keep them
-
+        self._small_runs = blueprint.small_runs  # not the blueprint, which has the modules: nothing here may keep them
         self.sections, pages = _paged_sections(blueprint, placement.page_bytes)
         self.small: list[Section] = [_section(0, run, None, 0) for run in blueprint.small_runs]
         self.cycle = _cycle(self.sections, blueprint.used_groups, one_by_one=device is not None)
