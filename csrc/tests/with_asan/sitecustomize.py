@@ -1,4 +1,4 @@
-"""On the path of a Python that csrc/tests/python_sanitized starts, and of all that it starts: their data plane is the one built with ASan."""
+"""First on the path of what csrc/tests/python_sanitized starts: the data plane is then the one that was built with ASan."""
 
 from __future__ import annotations
 
