@@ -296,8 +296,8 @@ def plan_run(
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    keeps = update_on == "device" and update == "step"
-    stay = gradients if keeps else "host", state_stays if keeps else "host"
+    there = update_on == "device"
+    stay = gradients if there else "host", state_stays if there and update == "step" else "host"
     host_params = "auto" if params == "device" else params  # their place beside that
     asked = host_params, optimizer_state, gradients, host_bytes
 

@@ -78,10 +78,6 @@ class Request:
         budget = DeviceBudget.parse(device, device_memory)
         if budget is None and params == "device":
             raise ConfigError("params='device' needs a device: say manager.offload(..., device='cuda')")
-        if budget is not None and update != "step":
-            raise ConfigError(
-                f"update={update!r} is not available with device={str(budget.device)!r} yet: use update='step'"
-            )
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
         parse_choice(update_on, "update_on", UPDATE_PLACES)
         if update_on == "device" and budget is None:
@@ -96,11 +92,16 @@ class Request:
         if update_on == "auto":
             update_on = "cpu" if budget is None else faster_place(used, budget.device)
         for option, value in (("optimizer_state", optimizer_state), ("gradients", gradients)):
-            if value == "device" and (update_on != "device" or update != "step"):
+            if value == "device" and update_on != "device":
                 raise ConfigError(
-                    f"{option}='device' goes with an update there, in the step: with update_on={update_on!r} and "
-                    f"update={update!r} it is needed in host memory. Say update_on='device', update='step'"
+                    f"{option}='device' goes with an update there: with update_on={update_on!r} it is needed in host memory. Say "
+                    "update_on='device'"
                 )
+        if optimizer_state == "device" and update != "step":
+            raise ConfigError(
+                f"optimizer_state='device' goes with update='step': with update={update!r} groups are of two steps at times, and "
+                "one that fails is put back to what its place has. Say update='step', or optimizer_state='auto'"
+            )
         if kernel is not None and (budget is None or update_on != "device"):
             raise ConfigError("update_with='kernel' updates on a device: say device='cuda', update_on='device' with it")
         if kernel is not None and budget is not None:

@@ -366,6 +366,8 @@ class Run:
         if sections is None and self._scratch is not None:
             return False  # gradients on NVMe are gone as soon as they are used
         with held_back, suppress(SwapperError):
+            if self.on_device is not None:
+                self.on_device.finish()  # copies from and to what is forgotten
             if sections is None:
                 self.pager.discard()
             else:

@@ -29,6 +29,7 @@ class DeviceStorage:
     Attributes:
         room_since: after this event of the compute stream the memory may be filled.
         filled_at: after this event of the copy stream it is; None while copies are still to be queued.
+        read_until: after this event of the copy stream what it was filled from last is not read for it any more.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -41,6 +42,7 @@ class DeviceStorage:
         self._stream: Any = device.current_stream()
         self.room_since: Any = None
         self.filled_at: Any = None
+        self.read_until: Any = None
         self._filler: Any = None  # the stream that has queued copies since `allocate`
 
     @property
@@ -87,6 +89,19 @@ class DeviceStorage:
     def all_is_queued(self) -> None:
         """No copy is missing any more."""
         self.filled_at = self.room_since if self._filler is None else self._device.record(self._filler)
+        self.read_until = self.filled_at
+
+    def wait_for_copies(self) -> None:
+        """Wait, in this thread, until nothing is read any more that it was filled from.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        if self.filled_at is None and self._filler is not None:
+            self.read_until = self._device.record(self._filler)
+        if self.read_until is not None:
+            self._device.wait_for(self.read_until)
+            self.read_until = None
 
     def let_compute_use(self) -> None:
         """Have the current stream wait until the content is there. It must be filled, as far as this thread knows."""
@@ -112,6 +127,7 @@ class DeviceStorage:
         if current != self._stream:
             self._device.let_wait(self._stream, self._device.record(current))
         if self._filler is not None:
-            self._device.let_wait(self._stream, self.filled_at or self._device.record(self._filler))
+            self.read_until = self.filled_at or self._device.record(self._filler)
+            self._device.let_wait(self._stream, self.read_until)
         self.room_since = self.filled_at = self._filler = None
         self._device.resize(self._storage, 0)

@@ -14,7 +14,7 @@ all that was brought out of date: its order has an end, beyond which nothing is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from swapper.config import format_bytes
 from swapper.counters import Counters
@@ -39,10 +39,11 @@ class Image:
     Attributes:
         sent: how many of `copies` are queued.
         leases: who uses it now.
+        waits: what it is to be filled with is not there yet: it is not brought ahead.
         let_go: called before the content of an image that had stayed is given up.
     """
 
-    __slots__ = ("copies", "leases", "let_go", "name", "sent", "stays", "storage")
+    __slots__ = ("copies", "leases", "let_go", "name", "sent", "stays", "storage", "waits")
 
     def __init__(self, name: str, storage: DeviceStorage, copies: Sequence[PageCopy], stays: bool) -> None:
         self.name = name
@@ -51,6 +52,7 @@ class Image:
         self.stays = stays
         self.sent = 0
         self.leases = 0
+        self.waits = False
         self.let_go: Callable[[], None] = lambda: None
 
     @property
@@ -95,17 +97,21 @@ class DeviceTier:
         """Bring what is expected first, before anybody asks for it."""
         self._prepare_next()
 
-    def outdate(self, images: Iterable[Image]) -> None:
-        """What these are filled from is about to be changed. Nobody may use them now."""
-        self._uploads.finish()
-        for image in images:
-            if image.leases:
-                raise InvariantError(f"{image.name} is changed while kernels may use it")
-            if image.storage.is_allocated and image.stays:
-                image.storage.outdate()
-                image.sent = 0
-            else:
-                self._free(image)
+    def outdate(self, image: Image) -> None:
+        """What it is filled from is about to be changed: nothing reads that when this returns. Nobody may use the image now.
+
+        Raises:
+            DeviceError: the device failed.
+        """
+        if image.leases:
+            raise InvariantError(f"{image.name} is changed while kernels may use it")
+        image.storage.wait_for_copies()
+        self._uploads.give_back()
+        if image.storage.is_allocated and image.stays:
+            image.storage.outdate()
+            image.sent = 0
+        else:
+            self._free(image)
 
     # --- use ------------------------------------------------------------------------------------------------------
 
@@ -183,7 +189,7 @@ class DeviceTier:
         count = len(self._cycle) if self._goes_round else len(self._cycle) - self._position
         for number in range(count):
             image = self._cycle[(self._position + number) % len(self._cycle)]
-            if image.is_filled:
+            if image.is_filled or image.waits:
                 continue
             if not image.storage.is_allocated and not self._can_take(image):
                 return

@@ -28,7 +28,7 @@ from torch import nn
 
 from swapper.core.schedule import Access
 from swapper.errors import StateError
-from swapper.modules.cold import METADATA, set_cold, set_warm, tensors_among
+from swapper.modules.cold import METADATA, tensors_among
 from swapper.modules.own_hook import OwnHook, hookable
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import GroupUpdate, Sweep
@@ -116,7 +116,6 @@ class DeferredStep(Updates):
         self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
         self.in_order = True
         for index, update in self._left.items():
-            self._groups[index].catch_up = partial(self.catch_up, index)
             self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
             self._put_off(index)
         if not self._left:
@@ -127,11 +126,10 @@ class DeferredStep(Updates):
         if not self._left:
             return
         self.in_order = self.in_order and in_order
-        last: Access | None = None
         for group in list(self._left):
-            last = self._update(group, last)
+            self._update(group)
         with self._undoing_failure(None):
-            self._sweep.hand_over(last, None)
+            self._sweep.give_back()
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
         """Update a group if it was not yet.
@@ -140,33 +138,26 @@ class DeferredStep(Updates):
             then: what is leased next; it is leased before the last pages of the update are given back.
         """
         if group in self._left:
-            last = self._update(group, None)
+            self._update(group)
             with self._undoing_failure(None):
-                self._sweep.hand_over(last, then)
+                self._sweep.give_back(then)
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _update(self, group: int, last: Access | None) -> Access:
-        """Update a group. Returns its last access, still leased; `last` is that of the group before it."""
+    def _update(self, group: int) -> None:
         with self._undoing_failure(group):
             self._check_and_release(self._left[group])
-            last = self._sweep.update(self._left[group], last)
-            parameters = self._groups[group]
-            parameters.catch_up = None
-            if not parameters.paged:
-                for parameter in parameters.parameters:
-                    set_warm(parameter)
+            self._sweep.update(self._left[group])
+            self._sweep.settle()
+            self._groups[group].caught_up()
             del self._left[group]  # and with it the gradients, whose room may be used now
             if not self._left:
                 self._sweep.end()
                 self._versions.clear()
-        return last
 
     def _put_off(self, group: int) -> None:
         """Nobody shall see the group as it is. [Note: who may not see an open step]"""
-        if not self._groups[group].paged:
-            for parameter in self._groups[group].parameters:
-                set_cold(parameter)
+        self._groups[group].put_off(partial(self.catch_up, group))
         for gradient in self._left[group].gradients:
             if type(gradient) is torch.Tensor:
                 gradient.__class__ = FixedGradient
@@ -203,9 +194,10 @@ class DeferredStep(Updates):
             except BaseException as error:
                 if not self._undo(() if group is None else (group,), error):
                     self._forget()
-                elif group is not None:
-                    self._sweep.forget_pieces()
-                    self._put_off(group)
+                else:
+                    self._sweep.abandon()
+                    if group is not None:
+                        self._put_off(group)
                 raise
 
 

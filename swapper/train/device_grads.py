@@ -7,7 +7,8 @@ arrived, in pieces, through memory of its own. Nothing looks at a place before w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -38,10 +39,19 @@ class DeviceGradients(PagedGradients):
         self._downloads = on_device.downloads
         self._free = list(on_device.host.staging.view(-1, PIECE_BYTES))
         self._pages_leased = 0
+        self._on_their_way: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
         super().__init__(places, pager)
 
-    def settle(self) -> None:
-        self._downloads.finish()
+    def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        if parameters is None:
+            self._downloads.finish()
+            return
+        while any(self._on_their_way[id(parameter)] for parameter in parameters):
+            self._downloads.wait_for_oldest()
+
+    def have_arrived(self, parameters: Sequence[nn.Parameter]) -> bool:
+        self._downloads.collect()
+        return not any(self._on_their_way[id(parameter)] for parameter in parameters)
 
     def _stand_in(self, home: _Home) -> torch.Tensor:
         spec = home.place.slot.spec
@@ -58,7 +68,8 @@ class DeviceGradients(PagedGradients):
         elements = PIECE_BYTES // flat.element_size()
         for part in self._parts(home):
             self._lease(home, part)
-            landing = _Landing(home, partial(self._release, part))
+            self._on_their_way[id(home.parameter)] += 1
+            landing = _Landing(home, partial(self._landed, home, part))
             try:
                 if adding:
                     for begin in range(part.begin, part.end, elements):
@@ -94,6 +105,10 @@ class DeviceGradients(PagedGradients):
 
         landing.began()
         self._downloads.send([(memory, source.view(torch.uint8))], arrived, lost)
+
+    def _landed(self, home: _Home, part: Part) -> None:
+        self._on_their_way[id(home.parameter)] -= 1
+        self._release(part)
 
     def _lease(self, home: _Home, part: Part) -> None:
         while self._pages_leased >= PAGES_ON_THEIR_WAY:

@@ -69,7 +69,17 @@ class DeviceGroupParameters(GroupParameters):
             guard(parameter, self._keeper)
         self._chill()
 
+    def put_off(self, catch_up: Callable[[Access | None], None]) -> None:
+        super().put_off(catch_up)
+        self.image.waits = True
+
+    def caught_up(self) -> None:
+        super().caught_up()
+        self.image.waits = False
+
     def _bring_in(self) -> None:
+        if self.catch_up is not None:
+            self.catch_up(None)
         self._on_device.lease(self)
 
     def release(self) -> None:

@@ -3,7 +3,8 @@
 A slice's state, gradient and parameters go to one of a ring of storages on the device by the copy stream, the optimizer
 works on views of it in the order of the compute stream, and what it leaves comes down to the places by another stream. The slice's
 pages are leased until that has arrived, and then its storage is free. So three stages of three slices go on at one time, and Python
-waits for the oldest only. State that stays on the device (kept_state.py) is updated where it is.
+waits for the oldest only, also from one group to the next; the ring lasts from the first update of a step to the last. State that
+stays on the device (kept_state.py) is updated where it is.
 
 The user's optimizer updates them, or swapper's AdamW where the user has said so (adamw_kernel.py).
 
@@ -12,6 +13,7 @@ What an optimizer computes on a device may differ from what it computes on a CPU
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +27,7 @@ from swapper.core.layout import round_up
 from swapper.core.schedule import Access
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.storage import DeviceStorage
+from swapper.errors import DeviceError, InvariantError
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.kept_state import KeptState
 from swapper.train.on_device import RING, OnDevice
@@ -42,11 +45,11 @@ class _Slot:
     """One of the ring.
 
     Attributes:
-        storage: its memory.
+        storage: its memory, once it was needed.
         is_free: nothing is on its way to or from it.
     """
 
-    storage: DeviceStorage
+    storage: DeviceStorage | None = None
     is_free: bool = True
 
 
@@ -91,38 +94,82 @@ class DeviceSweep(Sweep):
         self.kept = kept
         self._group_of = {places.name: t.group for t in self.trainables for places in t.places}
         self._over: deque[Access] = deque()  # arrived, and leased still until the next slice is
+        self._slots = [_Slot() for _ in range(RING)]
+        self._turn = 0
+        self._usual_bytes = 0  # of a slot
 
-    def update_all(self, updates: Iterable[GroupUpdate]) -> None:
-        updates = list(updates)
-        todo = [
-            (update, part) for update in updates for part in update.trainable.slices(update.active, self._page_bytes)
-        ]
-        if not todo:
-            return
-        nbytes = max(slice_bytes(update.trainable, part) for update, part in todo)
-        slots = [_Slot(self.on_device.new_storage(nbytes)) for _ in range(min(RING, len(todo)))]
+    def update(self, update: GroupUpdate) -> None:
+        """Update a group. What it leaves may be on its way to the places still, its pages leased: see `settle`."""
+        self._make_ready(update.trainable)
+        self.kept.ready([update.trainable.group])
+        with torch.autocast(self.on_device.device.device.type, enabled=False):
+            for part in update.trainable.slices(update.active, self._page_bytes):
+                self._update_on_device(update, part, self._next_slot(slice_bytes(update.trainable, part)))
+
+    def give_back(self, then: Access | None = None) -> None:
+        if then is not None:
+            self._pager.lease(then)
+        self.on_device.downloads.collect()
+        self._release_arrived()
+        if then is not None:
+            self._pager.wait(then)
+
+    def settle(self) -> None:
+        """Wait until what was updated is at its places.
+
+        Raises:
+            DeviceError: the device failed.
+        """
         try:
-            self.kept.ready(update.trainable.group for update in updates)
-            for number, (update, part) in enumerate(todo):
-                self._update_on_device(update, part, slots[number % len(slots)])
             self.on_device.downloads.finish()
         finally:
-            self.on_device.finish()
-            self._give_back()
-            for slot in slots:
-                slot.storage.free()
+            self._release_arrived()
 
-    def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
+    def end(self) -> None:
+        self.settle()
+        self._free_slots()
+        super().end()
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._over.clear()
+        with contextlib.suppress(DeviceError):  # a device that failed keeps the memory until the process ends
+            self._free_slots()
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _next_slot(self, nbytes: int) -> _Slot:
+        """Return the one whose turn it is, once it is free, with so much memory or more."""
+        slot = self._slots[self._turn]
+        self._turn = (self._turn + 1) % RING
         while not slot.is_free:
             self.on_device.downloads.wait_for_oldest()
+        if slot.storage is None or slot.storage.nbytes < nbytes:
+            if slot.storage is not None:
+                slot.storage.free()
+                slot.storage = None
+            self._usual_bytes = self._usual_bytes or ring_bytes(self._trainables, self._page_bytes) // RING
+            slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
+        return slot
+
+    def _free_slots(self) -> None:
+        for slot in self._slots:
+            storage, slot.storage, slot.is_free = slot.storage, None, True
+            if storage is not None:
+                storage.free()
+
+    def _update_on_device(self, update: GroupUpdate, part: Slice, slot: _Slot) -> None:
+        storage = slot.storage
+        if storage is None:
+            raise InvariantError("a slice was to be updated in a slot without memory")
         self._pager.lease(part.access)
-        self._give_back()
+        self._release_arrived()
         self._pager.wait(part.access)
         started = time.monotonic()
         try:
             parts = _parts(update, part, self.gradient_of)
-            self.on_device.bring_up(slot.storage, [copied for p in parts if p.goes_up for copied in self._pieces(p)])
-            run = list(self._runs(update, part, parts, slot.storage))
+            self.on_device.bring_up(storage, [copied for p in parts if p.goes_up for copied in self._pieces(p)])
+            run = list(self._runs(update, part, parts, storage))
             if self.on_device.kernel is None:
                 self._shadow.update([one.work for one in run])
             else:
@@ -130,7 +177,7 @@ class DeviceSweep(Sweep):
             for one in run:
                 self._bring_home(one)
             found = [copied for p in parts if p.comes_down for copied in self._pieces(p)]
-            down = [(memory, slot.storage.read(at, memory.numel())) for at, memory in found]
+            down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
         except BaseException:
             self.on_device.finish()  # a part of it may be on its way
             self._pager.release(part.access)
@@ -152,7 +199,7 @@ class DeviceSweep(Sweep):
         slot.is_free = True
         self._pager.release(access)
 
-    def _give_back(self) -> None:
+    def _release_arrived(self) -> None:
         while self._over:
             access = self._over.popleft()
             self._pager.release(access, access.writes)

@@ -14,6 +14,10 @@ It is updated between nodes of the outermost backward, and not in the middle of 
 calls that no backward came to, a pass that only accumulates) leaves a group for `step()`, which is always right. Where something
 uses or adds to a group all the same after its update, that raises an error, by the version of the parameter at the latest.
 
+[Note: one module behind] On an accelerator a gradient arrives when its kernels have run, long after they were queued. To wait
+for it at once would leave the device with nothing to do while the CPU updates. So a group whose gradients are on their way is
+updated when the backward has come one module further, whose kernels are queued by then.
+
 [Note: between backward and step] Until `step()` some groups are of the new step and others of the old one. Nobody sees that:
 parameters of updated groups are cold, and refuse to be leased or looked at; their gradients can be looked at and not changed
 (used_gradient.py); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings are those that
@@ -34,10 +38,9 @@ from torch import nn
 
 from swapper.core.schedule import Access
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.cold import set_cold, set_warm
 from swapper.modules.own_hook import hookable
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import GroupUpdate, Sweep
+from swapper.train.sweep import GroupUpdate, Sweep, Trainable
 from swapper.train.updates import Undo, Updates, apart_from_pass
 from swapper.train.used_gradient import ADVICE, protect, release
 
@@ -58,6 +61,7 @@ class StepInBackward(Updates):
         begin: called before the first update of a step; returns False where all of them must wait for `optimizer.step()`.
         undo: see Undo.
         check_usable: raises StateError where undoing has failed.
+        have_arrived: whether gradients are at their places.
     """
 
     follows_backward = True
@@ -69,12 +73,14 @@ class StepInBackward(Updates):
         begin: Callable[[], bool],
         undo: Undo,
         check_usable: Callable[[], None],
+        have_arrived: Callable[[Trainable], bool],
     ) -> None:
         super().__init__(sweep)
         self._groups = groups
         self._begin = begin
         self._undo = undo
         self._check_usable = check_usable
+        self._have_arrived = have_arrived
         self._trainables = {trainable.group: trainable for trainable in sweep.trainables}
         self._group_of = {id(p): t.group for t in sweep.trainables for p in t.parameters}
         self._done: dict[int, GroupUpdate] = {}  # by group: what is updated of the step
@@ -82,6 +88,7 @@ class StepInBackward(Updates):
         self._arrivals: dict[
             int, dict[int, int]
         ] = {}  # by group and id of a parameter: the task that its gradient came in
+        self._next: set[int] = set()  # groups that are updated when the backward goes on once more
         self._task: int | None = None  # the outermost backward that runs, or has failed
         self._waits = False  # for `step`, whatever this backward brings
         self._accumulating = 0
@@ -163,13 +170,12 @@ class StepInBackward(Updates):
 
     def forget(self) -> None:
         for index in self._done:
-            self._groups[index].catch_up = None
-            for parameter in self._groups[index].parameters if not self._groups[index].paged else ():
-                set_warm(parameter)
+            self._groups[index].caught_up()
         for gradient in self._protected:
             release(gradient)
         self._done, self._versions, self._protected = {}, {}, []
         self._arrivals = {}
+        self._next.clear()
         self._task = None
 
     # --- what passes tell -----------------------------------------------------------------------------------------
@@ -191,6 +197,7 @@ class StepInBackward(Updates):
                 f"a second backward began before optimizer.step(), and the first has updated parameters already: {REMEDY}"
             )
         self._task = task
+        self._next.clear()
         self._waits = self._accumulating > 0 or torch._C._autograd._get_current_graph_task_keep_graph()
         for group, tasks in list(self._arrivals.items()):  # some may have come before a module was asked for any
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
@@ -202,6 +209,9 @@ class StepInBackward(Updates):
             return  # checkpointing that is selective has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
+                if group not in self._next and not self._have_arrived(self._trainables[group]):
+                    self._next.add(group)  # [Note: one module behind]
+                    continue
                 if not self._done and not self._begin():
                     self._waits = True
                     return
@@ -243,8 +253,8 @@ class StepInBackward(Updates):
                 if update is None:
                     return
                 self._done[group] = update  # from here on it must be put back if anything fails
-                last: Access = self._sweep.update(update)
-                self._sweep.hand_over(last, None)
+                self._sweep.update(update)
+                self._sweep.give_back()
                 self._shut(group, update)
         except BaseException as error:
             self._put_back(error)
@@ -260,10 +270,7 @@ class StepInBackward(Updates):
                 f"update='backward' it can be neither used nor looked at; {REMEDY}"
             )
 
-        self._groups[group].catch_up = refuse
-        if not self._groups[group].paged:
-            for parameter in self._groups[group].parameters:
-                set_cold(parameter)
+        self._groups[group].put_off(refuse)
         for gradient in update.gradients:
             if gradient is not None:
                 self._versions[id(gradient)] = gradient._version
@@ -276,7 +283,7 @@ class StepInBackward(Updates):
         groups = list(self._done)
         self.forget()
         self.uses.clear()
-        self._sweep.forget_pieces()
+        self._sweep.abandon()
         return not groups or self._undo(groups, error)
 
     def _check_as_used(self) -> None:

@@ -37,11 +37,11 @@ def frames_needed(
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
+    leaving = int(any(section.transient and section.pages for section in sections))  # a page on which a gradient leaves
     if on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    meanwhile = most if update != "step" else 0
-    if any(section.transient and section.pages for section in sections):
-        most += 1  # on which a gradient leaves
+    meanwhile = 0 if update == "step" else most + leaving * on_device
+    most += leaving
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -15,7 +16,7 @@ from swapper.core.layout import Slot
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
-from swapper.errors import StateError
+from swapper.errors import DeviceError, StateError
 from swapper.interrupts import held_back
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import Group, changes_itself
@@ -43,7 +44,7 @@ from swapper.train.spare import find_rooms
 from swapper.train.state_dicts import StateDicts
 from swapper.train.state_view import StateView
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import Sweep
+from swapper.train.sweep import Sweep, Trainable
 from swapper.train.updates import Updates
 from swapper.train.visit import fill
 
@@ -108,7 +109,7 @@ class OffloadedModel:
         self.entries = StateEntries(inventory.forms)
         parts = (
             self._trainables, Shadow(optimizer), self.entries, pager, page_bytes, clock.counters,
-            lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end),
+            lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end), self._make_ready,
         )  # fmt: skip
         self._sweep = Sweep(*parts)
         self._kept_state: KeptState | None = None
@@ -136,7 +137,9 @@ class OffloadedModel:
         if update == "deferred":
             self.updates = DeferredStep(self._sweep, self.groups, self._undo_update)
         elif update == "backward":
-            self.updates = StepInBackward(self._sweep, self.groups, self._begin_early, self._undo_update, enter)
+            self.updates = StepInBackward(
+                self._sweep, self.groups, self._begin_early, self._undo_update, enter, self._have_arrived
+            )
         self._changes_itself = changes_itself(model)
         self.changed_in_pass: Callable[[], None] = lambda: None  # to be told when a forward has changed parameters
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = (
@@ -275,12 +278,19 @@ class OffloadedModel:
         elif self._before is not None:
             self._before = self.packed_groups(), self._before[1]
         self.gradients.before_step()
-        if self._on_device is None:
-            self.updates.take_step()
-            return
-        self._on_device.before_update(trainable.group for trainable in self._trainables)
         self.updates.take_step()
-        self._on_device.after_update()
+        if self._on_device is not None:
+            self._on_device.after_update()
+
+    def _make_ready(self, trainable: Trainable) -> None:
+        """A group is about to be updated: see Sweep."""
+        self.gradients.paged.settle(trainable.parameters)
+        if self._on_device is not None:
+            self._on_device.before_update(trainable.group)
+
+    def _have_arrived(self, trainable: Trainable) -> bool:
+        """Whether an update need not wait for gradients."""
+        return self.gradients.paged.have_arrived(trainable.parameters)
 
     def _note_before(self) -> None:
         self._state_dicts.expire("the next step")
@@ -338,11 +348,12 @@ class OffloadedModel:
             self.restore_settings(settings)
             self.entries.unpack(entries)
         self.updates.forget()
+        self._sweep.abandon()
 
     def _undo_update(self, groups: Collection[int], error: BaseException) -> bool:
         """See Undo."""
         self.abandon_pass()
-        self._pager.drop_leases([access for parameters in self.groups for access in parameters.holds])
+        self._drop_leases([access for parameters in self.groups for access in parameters.holds])
         if not groups:
             return True
         sections = [section for section in self._sections if section.plan.group in groups]
@@ -366,6 +377,8 @@ class OffloadedModel:
 
     def _drop_leases(self, kept: Iterable[Access]) -> None:
         """All leases of passes are gone, and so are those of copies, which are waited for."""
+        with contextlib.suppress(DeviceError):
+            self._sweep.settle()
         if self._on_device is not None:
             self._on_device.finish()
             self._on_device.forget_uses()
@@ -450,6 +463,7 @@ class OffloadedModel:
             self._original_guard.remove()
         if self._on_device is not None:
             self._on_device.finish()
+        self._sweep.abandon()
         for group in self.groups:
             group.abandon(keep_cold)
         if self._kept_state is not None:

@@ -259,9 +259,9 @@ class OnDevice:
 
     # --- an update --------------------------------------------------------------------------------------------------
 
-    def before_update(self, groups: Iterable[int]) -> None:
-        """The places of these groups' parameters are about to be changed."""
-        self.tier.outdate(self._images[group] for group in groups)
+    def before_update(self, group: int) -> None:
+        """The places of a group's parameters are about to be changed."""
+        self.tier.outdate(self._images[group])
 
     def after_update(self) -> None:
         """Parameters are what the next step's forward is to use. What this one did is expected of it."""

@@ -11,7 +11,7 @@ the ColdGradient go, its pages are forgotten: what has not been written by then 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -193,12 +193,15 @@ class PagedGradients:
             flat[begin:end] = home.content.of(view)
         return whole
 
-    def settle(self) -> None:
-        """Somebody is about to look at places: have everything there that is on its way."""
+    def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
+        """Somebody is about to look at places: have everything there that is on its way, of these gradients or of all."""
+
+    def have_arrived(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether `settle` would not wait for these gradients."""
+        return True
 
     def before_step(self) -> None:
         """The sweep leases the pages of every gradient: have something there where one was zeroed and nothing came since."""
-        self.settle()
         for home in self._homes.values():
             if home.content.zero and type(home.parameter.grad) is ColdGradient:
                 for view, _, _ in self._pages(home):

@@ -58,9 +58,7 @@ class GroupParameters:
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self._leases = 0  # of passes; they share one lease of the pager's
-        # While the group is in the middle of a step: updates it and leases what it is given (train/deferred.py), or refuses
-        # (train/during_backward.py).
-        self.catch_up: Callable[[Access | None], None] | None = None
+        self.catch_up: Callable[[Access | None], None] | None = None  # see `put_off`
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._addresses: list[int] = []
         self._versions: list[int] = []  # of the parameters when they were leased
@@ -97,6 +95,25 @@ class GroupParameters:
             guard(parameter, self._keeper)
         if self.paged:
             self._chill()
+
+    def put_off(self, catch_up: Callable[[Access | None], None]) -> None:
+        """Nobody shall see the group as it is: it is in the middle of a step.
+
+        Args:
+            catch_up: asked for by whoever needs it: updates it and leases what it is given (deferred.py), or refuses
+                (during_backward.py).
+        """
+        self.catch_up = catch_up
+        if not self.paged:
+            for parameter in self.parameters:
+                set_cold(parameter)
+
+    def caught_up(self) -> None:
+        """The group is what the last step has left."""
+        self.catch_up = None
+        if not self.paged:
+            for parameter in self.parameters:
+                set_warm(parameter)
 
     def lease(self) -> None:
         """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""

@@ -95,6 +95,7 @@ class Sweep:
         pager, page_bytes: what leases go to, and the size of its pages.
         counters: to keep.
         gradient: returns elements [begin, end) of a parameter's gradient, given both, flat; its pages, if it has any, are leased.
+        make_ready: called before a group is updated; has its gradients at their places, and nobody read those of its parameters.
     """
 
     def __init__(
@@ -106,9 +107,11 @@ class Sweep:
         page_bytes: int,
         counters: Counters,
         gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
+        make_ready: Callable[[Trainable], None],
     ) -> None:
         self._trainables = trainables
         self._gradient = gradient
+        self._make_ready = make_ready
         self._shadow = shadow
         self._entries = entries
         self._pager = pager
@@ -119,6 +122,7 @@ class Sweep:
         ] = {}  # of a parameter that is being updated in pieces: what all pieces begin with
         self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
         self._flat: dict[Place, torch.Tensor] = {}
+        self._last: Access | None = None  # of the slice that was updated last, leased still
 
     @property
     def trainables(self) -> Sequence[Trainable]:
@@ -127,7 +131,7 @@ class Sweep:
     def begin(self) -> None:
         """Begin a step: it has the optimizer's settings of this moment."""
         self._shadow.begin_step()
-        self.forget_pieces()  # of a step that failed
+        self.abandon()  # what is left of a step that failed
 
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
         """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
@@ -144,39 +148,32 @@ class Sweep:
         """Return which of the optimizer's settings is not what it was when the step began, in words; None if none is."""
         return self._shadow.changed_setting()
 
-    def update(self, update: GroupUpdate, after: Access | None = None) -> Access:
-        """Update a group. Returns the last access, still leased, which the next one or `end` gives back.
-
-        Args:
-            after: the access that the update before this one left leased.
-        """
+    def update(self, update: GroupUpdate) -> None:
+        """Update a group. What its last slice has leased is kept for the next update, until `give_back`."""
+        self._make_ready(update.trainable)
         for part in update.trainable.slices(update.active, self._page_bytes):
-            self.hand_over(after, part.access)
-            after = part.access
+            self._hand_over(part.access)
             started = time.monotonic()
             self._update(update, part)
             self._counters.updated(started, part.access.key)
-        if after is None:
-            raise InvariantError("a group without slices was to be updated")
-        return after
 
-    def hand_over(self, last: Access | None, access: Access | None) -> None:
-        """Lease `access`, if any, before `last`, if any, is given back."""
-        if access is not None:
-            self._pager.lease(access)
-        if last is not None:
-            self._pager.release(last, last.writes)
-        if access is not None:
-            self._pager.wait(access)
+    def give_back(self, then: Access | None = None) -> None:
+        """No update follows soon: what the last one has leased still is given back, after `then`, if any, was leased."""
+        self._hand_over(then)
+        self._last = None
+
+    def settle(self) -> None:
+        """What was updated is at its places when this returns, in memory: here it always is."""
 
     def end(self) -> None:
         """All groups of the step are updated. Writes may still be in flight."""
         self._shadow.end_step()
 
-    def forget_pieces(self) -> None:
-        """A parameter may have been updated in part: that is undone."""
+    def abandon(self) -> None:
+        """Parameters may have been updated in part, and nothing is leased any more: all that is forgotten."""
         self._old.clear()
         self._new.clear()
+        self._last = None
 
     def run(self) -> None:
         """Take a whole step: update every parameter that has a gradient. Its writes may still be in flight on return."""
@@ -186,10 +183,9 @@ class Sweep:
 
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
         """Update these groups one after the other."""
-        last: Access | None = None
         for update in updates:
-            last = self.update(update, last)
-        self.hand_over(last, None)
+            self.update(update)
+        self.give_back()
 
     def refresh_masters(self, trainable: Trainable) -> None:
         """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
@@ -206,6 +202,16 @@ class Sweep:
             self._pager.release(access, access.writes)
 
     # --------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, access: Access | None) -> None:
+        """Lease `access`, if any, before what the last slice has leased is given back."""
+        if access is not None:
+            self._pager.lease(access)
+        last, self._last = self._last, access
+        if last is not None:
+            self._pager.release(last, last.writes)
+        if access is not None:
+            self._pager.wait(access)
 
     def _update(self, update: GroupUpdate, part: Slice) -> None:
         run: list[Update] = []

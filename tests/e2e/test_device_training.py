@@ -188,8 +188,6 @@ def test_a_device_budget_that_is_too_small_is_refused_with_the_smallest_that_wor
 @pytest.mark.parametrize(
     "options, match",
     [
-        ({"update": "deferred"}, "update='deferred' is not available with device="),
-        ({"update": "backward"}, "update='backward' is not available with device="),
         ({"optimizer_state": "device"}, "optimizer_state='device' goes with an update there"),
         ({"gradients": "device"}, "gradients='device' goes with an update there"),
         ({"device": "cpu"}, "device_memory=.* goes with a device"),

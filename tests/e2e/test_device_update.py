@@ -49,14 +49,14 @@ def test_masters_are_updated_on_the_device(on_device: MakeTwins, gradients: str)
 def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     pair = on_device(update_on="device", device_memory=8 * MIB, optimizer_state="host", params="host")
     pair.train(train_step, steps=1)
-    update = DeviceSweep.update_all
+    update = DeviceSweep.update
 
-    def without_waiting(self: DeviceSweep, updates: Any) -> None:
+    def without_waiting(self: DeviceSweep, group: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
-            update(self, updates)
+            update(self, group)
 
-    monkeypatch.setattr(DeviceSweep, "update_all", without_waiting)
+    monkeypatch.setattr(DeviceSweep, "update", without_waiting)
     with pytest.raises(AssertionError):
         pair.train(train_step, steps=2)
         pair.assert_same_parameters()

@@ -16,11 +16,13 @@ from swapper.counters import Counters
 from swapper.device.downloads import Downloads
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
-from swapper.device.uploads import Uploads
-from swapper.errors import DeviceError
+from swapper.errors import DeviceError, InvariantError
 from swapper.train.device_grads import DeviceGradients
+from swapper.train.device_sweep import DeviceSweep
 
 __all__ = ["on_device"]
+
+UPDATES = ("step", "deferred", "backward")
 
 
 def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
@@ -29,11 +31,15 @@ def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: Ma
         two_steps(on_device())
 
 
-def test_gradients_that_are_used_before_they_have_arrived_are_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    monkeypatch.setattr(DeviceGradients, "settle", lambda self: None)
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+def test_gradients_that_are_used_before_they_have_arrived_are_noticed(
+    on_device: MakeTwins, monkeypatch: Any, update: str, update_on: str
+) -> None:
+    pair = on_device(update=update, update_on=update_on, gradients="host", device_memory=8 * MIB)
+    monkeypatch.setattr(DeviceGradients, "settle", lambda self, parameters=None: None)
     with pytest.raises(AssertionError):
-        pair = on_device()
-        pair.train(train_step, steps=2)
+        pair.both(train_step), pair.both(train_step)  # nothing in between waits for copies
         pair.assert_same_parameters()
 
 
@@ -104,18 +110,35 @@ def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTw
     loss_of(pair.swapped, tokens()).backward()
     pair.optimizer.step()  # and brings what comes next
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="used again before its copy was over"):
-        patch.setattr(Uploads, "finish", lambda self: None)
+        patch.setattr(DeviceStorage, "wait_for_copies", lambda self: None)
         pair.optimizer.step()
         loss_of(pair.swapped, tokens())
     forget_copies(pair)
 
 
+@pytest.mark.parametrize("update", UPDATES)
 def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
-    on_device: MakeTwins, monkeypatch: Any
+    on_device: MakeTwins, monkeypatch: Any, update: str
 ) -> None:
-    monkeypatch.setattr(DeviceTier, "outdate", lambda self, images: list(images))
+    monkeypatch.setattr(DeviceTier, "outdate", lambda self, image: None)
     with pytest.raises(AssertionError):
-        two_steps(on_device(device_memory=64 * MIB))
+        pair = on_device(device_memory=64 * MIB, update=update)
+        pair.train(train_step, steps=2)
+        pair.assert_same_parameters()
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
+    on_device: MakeTwins, monkeypatch: Any, update: str
+) -> None:
+    pair = on_device(update=update, update_on="device", device_memory=8 * MIB)
+    pair.both(train_step)
+    with monkeypatch.context() as patch, pytest.raises((AssertionError, InvariantError)):
+        patch.setattr(DeviceSweep, "settle", lambda self: None)
+        pair.both(train_step), pair.both(train_step)
+        pair.check_pager()
+    pair.manager.current.run.model.updates.remove()  # closing finishes no step
+    forget_copies(pair)
 
 
 def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:

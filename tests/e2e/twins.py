@@ -111,7 +111,7 @@ class Twins:
         self.original = make_optimizer(select(self.swapped))
         self.optimizer: Any = self.original
         self.options = {"params": "nvme", "optimizer_state": "nvme", **options}
-        if (order := os.environ.get("SWAPPER_TEST_DEVICE")) and self.options.get("update", "step") == "step":
+        if order := os.environ.get("SWAPPER_TEST_DEVICE"):
             self.options.setdefault("device", HostDevice(order))
             if os.environ.get("SWAPPER_TEST_STAYS"):
                 self.options.update(update_on="device", gradients="device", optimizer_state="device")

@@ -1,0 +1,363 @@
+"""Updates in forward (`update="deferred"`) and in backward on a device: the same bits, wherever the update itself is made.
+
+All that the CPU's suites hold can be run on a device of host memory too: SWAPPER_TEST_DEVICE=late (twins.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from infer.host_device import ORDERS, HostDevice
+from torch import nn
+
+import swapper
+from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
+from e2e.early import train, updated_early
+from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
+from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, scheduled
+
+__all__ = ["on_device"]
+
+PLACES = ("cpu", "device")
+
+
+@pytest.fixture(params=PLACES)
+def deferred(request: Any, on_device: MakeTwins) -> MakeTwins:
+    return partial(on_device, update="deferred", update_on=request.param, device_memory=8 * MIB)
+
+
+@pytest.fixture(params=PLACES)
+def backward(request: Any, on_device: MakeTwins) -> MakeTwins:
+    return partial(on_device, update="backward", update_on=request.param, device_memory=8 * MIB)
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
+def test_deferred_updates_are_bit_equal(deferred: MakeTwins, order: str, params: str, state: str) -> None:
+    pair = deferred(params=params, optimizer_state=state, order=order)
+    pair.train(accumulate, steps=3)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
+def test_updates_in_backward_are_bit_equal(backward: MakeTwins, order: str, params: str, state: str) -> None:
+    pair = backward(params=params, optimizer_state=state, order=order)
+    early = train(pair, train_step, steps=3)
+    assert all(len(groups) >= 3 for groups in early), early
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update_on, memory", [("cpu", MIB * 3 // 2), ("device", 3 * MIB)])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_budget_smaller_than_the_model_is_kept_to(
+    on_device: MakeTwins, update: str, update_on: str, memory: int
+) -> None:
+    device = HostDevice("late")
+    pair = on_device(
+        Net(depth=8), update=update, update_on=update_on, device=device, device_memory=memory, gradients="nvme"
+    )
+    assert memory < sum(p.nbytes for p in pair.plain.parameters())
+    pair.train(train_step, steps=3)
+    assert device.peak_bytes <= memory
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["host", "nvme"])
+def test_masters_and_clipping_are_bit_equal_where_updates_are_deferred(deferred: MakeTwins, gradients: str) -> None:
+    pair = deferred(Net().to(torch.bfloat16), master=True, gradients=gradients)
+    pair.train(accumulate, steps=3)
+    pair.finish(paged=False)
+
+
+MODELS = [{"checkpointing": False}, {"checkpointing": True}, {"tied": True}, {"passes": 2}, {"dropout": 0.1}]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_models_that_use_parameters_again_are_bit_equal(
+    deferred: MakeTwins, backward: MakeTwins, options: dict[str, Any]
+) -> None:
+    pair = deferred(Net(**options))
+    pair.train(train_step, steps=3)
+    pair.finish(paged=False)
+    pair = backward(Net(**options))
+    assert all(len(groups) >= 3 for groups in train(pair, train_step, steps=3))
+    pair.finish(paged=False)
+
+
+def test_several_backwards_to_one_step_are_bit_equal(backward: MakeTwins) -> None:
+    pair = backward(gradients="nvme")
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        with pair.manager.accumulate():
+            loss_of(model, tokens()).backward()
+        return train_step(model, optimizer)
+
+    assert all(len(groups) >= 3 for groups in train(pair, run, steps=3))
+    pair.finish(paged=False)
+
+
+def test_a_scaler_and_a_scheduler_are_bit_equal_where_updates_are_deferred(deferred: MakeTwins) -> None:
+    pair = deferred(Net())
+    scalers = {
+        id(model): torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        for model in (pair.plain, pair.swapped)
+    }
+
+    def scaled(model: Any, optimizer: Any) -> list[float]:
+        scaler = scalers[id(model)]
+        loss = loss_of(model, tokens())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return [loss.item(), scaler.get_scale()]
+
+    pair.train(scaled, steps=4)
+    pair.train(scheduled(pair), steps=3)
+    pair.finish(paged=False)
+
+
+def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
+    turn = {"plain": 0, "swapped": 0}
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+        def forward(self, hidden: torch.Tensor, half: int) -> torch.Tensor:
+            for layer in list(self.layers)[4 * half : 4 * half + 4]:
+                hidden = torch.relu(layer(hidden))
+            return hidden
+
+    pair = deferred(Halves())
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        key = "plain" if model is pair.plain else "swapped"
+        turn[key] += 1
+        return finish_step(model(torch.randn(4, WIDTH), turn[key] % 2).square().mean(), optimizer)
+
+    pair.train(run, steps=5)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_what_was_updated_is_brought_once_and_what_is_frozen_stays(on_device: MakeTwins, update: str) -> None:
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    pair = on_device(model, update=update, device_memory=64 * MIB)
+
+    def evaluate(model: Any, _: Any) -> torch.Tensor:
+        return torch.no_grad()(loss_of)(model, tokens())
+
+    pair.train(train_step, steps=2)
+    pair.both(evaluate)  # and all of it is there
+    before = pair.manager.counters.uploaded_bytes
+    pair.train(train_step, steps=3)
+    pair.both(evaluate)
+    trained = sum(p.nbytes for p in pair.plain.parameters() if p.requires_grad)
+    assert pair.manager.counters.uploaded_bytes - before == 3 * trained
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("gradients", ["device", "auto"])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_gradients_that_stay_there_are_bit_equal(on_device: MakeTwins, update: str, gradients: str) -> None:
+    pair = on_device(update=update, update_on="device", gradients=gradients, device_memory=16 * MIB)
+    if update == "deferred":
+        pair.train(accumulate, steps=3)
+    assert update == "deferred" or all(len(groups) >= 3 for groups in train(pair, train_step, steps=3))
+    assert pair.manager.current.run.model._kept_gradients()
+    pair.finish(paged=False)
+
+
+# --- whoever looks, and runs that go on -------------------------------------------------------------------------------
+
+LOOKS: dict[str, Callable[[Twins, Path], Any]] = {
+    "evaluation": lambda pair, _: pair.both(lambda model, _: torch.no_grad()(loss_of)(model, tokens())),
+    "gather": lambda pair, _: pair.assert_same_parameters(),
+    "state": lambda pair, _: pair.assert_same_state(),
+    "the model's state_dict": lambda pair, _: assert_same(
+        dict(pair.swapped.state_dict()), dict(pair.plain.state_dict())
+    ),
+    "snapshot": lambda pair, path: assert_snapshot(pair, path),
+}
+
+
+def assert_snapshot(pair: Twins, path: Path) -> None:
+    pair.manager.snapshot(path / "snapshot.pt").wait()
+    content = torch.load(path / "snapshot.pt")
+    assert_same(dict(content["model"]), dict(pair.plain.state_dict()))
+    assert_same(content["optimizer"]["state"], pair.plain_optimizer.state_dict()["state"])
+
+
+@pytest.mark.parametrize("name", LOOKS)
+@pytest.mark.parametrize("place", ["nvme", "host"])
+def test_whoever_looks_sees_the_whole_step(deferred: MakeTwins, tmp_path: Path, name: str, place: str) -> None:
+    pair = deferred(params=place, optimizer_state=place)
+    pair.train(train_step, steps=2)
+    assert pair.manager.current.run.model.update_is_open
+    LOOKS[name](pair, tmp_path)
+    assert name == "evaluation" or not pair.manager.current.run.model.update_is_open
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update_on", PLACES)
+def test_a_run_that_is_closed_goes_on(on_device: MakeTwins, update: str, update_on: str) -> None:
+    pair = on_device(update=update, update_on=update_on, device_memory=8 * MIB)
+    pair.train(train_step, steps=3)
+    pair.close()
+    pair.swapped = Net()
+    pair.original = adamw(pair.swapped.parameters())
+    with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
+        options = {**pair.options, "device": HostDevice("late")}
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        pair.train(train_step, steps=2)
+        pair.finish(paged=False)
+
+
+def test_between_backward_and_step_nothing_can_be_looked_at(backward: MakeTwins, tmp_path: Path) -> None:
+    pair = backward()
+    pair.train(train_step, steps=1)
+    pair.both(lambda model, _: loss_of(model, tokens()).backward())
+    assert updated_early(pair)
+    for look in (
+        lambda: loss_of(pair.swapped, tokens()),
+        lambda: pair.manager.gather(pair.swapped).__enter__(),
+        lambda: pair.manager.snapshot(tmp_path / "early.pt"),
+        lambda: pair.optimizer.state_dict(),
+        lambda: nn.utils.clip_grad_norm_(pair.swapped.parameters(), 0.1),
+        lambda: pair.optimizer.zero_grad(set_to_none=False),
+    ):
+        with pytest.raises(
+            (swapper.StateError, swapper.UnsupportedError, swapper.ColdParameterError), match="backward"
+        ):
+            look()
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
+
+
+# --- what fails -------------------------------------------------------------------------------------------------------
+
+
+def fail_one_update(pair: Twins) -> None:
+    """Have the update of one of the next slices fail, once, when its kernels are about to be queued."""
+    if pair.options["update_on"] == "cpu":
+        fail_in_the_middle(pair)
+        return
+    shadow = pair.manager.current.run.model._sweep._shadow
+    update, calls = shadow.update, iter(range(100))
+
+    def fail_once(works: Any) -> None:
+        if next(calls) == 2:
+            shadow.update = update
+            raise RuntimeError("a fault in the middle")
+        update(works)
+
+    shadow.update = fail_once
+
+
+def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> None:
+    pair = deferred()
+    pair.train(train_step, steps=2)
+    fail_one_update(pair)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        pair.swapped(tokens())
+    pair.check_pager()
+    assert pair.manager.current.run.model.update_is_open
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("when", ["update", "backward"])
+def test_a_backward_that_fails_is_undone(backward: MakeTwins, when: str) -> None:
+    pair = backward()
+    pair.train(train_step, steps=2)
+    state = torch.get_rng_state()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a fault in the middle")
+
+    handle = pair.swapped.blocks[0].register_full_backward_hook(fail) if when == "backward" else None
+    if when == "update":
+        fail_one_update(pair)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        loss_of(pair.swapped, tokens()).backward()
+    if handle is not None:
+        handle.remove()
+        assert updated_early(pair)
+    pair.optimizer.zero_grad()
+    torch.set_rng_state(state)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+def test_a_step_in_backward_that_is_never_taken_is_undone(backward: MakeTwins) -> None:
+    pair = backward()
+    pair.train(train_step, steps=2)
+    loss_of(pair.swapped, tokens()).backward()
+    assert updated_early(pair)
+    pair.close()
+    pair.swapped = Net()
+    pair.original = adamw(pair.swapped.parameters())
+    with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
+        options = {**pair.options, "device": HostDevice("late")}
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        pair.train(train_step, steps=1)
+        pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again(
+    on_device: MakeTwins, update: str
+) -> None:
+    device = HostDevice("late")
+    pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB)
+    pair.train(train_step, steps=2)
+    state = torch.get_rng_state()
+    new_storage = pair.manager.current.run.on_device.new_storage
+    capacity = device.module.capacity_bytes
+
+    def short(nbytes: int) -> Any:
+        device.module.capacity_bytes = MIB // 8
+        return new_storage(nbytes)
+
+    pair.manager.current.run.on_device.new_storage = short
+    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
+        loss_of(pair.swapped, tokens()).backward()
+    del pair.manager.current.run.on_device.new_storage
+    device.module.capacity_bytes = capacity
+    pair.optimizer.zero_grad()
+    torch.set_rng_state(state)
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update_on", PLACES)
+def test_a_device_that_is_lost_is_named_and_nothing_hangs(on_device: MakeTwins, update: str, update_on: str) -> None:
+    device = HostDevice("late")
+    pair = on_device(update=update, update_on=update_on, device=device, device_memory=8 * MIB)
+    pair.train(train_step, steps=2)
+
+    def lose(*_: Any) -> None:
+        device.module.is_lost = True
+
+    pair.swapped.blocks[1].register_forward_hook(lose)
+    with pytest.raises(swapper.DeviceError, match=r"cpu failed at .*as asked for"):
+        loss_of(pair.swapped, tokens()).backward()
+    pair.manager.close()
+    device.module.is_lost = False
