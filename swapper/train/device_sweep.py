@@ -132,8 +132,10 @@ class DeviceSweep(Sweep):
 
     def abandon(self) -> None:
         super().abandon()
-        self._over.clear()
         with contextlib.suppress(DeviceError):  # a device that failed keeps the memory until the process ends
+            if not all(slot.is_free for slot in self._slots):
+                self.on_device.downloads.finish()
+            self._over.clear()
             self._free_slots()
 
     # --------------------------------------------------------------------------------------------------------------

@@ -283,8 +283,9 @@ class StepInBackward(Updates):
         groups = list(self._done)
         self.forget()
         self.uses.clear()
+        is_undone = not groups or self._undo(groups, error)
         self._sweep.abandon()
-        return not groups or self._undo(groups, error)
+        return is_undone
 
     def _check_as_used(self) -> None:
         """

@@ -66,8 +66,8 @@ def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: 
 def test_a_slot_that_is_used_again_before_its_copies_are_over_is_noticed(
     on_device: MakeTwins, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
     pair = on_device(update_on="device", device_memory=16 * MIB, optimizer_state="nvme", params="nvme")
+    monkeypatch.setattr(_Slot, "is_free", property(lambda self: True, lambda self, value: None))
     with pytest.raises(AssertionError, match=r"memory was changed before its copy was over|used again before"):
         pair.train(train_step, steps=2)
     forget_copies(pair)

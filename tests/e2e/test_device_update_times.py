@@ -5,6 +5,7 @@ All that the CPU's suites hold can be run on a device of host memory too: SWAPPE
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -359,5 +360,7 @@ def test_a_device_that_is_lost_is_named_and_nothing_hangs(on_device: MakeTwins, 
     pair.swapped.blocks[1].register_forward_hook(lose)
     with pytest.raises(swapper.DeviceError, match=r"cpu failed at .*as asked for"):
         loss_of(pair.swapped, tokens()).backward()
-    pair.manager.close()
+    with contextlib.suppress(swapper.DeviceError):  # a deferred step cannot be finished; all is let go nevertheless
+        pair.manager.close()
+    assert pair.manager.current.is_over
     device.module.is_lost = False

@@ -24,7 +24,7 @@ FIGURES: dict[str, Figures] = {
     "staged": Figures(drive.through_host_memory, drive.STAGED, 45),
     "inference": Figures(inference.passes, inference.PASSES, 60),
     "large": Figures(training.four_times_the_budget, (training.LARGE,), 45),
-    "training": Figures(training.training, (training.STREAMED, training.HOST, training.NVME), 110),
+    "training": Figures(training.training, (training.STREAMED, training.HOST, training.NVME, training.DEFERRED), 110),
     "norm": Figures(kernels.norm_kernel, (kernels.NORM,), 30),
     "quantised": Figures(kernels.quantised_kernels, kernels.QUANTISED, 40),
     "pages": Figures(kernels.page_kernels, kernels.PAGES, 30),

@@ -28,6 +28,7 @@ from gpu.install import ROOT
 from gpu.transformer import loss_of, transformer
 
 HOST, NVME = "training, state in host memory", "training, state on NVMe"
+DEFERRED = "training, state on NVMe, updates deferred"
 LARGE = "a model of 4 x device_memory trains, losses equal"
 STREAMED = "update of streamed state on the device, of the link"
 HOST_BAR, NVME_BAR = 0.95, 0.90
@@ -51,8 +52,12 @@ def training(bench: Bench) -> Iterator[Row]:
     value = torch.randn(bench.size(8, 1), bench.size(2048, 16), width, dtype=torch.bfloat16, device=bench.device)
     microbatches, plain_s = plain_step(bench, layers, width, value)
     with tempfile.TemporaryDirectory(dir=bench.directory) as place:
-        for figure, bar, where, least in ((HOST, bars[0], "host", HOST_BAR), (NVME, bars[1], "nvme", NVME_BAR)):
-            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, where, place)
+        for figure, bar, where, least, update in (
+            (HOST, bars[0], "host", HOST_BAR, "step"),
+            (NVME, bars[1], "nvme", NVME_BAR, "step"),
+            (DEFERRED, bars[1], "nvme", NVME_BAR, "deferred"),
+        ):
+            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, where, place, update)
             limit, told = 1.0, ""
             if where == "nvme":
                 writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
@@ -93,13 +98,13 @@ def plain_step(bench: Bench, layers: int, width: int, value: torch.Tensor) -> tu
 
 
 def swapped_step(
-    bench: Bench, layers: int, width: int, value: torch.Tensor, microbatches: int, where: str, place: str
+    bench: Bench, layers: int, width: int, value: torch.Tensor, microbatches: int, where: str, place: str, update: str
 ) -> tuple[float, int]:
     """Return how long a step is, and the bytes of the optimizer's state that it reads, and writes."""
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
     host = count * (4 + (STATE_BYTES if where == "host" else 2)) * 5 // 4 + 512 * MIB
-    options: dict[str, Any] = {"device": device_of(bench), "params": "device", "update_on": "auto"}
+    options: dict[str, Any] = {"device": device_of(bench), "params": "device", "update_on": "auto", "update": update}
     with swapper.SwapManager(place, host, resume="discard", commit_every=None) as manager:
         given = AdamW(model.parameters(), fused=True)
         model, optimizer = manager.offload(model, given, optimizer_state=where, master_weights=torch.float32, **options)
