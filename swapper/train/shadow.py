@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +48,13 @@ class Shadow:
         self._optimizer = optimizer
         self._step = _unhooked_step(type(optimizer))
         # The groups and attributes that the step has.
-        self._begun: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
         self._attributes: dict[str, Any] = {}  # that a call of this step left changed
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
     def begin_step(self) -> None:
         """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
-        self._begun = [_copy_of(group) for group in self._optimizer.param_groups], self._own_attributes()
+        self._begun = [_Settings(group) for group in self._optimizer.param_groups], self._own_attributes()
         self._settings, self._attributes = {}, {}
 
     def update(self, works: Sequence[Work]) -> None:
@@ -74,7 +74,7 @@ class Shadow:
             work.tensor.grad = work.gradient
             state[work.tensor] = work.state
             if work.settings not in groups:
-                groups[work.settings] = _copy_of(settings[work.settings])
+                groups[work.settings] = settings[work.settings].copy()
             groups[work.settings]["params"].append(work.tensor)
         before = {index: dict(group) for index, group in groups.items()}
         shadow = object.__new__(type(self._optimizer))
@@ -91,15 +91,16 @@ class Shadow:
         """Return which setting the user has changed since `begin_step`, in words; None if none."""
         begun = self._begun[0] if self._begun is not None else []
         for index, (ours, theirs) in enumerate(zip(begun, self._optimizer.param_groups, strict=False)):
-            for key in {**ours, **theirs}:
-                if key != "params" and not is_same(ours.get(key, self), theirs.get(key, self)):
+            for key in {**ours.values, **theirs}:
+                if key != "params" and not is_same(ours.values.get(key, self), theirs.get(key, self)):
                     return f"{key!r} of the optimizer's group {index}"
         return None
 
-    def settings(self, number: int) -> dict[str, Any]:
-        """Return what a group of the optimizer is set to in this step."""
-        groups = self._begun[0] if self._begun is not None else self._optimizer.param_groups
-        return groups[number]
+    def settings(self, number: int) -> Mapping[str, Any]:
+        """Return what a group of the optimizer is set to in this step. Not to be changed."""
+        if self._begun is not None:
+            return self._begun[0][number].values
+        return self._optimizer.param_groups[number]
 
     def counts_on_device(self, settings: int) -> bool:
         """Whether a group's update wants their counters, which are single numbers, where its parameters are."""
@@ -144,12 +145,36 @@ class Shadow:
             if name not in known or value is not known[name]:
                 self._attributes[name] = value
         for index, group in groups.items():
-            theirs = settings[index]
+            theirs = settings[index].values
             for key, value in group.items():
                 if key == "params" or value is theirs.get(key, self):
                     continue
                 if value is not before[index].get(key, self) or not is_same(value, theirs.get(key)):
                     self._settings.setdefault(index, {})[key] = value
+
+
+class _Settings:
+    """A copy of a group's settings, without its parameters.
+
+    Attributes:
+        values: by key. Not to be changed.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.values = {key: value for key, value in group.items() if key != "params"}
+        self._changeable = [
+            key
+            for key, value in self.values.items()
+            if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES
+        ]
+        self.values.update(self._copies())
+
+    def copy(self) -> dict[str, Any]:
+        """Return the settings for one call, which may change them, with no parameters."""
+        return {**self.values, **self._copies(), "params": []}
+
+    def _copies(self) -> dict[str, Any]:
+        return {key: copy.deepcopy(self.values[key]) for key in self._changeable}
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -173,16 +198,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _copy_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the group's settings without its parameters; what could be changed in place is a copy."""
-    return {
-        key: copy.deepcopy(value) if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES else value
-        for key, value in group.items()
-        if key != "params"
-    } | {"params": []}
-
-
 def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     """Return the class's `step` without torch's wrapper, which calls hooks: those are for the user's instance, once a step."""
     step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step

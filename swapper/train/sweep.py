@@ -25,8 +25,9 @@ from swapper.errors import InvariantError, UnsupportedError
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.shadow import Shadow, Work
 from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
+from swapper.train.widening import Widening
 
-UPDATE_ELEMENTS = 1 << 19
+UPDATE_ELEMENTS = 1 << 20
 """[Note: small updates]"""
 
 
@@ -123,6 +124,7 @@ class Sweep:
         self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
         self._flat: dict[Place, torch.Tensor] = {}
         self._last: Access | None = None  # of the slice that was updated last, leased still
+        self._widening = Widening(UPDATE_ELEMENTS)
 
     @property
     def trainables(self) -> Sequence[Trainable]:
@@ -232,7 +234,9 @@ class Sweep:
         self._shadow.update([update.work for update in run])
         for update in run:
             self._bring_home(update)
-            note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
+            if not update.places.may_cut:
+                note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large, and of any size
+        self._widening.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
         trainable, fixed = group.trainable, group.gradients[number]
@@ -247,7 +251,7 @@ class Sweep:
         if not places.may_cut:
             gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, homes)
-        work = Work(trainable.settings[number], target.detach(), gradient.to(target.dtype), state)
+        work = Work(trainable.settings[number], target.detach(), self._widening.widen(gradient, target.dtype), state)
         return Update(work, places, begin, end, homes, target, None if master is None else param)
 
     def _part(self, place: Place, places: ParameterPlaces, begin: int, end: int) -> torch.Tensor:
