@@ -201,4 +201,4 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
     """Return the class's `step` without torch's wrapper, which calls hooks: those are for the user's instance, once a step."""
     step: Any = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
