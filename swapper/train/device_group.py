@@ -17,7 +17,7 @@ from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
 from swapper.device.tier import Image
-from swapper.errors import StateError
+from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import Keeper, forsake, guard, unguard
 from swapper.modules.groups import Group
 from swapper.train.content import Content
@@ -68,6 +68,19 @@ class DeviceGroupParameters(GroupParameters):
                 parameter.data = view
             guard(parameter, self._keeper)
         self._chill()
+
+    def check_graph_of_backward(self) -> None:
+        """A device answers no reads of memory that is away.
+
+        Raises:
+            UnsupportedError: nobody holds the group.
+        """
+        if not self.holds:
+            raise UnsupportedError(
+                f"a backward with create_graph=True uses {self.group.name or 'the model'}, and the backward of that would "
+                f"find its parameters away from {self._on_device.device}: run forward and backwards inside "
+                "`with manager.gather(model):`"
+            )
 
     def put_off(self, catch_up: Callable[[Access | None], None]) -> None:
         super().put_off(catch_up)

@@ -257,6 +257,8 @@ class Hooks:
             leased = []
             try:
                 for group in call.groups:
+                    if torch.is_grad_enabled():
+                        group.check_graph_of_backward()
                     group.lease()
                     leased.append(group)
             except BaseException:

@@ -128,6 +128,12 @@ class GroupParameters:
         if self._leases == 1:
             self._versions = [parameter._version for parameter in self.parameters]
 
+    def check_graph_of_backward(self) -> None:
+        """A backward with `create_graph=True` begins to use the group: what autograd makes of it will, unannounced.
+
+        Such reads are answered from the file (csrc/memory/fault.h).
+        """
+
     def _bring_in(self) -> None:
         """A pass begins to lease the group."""
         if self.catch_up is not None:
