@@ -27,7 +27,7 @@ from swapper.train.shadow import Shadow, Work
 from swapper.train.slices import ParameterPlaces, Place, Slice, plan_slices
 from swapper.train.widening import Widening
 
-UPDATE_ELEMENTS = 1 << 20
+UPDATE_ELEMENTS = 1 << 19
 """[Note: small updates]"""
 
 
@@ -234,8 +234,7 @@ class Sweep:
         self._shadow.update([update.work for update in run])
         for update in run:
             self._bring_home(update)
-            if not update.places.may_cut:
-                note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large, and of any size
+            note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
         self._widening.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
