@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,22 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell that starts this in the background has it so, and what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of tests that are marked `large_table`, leave half of the cases where everything is run: see tools/test."""
+    if "SWAPPER_TEST_SAMPLE" not in os.environ or "SWAPPER_TEST_ALL" in os.environ:
+        return
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    seen: set[tuple[object, ...]] = set()
+    for item in items:
+        test = (item.path, getattr(item, "originalname", item.name))
+        in_sample = item.get_closest_marker("large_table") is None or zlib.crc32(item.name.encode()) % 2 == 0
+        (kept if in_sample or test not in seen else left_out).append(item)
+        seen.add(test)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

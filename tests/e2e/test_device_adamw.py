@@ -18,6 +18,8 @@ from e2e.twins import Twins, adamw
 from swapper.device.adamw import AdamWStep, Slice, reference_
 from swapper.train.optim import packed_groups
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["on_device"]
 
 KERNEL = {"update_on": "device", "update_with": "kernel", "device_memory": 24 * MIB}

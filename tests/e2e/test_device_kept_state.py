@@ -21,6 +21,8 @@ from swapper.train.device_sweep import DeviceSweep
 from swapper.train.kept_state import KeptState
 from swapper.train.on_device import OnDevice
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["on_device"]
 
 KEPT = {"update_on": "device", "optimizer_state": "device", "device_memory": 24 * MIB}

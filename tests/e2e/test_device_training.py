@@ -19,6 +19,8 @@ from e2e.twins import adamw, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.on_device import OnDevice
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["on_device"]
 
 

@@ -17,6 +17,8 @@ from swapper.device.storage import DeviceStorage
 from swapper.train.device_sweep import DeviceSweep, _Slot
 from swapper.train.update_rates import faster_place
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["on_device"]
 
 

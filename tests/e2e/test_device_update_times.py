@@ -22,6 +22,8 @@ from e2e.early import train, updated_early
 from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, scheduled
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["on_device"]
 
 PLACES = ("cpu", "device")

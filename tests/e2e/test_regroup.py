@@ -25,6 +25,8 @@ from swapper.train.content import CarriedContent
 from swapper.train.parked_grads import ParkedGradients
 from swapper.train.slices import Place
 
+pytestmark = pytest.mark.large_table
+
 MakeTwins = Callable[..., Twins]
 
 

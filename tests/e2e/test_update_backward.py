@@ -20,6 +20,8 @@ from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
 from e2e.twins import Twins, scheduled
 
+pytestmark = pytest.mark.large_table
+
 MakeTwins = Callable[..., Twins]
 
 

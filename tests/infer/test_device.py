@@ -18,6 +18,8 @@ from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.device.uploads import Uploads
 
+pytestmark = pytest.mark.large_table
+
 MIB = 1 << 20
 HOST = 3 * MIB
 LEAST = 1 * MIB
