@@ -117,8 +117,9 @@ class OffloadedModel:
             self._kept_state = KeptState(
                 (t for t in self._trainables if t.group in inventory.staying_state), on_device, pager
             )
-            where = lambda parameter: self.gradients.paged.where(parameter)  # noqa: E731
-            self._sweep = DeviceSweep(on_device, where, self._kept_state, *parts)
+            self._sweep = DeviceSweep(
+                on_device, lambda parameter: self.gradients.paged.where(parameter), self._kept_state, *parts
+            )
         self._conditions = Conditions(inventory, self._trainables, self.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}

@@ -5,20 +5,24 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from types import ModuleType
 
 NAME = "swapper._C"
 
 
-class Sanitized:
+class Sanitized(MetaPathFinder):
     """Finds the data plane where the environment says, before anything finds the installed one."""
 
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != NAME:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != NAME:
             return None
         place = os.environ["SWAPPER_SANITIZED"]
         return importlib.util.spec_from_file_location(NAME, place, loader=ExtensionFileLoader(NAME, place))
 
 
-sys.meta_path.insert(0, Sanitized)  # type: ignore[arg-type]
+sys.meta_path.insert(0, Sanitized())
