@@ -111,6 +111,19 @@ class Net(nn.Module):
         return self.head(self.norm(hidden_of(hidden)))
 
 
+class Halves(nn.Module):
+    """Of its layers a forward uses one half, 0 or 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, hidden: torch.Tensor, half: int) -> torch.Tensor:
+        for layer in list(self.layers)[4 * half : 4 * half + 4]:
+            hidden = torch.relu(layer(hidden))
+        return hidden
+
+
 def layers() -> nn.Module:
     """As regular as models of any size are: a page more or less does not count."""
     return nn.Sequential(*(nn.Linear(LAYER_WIDTH, LAYER_WIDTH) for _ in range(12)))

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, NAdam
 
 import swapper
-from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
+from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import OPTIMIZERS
-from e2e.twins import Twins, assert_same, fail_in_the_middle, scheduled
+from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns, scheduled
 
 pytestmark = pytest.mark.large_table
 
@@ -211,27 +211,8 @@ def test_a_scheduler_that_runs_before_the_update_is_not_seen_by_it(deferred: Mak
 
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
     """Steps that use one half of the layers each, in turns; what has no gradient is not updated, what has one always is."""
-    turn = {"plain": 0, "swapped": 0}
-
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-
-        def forward(self, hidden: torch.Tensor, half: int) -> torch.Tensor:
-            for layer in list(self.layers)[4 * half : 4 * half + 4]:
-                hidden = torch.relu(layer(hidden))
-            return hidden
-
     pair = deferred(Halves(), partial(SGD, lr=1e-2, momentum=0.9))
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        key = "plain" if model is pair.plain else "swapped"
-        turn[key] += 1
-        loss = model(torch.randn(4, WIDTH), turn[key] % 2).square().mean()
-        return finish_step(loss, optimizer)
-
-    pair.train(run, steps=6)
+    pair.train(halves_by_turns(pair), steps=6)
     pair.finish(paged=False)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import smallest_device_budget
+from e2e.twins import scalers_of, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
 
 pytestmark = pytest.mark.large_table
@@ -75,9 +75,7 @@ def test_zeroing_scaling_and_values_are_torchs_own(on_device: MakeTwins, to_none
 
 def test_steps_whose_gradients_overflow_are_left_out_by_the_scaler(on_device: MakeTwins) -> None:
     pair = on_device(device_memory=16 * MIB, **KEPT)
-    scalers = {
-        id(m): torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2) for m in (pair.plain, pair.swapped)
-    }
+    scalers = scalers_of(pair, 2.0**127)
 
     def step(model: Any, optimizer: Any) -> list[float]:
         scaler = scalers[id(model)]

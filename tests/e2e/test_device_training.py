@@ -15,7 +15,7 @@ import swapper
 from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
-from e2e.twins import adamw, smallest_device_budget
+from e2e.twins import adamw, scalers_of, smallest_device_budget
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.on_device import OnDevice
 
@@ -49,10 +49,7 @@ def test_accumulating_and_clipping_is_bit_equal(on_device: MakeTwins, gradients:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_masters_and_scaling_are_bit_equal(on_device: MakeTwins, dtype: torch.dtype) -> None:
     pair = on_device(Net().to(dtype), master=dtype is torch.bfloat16)
-    scalers = {
-        id(model): torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
-        for model in (pair.plain, pair.swapped)
-    }
+    scalers = scalers_of(pair, 2.0**24)
 
     def step(model: Any, optimizer: Any) -> list[float]:
         scaler = scalers[id(model)]

@@ -19,8 +19,8 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.early import train, updated_early
-from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
-from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, scheduled
+from e2e.models import Halves, Net, loss_of, tokens, train_step
+from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns, scalers_of, scheduled
 
 pytestmark = pytest.mark.large_table
 
@@ -110,10 +110,7 @@ def test_several_backwards_to_one_step_are_bit_equal(backward: MakeTwins) -> Non
 
 def test_a_scaler_and_a_scheduler_are_bit_equal_where_updates_are_deferred(deferred: MakeTwins) -> None:
     pair = deferred(Net())
-    scalers = {
-        id(model): torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-        for model in (pair.plain, pair.swapped)
-    }
+    scalers = scalers_of(pair, 2.0**20)
 
     def scaled(model: Any, optimizer: Any) -> list[float]:
         scaler = scalers[id(model)]
@@ -130,26 +127,8 @@ def test_a_scaler_and_a_scheduler_are_bit_equal_where_updates_are_deferred(defer
 
 
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
-    turn = {"plain": 0, "swapped": 0}
-
-    class Halves(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
-
-        def forward(self, hidden: torch.Tensor, half: int) -> torch.Tensor:
-            for layer in list(self.layers)[4 * half : 4 * half + 4]:
-                hidden = torch.relu(layer(hidden))
-            return hidden
-
     pair = deferred(Halves())
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        key = "plain" if model is pair.plain else "swapped"
-        turn[key] += 1
-        return finish_step(model(torch.randn(4, WIDTH), turn[key] % 2).square().mean(), optimizer)
-
-    pair.train(run, steps=5)
+    pair.train(halves_by_turns(pair), steps=5)
     pair.finish(paged=False)
 
 

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import Twins, assert_same
+from e2e.twins import Twins, assert_same, scalers_of
 
 MakeTwins = Callable[..., Twins]
 
@@ -123,10 +123,7 @@ def test_clipping_values_and_own_arithmetic_on_gradients_are_bit_equal(twins: Ma
 @pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
 def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, fused: bool) -> None:
     pair = twins(Net(), partial(AdamW, lr=1e-3, fused=fused))
-    scalers = {
-        id(model): torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-        for model in (pair.plain, pair.swapped)
-    }
+    scalers = scalers_of(pair, 1024.0)
     for factor in (1.0, 1.0, float("inf"), 1.0, float("nan"), 1.0):
 
         def run(model: Any, optimizer: Any, factor: float = factor) -> tuple[torch.Tensor, float]:

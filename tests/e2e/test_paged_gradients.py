@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import swapper
-from e2e.twins import Twins, adamw
+from e2e.twins import Twins, adamw, scalers_of
 from swapper.train.cold_grad import ColdGradient
 
 MakeTwins = Callable[..., Twins]
@@ -218,10 +218,7 @@ def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, upda
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_grad_scaler_is_bit_equal(paged: MakeTwins, unscale: bool, dtype: torch.dtype) -> None:
     pair = paged(Layers().to(dtype), make_optimizer=adamw, master=False, room_bytes=8 << 20)
-    scalers = {
-        id(model): torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-        for model in (pair.plain, pair.swapped)
-    }
+    scalers = scalers_of(pair, 2.0**20)
     skipped = []
 
     def scaled(model: nn.Module, optimizer: Any) -> tuple[torch.Tensor, float]:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import swapper
-from e2e.models import train_step
+from e2e.models import WIDTH, finish_step, train_step
 from swapper.core.residency import Residency
 from swapper.train.cold_grad import ColdGradient
 
@@ -312,6 +312,25 @@ def scheduled(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
         loss = train_step(model, optimizer)
         schedulers[id(optimizer)].step()
         return loss
+
+    return run
+
+
+def scalers_of(pair: Twins, init_scale: float) -> dict[int, torch.amp.GradScaler]:
+    """Return a scaler for each of the twins, by its id."""
+    return {
+        id(model): torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=2)
+        for model in (pair.plain, pair.swapped)
+    }
+
+
+def halves_by_turns(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
+    """Return a step that uses one half of the layers of `Halves`, each time the other one."""
+    turns = {id(pair.plain): 0, id(pair.swapped): 0}
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        turns[id(model)] += 1
+        return finish_step(model(torch.randn(4, WIDTH), turns[id(model)] % 2).square().mean(), optimizer)
 
     return run
 
