@@ -119,13 +119,13 @@ class Window:
     def written_at(self, window_offset: int) -> int:
         """The window offset of the first write into the range that was guarded at `window_offset`; -1 if there was none."""
 
-    def unmap(self, window_offset: int, nbytes: int, file: File | None = None, file_offset: int = 0) -> None:
+    def unmap(self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0) -> None:
         """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes.
 
         Args:
-            file: has the same bytes from `file_offset` on: until the next `map`, code that reads the addresses all the
-                same gets them from there. Without it, and for every write, that is a segmentation fault. The window
-                keeps the file open.
+            source: has the same bytes from `source_offset` on: until the next `map`, code that reads the addresses all
+                the same gets them from there. Without it, and for every write, that is a segmentation fault. The window
+                keeps the file open, or the view's arena alive.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...

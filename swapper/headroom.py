@@ -1,12 +1,18 @@
-"""How much memory the system and this process's control groups still grant."""
+"""How much memory the system and this process's control groups still grant.
+
+It is asked for many times a step, while the optimizer waits: files are read by the system's calls, without what Python puts
+around them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 UNLIMITED = 1 << 62
 """Version 1 of control groups says a number beyond this where there is no limit."""
+_MOST_BYTES = 1 << 16
+"""Of a file that the kernel makes when it is read, which it gives in one go."""
 
 
 def headroom_bytes() -> int:
@@ -14,38 +20,44 @@ def headroom_bytes() -> int:
     return min(_available(), *map(_left_in, _groups()), UNLIMITED)
 
 
+def read_kernel(path: str) -> bytes:
+    """Return what the kernel says in a file of its own (/proc, /sys), of up to 64 KiB."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(file, _MOST_BYTES)
+    finally:
+        os.close(file)
+
+
 def _available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10  # it says kB
-    return UNLIMITED
+    _, found, rest = read_kernel("/proc/meminfo").partition(b"MemAvailable:")
+    return int(rest.split(None, 1)[0]) << 10 if found else UNLIMITED  # it says kB
 
 
-def _groups() -> Iterator[tuple[Path, str, str, str]]:
+def _groups() -> Iterator[tuple[str, str, str, bytes]]:
     """Yield (folder, name of the limit, of what is used, prefix in memory.stat) of each control group that this process is in."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
+    for line in os.fsdecode(read_kernel("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "")
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current", b"")
         elif "memory" in controllers.split(","):
-            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", b"total_")
         else:
             continue
-        folder = root / path.lstrip("/")
-        while folder != root.parent:
-            yield folder, *names
-            folder = folder.parent
+        parts = path.strip("/").split("/") if path.strip("/") else []
+        for depth in range(len(parts), -1, -1):
+            yield "/".join([root, *parts[:depth]]), *names
 
 
-def _left_in(group: tuple[Path, str, str, str]) -> int:
+def _left_in(group: tuple[str, str, str, bytes]) -> int:
     folder, limit_name, used_name, prefix = group
     try:
-        limit = (folder / limit_name).read_text().strip()
-        if limit == "max" or int(limit) >= UNLIMITED:
+        limit = read_kernel(f"{folder}/{limit_name}").strip()
+        if limit == b"max" or int(limit) >= UNLIMITED:
             return UNLIMITED
-        used = int((folder / used_name).read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        cache = int(stat[f"{prefix}active_file"]) + int(stat[f"{prefix}inactive_file"])
+        used = int(read_kernel(f"{folder}/{used_name}"))
+        stat = dict(line.split() for line in read_kernel(f"{folder}/memory.stat").splitlines())
+        cache = int(stat[prefix + b"active_file"]) + int(stat[prefix + b"inactive_file"])
     except (OSError, ValueError, KeyError):  # not mounted here, or the root, which has no limit
         return UNLIMITED
     return max(int(limit) - used + cache, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -15,14 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.checkpoint.commit import (
-    check_same,
-    check_trained,
-    describe_plans,
-)
 from swapper.checkpoint.fallback import find_whole_commit
 from swapper.checkpoint.replacing import check_target, replacing
-from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import parse_choice, parse_host_memory
 from swapper.counters import Counters
@@ -32,20 +25,12 @@ from swapper.directory import RESUME_CHOICES, RunDirectory
 from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning_of, weigh
+from swapper.opening import Opening
 from swapper.plan import Plan
-from swapper.regroup import Changeover
 from swapper.request import Request
-from swapper.run import Callbacks, Origin, Run
 from swapper.stats import StepClock, StepStats
-from swapper.steps import Steps
 from swapper.trace import MOST_SPANS, Trace, asked_for
-from swapper.train.content import GivenContent
-from swapper.train.initial import Values, check_buffers
-from swapper.train.inventory import Inventory
-from swapper.train.optim import PagedOptimizer
 from swapper.user_state import UserState
-
-log = logging.getLogger("swapper")
 
 
 class SwapManager:
@@ -101,30 +86,27 @@ class SwapManager:
         if not crash_resume and commit_every not in ("free", None):
             raise ConfigError(f"commit_every={commit_every!r} needs crash_resume=True: leave one of them out")
         self._commit_every = commit_every if crash_resume else None
-        self._fsync = fsync
         parse_choice(backend, "backend", ("auto", "uring", "threads"))
         if stall_s is not None and not stall_s > 0:
             raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
-        self._stall_s = stall_s
         self._recording = ExitStack()  # of the trace that the environment asks for
         self._counters = Counters()
         self._clock = StepClock(self._counters)
         rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self._directory = RunDirectory(directory, resume, rank, world_size, weigh)
         try:
-            self._resumed, self._fallback = find_whole_commit(self._directory.path)
+            self._resumed, fallback = find_whole_commit(self._directory.path)
         except BaseException:
             self._directory.close()
             raise
-        self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
         self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
         self.current = Current(self._directory, backend)
-        self._steps = Steps(self.current, self._clock, self._user, lambda: self._train_more(lambda: None))
-
-    _request: Request
-    _optimizer: PagedOptimizer
+        self._opening = Opening(
+            self.current, self._directory, self._clock, self._user, self._resumed, fallback, fsync=fsync, stall_s=stall_s
+        )  # fmt: skip
+        self._opening.remove_strays()
 
     # --- the user's verbs -----------------------------------------------------------------------------------------
 
@@ -203,18 +185,17 @@ class SwapManager:
                 "make one manager for each"
             )
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        self._request = request = Request.parse(
+        request = Request.parse(
             model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding
         )
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
-            paged = self._open(inventory, request, init)
+            paged = self._opening.open(request, inventory, init)
+            if (path := asked_for(self._directory.rank)) is not None:
+                self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else paged
         except BaseException:
-            if self.current.run is not None:
-                self.current.run.close()
-            self.current.run = None
-            self._directory.remove_strays(self._resumed.files.values() if self._resumed is not None else ())
+            self._opening.give_up()
             raise
 
     def plan(
@@ -459,64 +440,3 @@ class SwapManager:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # --- opening ----------------------------------------------------------------------------------------------------
-
-    def _open(self, inventory: Inventory, request: Request, init: Any) -> PagedOptimizer:
-        record, model, optimizer = self._resumed, request.model, request.optimizer
-        if record is None:
-            plan = request.plan(inventory)
-        else:
-            check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
-            check_same(record, inventory.plans, request.kind)
-            check_buffers(model)
-            params = "auto" if request.params == "device" else request.params
-            state = "auto" if request.optimizer_state == "device" else request.optimizer_state
-            places = follow_placement(record, params, state)
-            plan = request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
-        run = self.current.run = self._open_run(plan, Origin.of(record, self._fallback))
-        values = Values(init, model, run.engine) if init is not None and record is None else None
-        if record is not None:
-            self._counters.step = record.step
-        run.adopt(GivenContent(optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(optimizer, self._steps.take, self._train_more)
-        self._optimizer.bind(run.model)
-        self._user.begin_rng()
-        if record is None:
-            run.committer.step_done(0)
-        run.begin(values)
-        self._user.restore_rng()
-        self._clock.start(find_tuning_of(self._directory.drives))
-        if (path := asked_for(self._directory.rank)) is not None:
-            self._recording.enter_context(self.trace(path))
-        return self._optimizer
-
-    def _open_run(self, plan: Plan, origin: Origin) -> Run:
-        request, directory, current, steps = self._request, self._directory, self.current, self._steps
-        described = describe_plans(plan.inventory.plans)
-        return Run(
-            request.model, request.optimizer, plan, directory, origin, self._clock,
-            Callbacks(
-                current.enter, current.enter_to_write, steps.begin, steps.undo_update,
-                lambda step: self._user.in_commit(step, directory, request, plan.places, described),
-            ),
-            backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
-        )  # fmt: skip
-
-    def _train_more(self, add: Callable[[], None]) -> None:
-        """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
-        current = self.current
-        current.enter()
-        change = Changeover(current.running("add_param_group"), self._request, self._directory, self._open_run)
-        current.run = None
-        self._optimizer.bind(None)
-        try:
-            change.train_more(add, self._counters.step)
-        except BaseException as error:
-            if change.run is None:
-                current.fail(self._counters.step, error)
-            raise
-        finally:
-            current.run = change.run
-            if change.run is not None:
-                self._optimizer.bind(change.run.model)

@@ -27,7 +27,7 @@ from swapper.io.tuning import Tuning
 from swapper.stats import by_family
 from swapper.train.adamw_kernel import AdamWKernel
 from swapper.train.device_sweep import ring_bytes
-from swapper.train.expected import expected_cycle
+from swapper.train.expected import ORDER_TOLERANCE, expected_cycle
 from swapper.train.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.placement import choose_placement, is_resident, place_on_accelerator, state_bytes, without_gradients
 from swapper.train.spare import find_rooms
@@ -134,6 +134,19 @@ class Plan:
         return read_ahead_pages(self.budget)
 
     @property
+    def most_owed(self) -> int:
+        """How many pages of parameters may be written in backward instead of forward. [Note: owed pages], core/frames.py
+
+        As many as the pool is too small for: one that has room for all parameters leaves the drive enough to do when forward ends.
+        And what comes back must leave frames for others.
+        """
+        if self.update != "deferred":
+            return 0
+        pages = sum(len(section.pages) for section in self.make_sections() if section.plan.family == "param")
+        frames = self.budget.frame_count
+        return max(min(pages - frames, frames * 3 // 4), 0)
+
+    @property
     def space_bytes(self) -> int:
         """What the swap files take on the drive; a snapshot that is kept takes as much as one of them."""
         return self.turns * self.layout.tail_offset + self.scratch_bytes
@@ -152,8 +165,13 @@ class Plan:
 
     def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
         """Return the order of use that is expected of a step, given all sections."""
-        page_bytes, on_device = self.budget.page_bytes, self.device is not None
-        return expected_cycle(self.inventory, sections, trainables, page_bytes, self.update, on_device)
+        stay = None if self.on_device is None else self.on_device.staying
+        return expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.update, stay)
+
+    @property
+    def order_tolerance(self) -> int | None:
+        """See Schedule: copies to a device go on beside updates, and each in its own time."""
+        return None if self.device is None else ORDER_TOLERANCE
 
     @cached_property
     def traffic(self) -> Traffic:

@@ -117,7 +117,7 @@ class Changeover:
         try:
             self.run = new = self._open_run(plan, Origin(first_file=first_free_number(self._directory.path)))
             new.adopt(content)
-            new.model.entries.unpack(left.entries)
+            new.model.optimizer_state.entries.unpack(left.entries)
             new.begin(None)
             parked.empty_into(new.model.gradients)
             new.committer.write_all(step)
@@ -164,7 +164,7 @@ class Changeover:
 def _check_between_steps(run: Run) -> None:
     """Raise StateError where a forward, a backward or a gather has parts of the model in use."""
     doing = "manager.gather" if run.model.gathering.is_open else ""
-    if torch._C._current_graph_task_id() != -1 or run.model.pass_is_open:
+    if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
         doing = "a forward or backward"
     if doing:
         raise StateError(f"add_param_group in the middle of {doing}: add the group between two steps")
@@ -198,4 +198,4 @@ class _Left:
 
     @classmethod
     def of(cls, run: Run) -> _Left:
-        return cls(run.plan, run.origin, run.sections, run.model.packed_entries)
+        return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)

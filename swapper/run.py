@@ -1,9 +1,9 @@
-"""Run: what one offloaded model has at run time (memory, engine, files, pager, the model's own part), opened and closed as one.
+"""Run: what one offloaded model has at run time (its backing, pager, the model's own part), opened and closed as one.
 
-[Note: order of opening and closing] Opened: the manager's directory and lock; then arena, engine, store, publisher, scratch file,
-pool, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that nobody asks for
-pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's lock. Tensors that
-still alias an arena keep its memory alive.
+[Note: order of opening and closing] Opened: the manager's directory and lock; then the backing (arena, engine, store, scratch
+file, pool), publisher, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that
+nobody asks for pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's
+lock. Tensors that still alias an arena keep its memory alive.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.backing import Backing, stored_pieces
 from swapper.checkpoint.commit import CommitRecord, encode_commit
 from swapper.checkpoint.committer import Committer
 from swapper.checkpoint.fallback import Commit
@@ -30,25 +31,22 @@ from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.closing import end_all
 from swapper.config import format_bytes
 from swapper.core.heap import watch_free_memory
-from swapper.core.memory import HostMemory
 from swapper.core.pager import Pager
-from swapper.core.pool import Pool
 from swapper.core.schedule import Schedule
-from swapper.core.scratch import ScratchFile, Stores
-from swapper.core.section import Page, Section, pieces_of
-from swapper.core.store import Store
-from swapper.device.host_side import HostSide
+from swapper.core.scratch import Stores
+from swapper.core.section import Section
 from swapper.directory import RunDirectory
 from swapper.errors import StateError, SwapperError
 from swapper.interrupts import held_back
-from swapper.io.engines import open_engine
 from swapper.plan import Plan
 from swapper.stats import StepClock
 from swapper.train.content import CarriedContent, Content
+from swapper.train.entrance import Entrance
 from swapper.train.initial import Values
 from swapper.train.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.on_device import OnDevice
+from swapper.train.undoing import UndoSections
 from swapper.watchdog import Watchdog, describe_waits
 
 log = logging.getLogger("swapper")
@@ -59,18 +57,15 @@ class Callbacks:
     """What a run asks of its manager.
 
     Attributes:
-        enter: called whenever the user comes in; raises if the manager cannot be used.
-        enter_to_write: the same, where something is about to be changed from outside.
+        entrance: where the user comes in.
         begin_step: called before a backward updates the first group of a step.
-        undo: called with sections and an error when updates outside of `optimizer.step()` fail; has the sections as they were
-            before their step, so many after the last one that was counted, and returns whether it could.
+        undo_sections: see UndoSections.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
     """
 
-    enter: Callable[[], None]
-    enter_to_write: Callable[[], None]
+    entrance: Entrance
     begin_step: Callable[[], None]
-    undo: Callable[[Sequence[Section], BaseException, int], bool]
+    undo_sections: UndoSections
     describe: Callable[[int], CommitRecord]
 
 
@@ -120,12 +115,8 @@ class Run:
         CheckpointError: the files have not the content of the commit.
     """
 
-    engine: Any = None
-    _store: Store | None = None
-    _scratch: ScratchFile | None = None
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
-    _host_side: HostSide | None = None
     on_device: OnDevice | None = None
 
     def __init__(
@@ -148,11 +139,11 @@ class Run:
         self._bytes_before = self._counters.bytes_read, self._counters.bytes_written
         self._directory = directory
         self.plan = plan
-        self._memory = HostMemory()
+        self._backing = Backing()
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_storage(plan, origin, backend)
+            self._open_backing(plan, origin, backend)
             self._open_model(model, optimizer, plan, origin, fsync)
             self._note_sizes(plan)
             if origin.record is not None:
@@ -162,69 +153,48 @@ class Run:
             self.close()
             raise
 
-    def _open_storage(self, plan: Plan, origin: Origin, backend: str) -> None:
-        drives = self._directory.drives
-        self._directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
+    def _open_backing(self, plan: Plan, origin: Origin, backend: str) -> None:
         paged_grads = [section for section in self._grad_sections if section.pages]
-        arena, frames_offset = self._memory.attach([*self.sections, *paged_grads], plan.budget.pool_bytes)
-        self.engine = open_engine(drives.directories, backend=backend, arena=arena)
-        self._store = Store(
-            self.engine,
-            drives,
-            plan.layout.headers(),
-            plan.layout.tail_offset,
-            origin.files,
-            plan.turns,
-            _pieces(self.sections),
-            origin.first_file,
-        )
+        files, first_file = origin.files, origin.first_file
+        self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend)
+        retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
-            self.sections,
-            plan.layout,
-            self.engine,
-            self._store,
-            Retention(self._directory.path),
-            plan.inventory.unchanging,
+            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging
         )
-        if paged_grads:
-            pages = [page for section in paged_grads for page in section.pages]
-            self._scratch = ScratchFile(self.engine, drives, pages)
-        self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
-        if plan.device is not None:
-            self._host_side = HostSide(plan.device.device, arena, frames_offset, self._pool)
 
     def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
-        assert self._store is not None
         inventory, page_bytes = plan.inventory, plan.budget.page_bytes
         everything = [*self.sections, *self._grad_sections]
         trainables = find_trainables(inventory, find_places(inventory, everything))
         self.pager = Pager(
             [page for section in everything for page in section.pages],
-            self._pool,
-            Stores(self._store, self._scratch),
-            Schedule(plan.cycle(everything, trainables)),
+            self._backing.pool,
+            Stores(self._backing.store, self._backing.scratch),
+            Schedule(plan.cycle(everything, trainables), plan.order_tolerance),
             self._counters,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
+            most_owed=plan.most_owed,
         )
         model_part = OffloadedModel(
             model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
-            self._manager.enter, self._manager.enter_to_write, plan.update, self._manager.begin_step, self._manager.undo,
+            self._manager.entrance, plan.update, self._manager.begin_step, self._manager.undo_sections,
             self._open_on_device(plan),
         )  # fmt: skip
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         self.committer = Committer(
-            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._store,
-            self._manager.describe, model_part, self.publisher, origin.committed, last, origin.fallback,
+            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._backing.store,
+            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, last, origin.fallback,
         )  # fmt: skip
-        model_part.changed_in_pass = self.committer.changed_in_pass
+        model_part.keeper.changed_in_pass = self.committer.changed_in_pass
         self._model = model_part
 
     def _open_on_device(self, plan: Plan) -> OnDevice | None:
-        if plan.device is not None and plan.on_device is not None and self._host_side is not None:
+        host_side = self._backing.host_side
+        if plan.device is not None and plan.on_device is not None and host_side is not None:
             updates = plan.update_on == "device"
             self.on_device = OnDevice(
-                plan.device, plan.on_device, self._host_side, self.pager, self._counters, updates, plan.kernel
+                plan.device, plan.on_device, host_side, self.pager, self._counters, updates, plan.kernel
             )
         return self.on_device
 
@@ -235,19 +205,21 @@ class Run:
         self._counters.resident_bytes = budget.resident_bytes
         self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
         log.info(
-            "offload: parameters on %s, optimizer state on %s; %d frames of %s; transfers by %s (%s), %s; memory %s",
-            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes),
-            self.engine.backend, self.engine.reason, self._store.io_mode if self._store else "",
-            self._memory.describe(),
+            "offload: parameters on %s, optimizer state on %s; %d frames of %s; %s",
+            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._backing.describe(),
         )  # fmt: skip
 
     def _restore(self, record: CommitRecord) -> None:
         """Go on from a commit: sections and settings have what it says."""
-        assert self._store is not None
-        restore(record, self.sections, self._store, self._pool)
+        restore(record, self.sections, self._backing.store, self._backing.pool)
         self.pager.back_cold_pages()
-        self.model.restore_settings(record.param_groups)
-        self.model.entries.unpack(record.state_entries)
+        self.model.undoing.restore_settings(record.param_groups)
+        self.model.optimizer_state.entries.unpack(record.state_entries)
+
+    @property
+    def engine(self) -> Any:
+        """Does the transfers; None when closed."""
+        return self._backing.engine
 
     @property
     def model(self) -> OffloadedModel:
@@ -269,8 +241,7 @@ class Run:
 
     def carried(self, optimizer: Optimizer) -> CarriedContent:
         """Return what all sections have, from the files that it is in. Call when everything is written."""
-        assert self._store is not None
-        return CarriedContent(optimizer, self.sections, self._store.paths)
+        return CarriedContent(optimizer, self.sections, self._backing.store.paths)
 
     @property
     def file_names(self) -> set[str]:
@@ -280,8 +251,7 @@ class Run:
     @property
     def origin(self) -> Origin:
         """What a run of the same plan has to be given to `take_up` what this one leaves."""
-        assert self._store is not None
-        names = {number: paths[0].name for number, paths in self._store.paths.items()}
+        names = {number: paths[0].name for number, paths in self._backing.store.paths.items()}
         return Origin(files=names, committed=self.committer.committed)
 
     def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
@@ -291,18 +261,16 @@ class Run:
             earlier: that run's sections.
             entries: what its optimizer's state of each parameter had.
         """
-        assert self._store is not None
-        self._store.take_over(_pieces(self.sections), _pieces(earlier))
+        self._backing.store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
         self._read_resident()
         self.pager.back_cold_pages()
         self.model.adopt(None)
-        self.model.entries.unpack(entries)
+        self.model.optimizer_state.entries.unpack(entries)
 
     def _read_resident(self) -> None:
-        assert self._store is not None
         for section in self.sections:
             if section.resident:
-                self._store.read(section.piece, section.memory.data_ptr()).wait()
+                self._backing.store.read(section.piece, section.memory.data_ptr()).wait()
 
     def part(self, why: str) -> None:
         """Close, and leave the model without data for another run to adopt. Everything must be written."""
@@ -311,17 +279,14 @@ class Run:
         for section in (*self.sections, *self._grad_sections):
             section.detach()
         self._model = self.on_device = None  # whoever has this run still shall not keep its memory
-        del self.pager, self.committer, self.publisher, self._pool
+        del self.pager, self.committer, self.publisher
 
     # ----------------------------------------------------------------------------------------------------------------
 
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
         watch_free_memory(self.plan.host_bytes)  # without the parameters; the gradients' memory comes where they were
-        gradients = [section for section in self._grad_sections if section.resident]
-        arena, nbytes = self._memory.attach(gradients, 0)
-        if self._host_side is not None:
-            self._host_side.add(arena, nbytes)
+        self._backing.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:
             self.model.initialise(values)
@@ -347,9 +312,9 @@ class Run:
         self.publisher.raise_failure()
         step = self._counters.step
         with held_back:
-            self.model.abandon_pass()
+            self.model.passes.abandon()
             self.model.finish_update()
-            self.model.bring_state_home()
+            self.model.optimizer_state.bring_home()
             if self.committer.has_snapshot:
                 self.committer.finish()
             content = {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
@@ -363,7 +328,7 @@ class Run:
         """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""
         if not self.committer.can_roll_back(step):
             return False
-        if sections is None and self._scratch is not None:
+        if sections is None and self._backing.scratch is not None:
             return False  # gradients on NVMe are gone as soon as they are used
         with held_back, suppress(SwapperError):
             if self.on_device is not None:
@@ -380,7 +345,7 @@ class Run:
     def finish(self) -> None:
         """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
         self.model.updates.drop()
-        self.model.abandon_pass()
+        self.model.passes.abandon()
         self.model.finish_update()
         self.model.gathering.close()
         self.pager.flush()
@@ -415,17 +380,4 @@ class Run:
         if self._model is not None:
             endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
             endings.append(self.pager.discard)
-        if self.engine is not None:
-            endings += [self.count_bytes, self.engine.close]
-        if self._host_side is not None:
-            endings.append(self._host_side.close)
-        endings += [files.close for files in (self._store, self._scratch) if files is not None]
-        end_all([*endings, self._memory.close, self._forget_parts])
-
-    def _forget_parts(self) -> None:
-        self._host_side = self.engine = self._store = self._scratch = None
-
-
-def _pieces(sections: Sequence[Section]) -> list[Page]:
-    """Return all that is stored."""
-    return [piece for section in sections for piece in pieces_of(section)]
+        end_all([*endings, self.count_bytes, *self._backing.endings])

@@ -40,7 +40,7 @@ class Steps:
     def _take(self, run: Run) -> None:
         if run.model.gathering.is_open:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
-        run.model.abandon_pass()
+        run.model.passes.abandon()
         run.model.finish_update(in_order=True)
         if run.model.has_more_to_train:
             self._take_up_more()

@@ -102,17 +102,27 @@ void bind_memory(nb::module_& module) {
       .def(
           "unmap",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes,
-             const FileHandle* file, std::uint64_t file_offset) {
+             const FileHandle* source, std::uint64_t source_offset) {
             Window& window = usable(self, "unmap");
             Backing backing;
-            if (file != nullptr) {
-              const std::shared_ptr<File>& open = file->get("unmap");
-              backing = {open, open->fd(), file_offset};
+            if (source != nullptr) {
+              const std::shared_ptr<File>& open = source->get("unmap");
+              backing = {open, open->fd(), source_offset};
             }
             const nb::gil_scoped_release released;
             window.unmap(window_offset, nbytes, std::move(backing));
           },
-          "window_offset"_a, "nbytes"_a, "file"_a.none() = nb::none(), "file_offset"_a = 0);
+          "window_offset"_a, "nbytes"_a, "source"_a.none() = nb::none(), "source_offset"_a = 0)
+      .def(
+          "unmap",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes, const View& source,
+             std::uint64_t source_offset) {
+            Window& window = usable(self, "unmap");
+            const auto begin = static_cast<std::uint64_t>(source.address - source.arena->address());
+            const nb::gil_scoped_release released;
+            window.unmap(window_offset, nbytes, {source.arena, source.arena->memfd(), begin + source_offset});
+          },
+          "window_offset"_a, "nbytes"_a, "source"_a, "source_offset"_a = 0);
 
   nb::class_<ArenaHandle>(module, "Arena")
       .def(

@@ -57,13 +57,17 @@ class Step(Protocol):
 
     def finish_update(self) -> None: ...
 
-    def bring_state_home(self) -> None:
+
+class State(Protocol):
+    """The optimizer's."""
+
+    def bring_home(self) -> None:
         """Have at its places what stays elsewhere."""
         ...
 
     @property
     def packed_entries(self) -> dict[str, Any]:
-        """What the optimizer's state has, for the record."""
+        """What it has, for the record."""
         ...
 
 
@@ -78,6 +82,7 @@ class Committer:
         pager, store: what transfers go through.
         describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
         last_step: what is to be committed.
+        state: the optimizer's, which may be elsewhere than in its sections.
         publisher: takes snapshots.
         committed: the step that is committed already, where a run goes on.
         last: the last commit, where a run goes on from its record.
@@ -94,6 +99,7 @@ class Committer:
         store: Store,
         describe: Callable[[int], CommitRecord],
         last_step: Step,
+        state: State,
         publisher: Publisher,
         committed: int | None,
         last: Commit | None,
@@ -106,6 +112,7 @@ class Committer:
         self._store = store
         self._describe = describe
         self._last_step = last_step
+        self._state = state
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
@@ -257,8 +264,8 @@ class Committer:
                 self._record = self._describe(self._due)
             if self._last_step.update_is_open:
                 return
-            self._last_step.bring_state_home()
-            self._record = dataclasses.replace(self._record, state_entries=self._last_step.packed_entries)
+            self._state.bring_home()
+            self._record = dataclasses.replace(self._record, state_entries=self._state.packed_entries)
             self._store.prefer(self._store.newest())
             try:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]

@@ -10,6 +10,11 @@ changes hands. If the write fails the engine cancels the read: the page is DIRTY
 [Note: writes that nobody announced] Parameters that a forward has leased can be changed in ways that torch's version counter does
 not see (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
 first write faults, is let through and noted (csrc/memory/fault.h), and who gives the lease back asks for it (`written_at`).
+
+[Note: owed pages] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
+write in backward. So some of the parameters that the forward has made, and that backward needs again, go to spare memory
+unwritten, and are written when backward brings them back. Until then the store is owed them: whatever asks for the store to
+be whole (a flush, a commit), or for the spare memory, has them come back first.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ log = logging.getLogger("swapper")
 class Spare(Protocol):
     """Memory that is idle for a while, where pages that leave their frames can wait for their next use.
 
-    It may be wanted back at any time; what it has is in the store too, or on its way there.
+    It may be wanted back at any time; what it has is in the store too, or on its way there, or owed to it.
     """
 
     def keep(self, page: Page, address: int) -> bool:
@@ -43,6 +48,10 @@ class Spare(Protocol):
 
     def load(self, page: Page, address: int) -> None:
         """Copy the content of `page`, which was kept, to its frame at `address`."""
+        ...
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        """Return the memory that has the content of `page`, which was kept, as a window takes it, and the offset there."""
         ...
 
 
@@ -60,6 +69,7 @@ class Frames:
         in_flight: pages with a ticket, by index, oldest first.
         ahead: indices of pages that were brought in ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
+        owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: owed pages]
         staying: indices of pages that shall stay ([Note: an even share], core/share.py).
     """
 
@@ -76,12 +86,17 @@ class Frames:
         # Pages that may leave, farthest next use first: (-rank, index). Entries may be stale; see _rank and _is_evictable.
         self._leavers: list[tuple[int, int]] = []
         self._failure: IoError | None = None  # of a write, not yet told to anyone
+        self.owed: dict[int, Page] = {}
         self.spare: Spare | None = None
 
     @property
     def is_growing(self) -> bool:
         """Memory for more frames is on its way."""
         return self._pool.is_growing
+
+    @property
+    def writes_under_way(self) -> int:
+        return sum(page.residency is Residency.WRITING for page in self.in_flight.values())
 
     def has_free(self) -> bool:
         return self._pool.has_free()
@@ -97,10 +112,11 @@ class Frames:
 
         Args:
             page: COLD.
-            fresh: its content is about to be made.
+            fresh: its content is about to be made, and nobody will want what it has. Of an owed page that is not known.
             leaver: whose frame it gets, as `pop_leaver` returned it; None if a frame is free.
             keep: what the leaver has will be read again: keep it, if there is room.
         """
+        fresh = fresh and page.index not in self.owed
         if leaver is not None:
             address = self._pool.address(leaver.frame)  # type: ignore[arg-type]
             leaver.kept = keep and self.spare is not None and self.spare.keep(leaver, address)
@@ -147,8 +163,20 @@ class Frames:
         self._end_transfer(page)
         page.move(Residency.CLEAN)
         self._map(page)
+        if self.owed.pop(page.index, None) is not None:
+            page.move(Residency.DIRTY)
+            self.write(page)
         self.guard(page)
         self.offer(page)
+
+    def owe(self, page: Page) -> bool:
+        """Let a DIRTY page go to spare memory and write it when it comes back. False if there is no room for it."""
+        if self.spare is None or not self.spare.keep(page, self._pool.address(page.frame)):  # type: ignore[arg-type]
+            return False
+        page.kept = True
+        self.owed[page.index] = page
+        self.evict(page)
+        return True
 
     def drop_kept(self, page: Page) -> None:
         """The spare memory that may have the content of `page` is wanted back."""
@@ -294,9 +322,8 @@ class Frames:
     def settle(self) -> None:
         """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
         finished = [page for page in self.in_flight.values() if page.ticket.done]
-        for page in finished:
-            if page.residency is Residency.WRITING:
-                self._settle_write(page)
+        for page in [page for page in finished if page.residency is Residency.WRITING]:
+            self._settle_write(page)  # which may begin with the write of another
         for page in finished:
             if page.residency is Residency.READING and page.predecessor is None and not page.fresh:
                 self._settle_read(page)
@@ -370,7 +397,11 @@ class Frames:
                 page,
             )
         page.guarded = False
-        page.section.window.unmap(page.offset, page.nbytes, self._store.file_of(page), page.file_offset)
+        if page.index in self.owed and self.spare is not None:
+            source, offset = self.spare.place_of(page)
+        else:
+            source, offset = self._store.file_of(page), page.file_offset
+        page.section.window.unmap(page.offset, page.nbytes, source, offset)
 
     # --- for people and tests -------------------------------------------------------------------------------------
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from pathlib import Path
 
-from swapper.headroom import UNLIMITED, headroom_bytes
+from swapper.headroom import UNLIMITED, headroom_bytes, read_kernel
 
 FREE_SHARE = 16
 """Of the budget: after so much was freed there is a look at how much memory is free, and how much is left."""
@@ -125,5 +124,5 @@ def _used_bytes() -> int:
 
 def _anonymous_bytes() -> int:
     """What the process has of memory that is neither shared nor of a file."""
-    resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
+    resident, shared = read_kernel("/proc/self/statm").split()[1:3]
     return (int(resident) - int(shared)) * _PAGE_BYTES

@@ -44,7 +44,8 @@ class HostMemory:
         for section in sections:
             nbytes = section.plan.nbytes
             if section.resident:
-                section.attach(torch.frombuffer(arena.view(cursor, nbytes), dtype=torch.uint8), None)
+                view = arena.view(cursor, nbytes)
+                section.attach(torch.frombuffer(view, dtype=torch.uint8), None, view)
                 cursor += round_up(nbytes, SECTOR_BYTES)
             elif not windows:
                 section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())

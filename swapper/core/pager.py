@@ -21,12 +21,10 @@ from swapper.core.residency import Residency
 from swapper.core.schedule import NEVER, Access, Schedule
 from swapper.core.section import Page
 from swapper.core.share import even_share
+from swapper.core.writeback import WriteBack
 from swapper.counters import Counters
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.interrupts import SteadyLock
-
-SOON_ACCESSES = 8
-"""A changed page that will be changed again within so many accesses is not written in between."""
 
 
 class Pager:
@@ -41,6 +39,7 @@ class Pager:
         window_pages: how many pages may be brought in before they are needed at the cost of others' frames. None: as many
             as there are frames. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
+        most_owed: how many pages may wait for their write in spare memory. [Note: owed pages], core/frames.py
 
     [Note: what stays] A step is a cycle, and of a cycle that does not fit the best is to keep a fixed part and to stream the
     rest through few frames: what was used just now is needed latest, so it makes room for what comes next. If read-ahead took
@@ -57,6 +56,7 @@ class Pager:
         *,
         window_pages: int | None = None,
         lazy: bool = False,
+        most_owed: int = 0,
     ) -> None:
         self._pages = pages
         self._frames = Frames(pages, pool, store, lazy, counters)
@@ -65,9 +65,9 @@ class Pager:
         self._frame_count = pool.frame_count
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
         self._lazy = lazy
+        self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, most_owed)
         self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
-        self._put_off: dict[int, Page] = {}  # by index: DIRTY and not leased, not to be written yet
         self._held: dict[int, tuple[Access, float]] = {}  # by identity: what is leased, and since when; for people
         self._choose_staying()
 
@@ -138,7 +138,7 @@ class Pager:
                     self._frames.allow_writes(page)  # what was noted of it is hereby announced
                     if page.residency is Residency.CLEAN:
                         page.move(Residency.DIRTY)
-                self._end_lease(page)
+                self._end_lease(page, index in access.writes)
             if access.key is not None:
                 self._read_ahead()
 
@@ -152,13 +152,16 @@ class Pager:
         return [(page, at) for page, at in found if at >= 0]
 
     def write_back(self) -> None:
-        """Submit the write of every changed page that nobody leases, transient ones excepted."""
+        """Submit the write of every changed page that nobody leases, transient ones excepted.
+
+        Raises:
+            IoError: an earlier write failed, and its page keeps a frame from one that is owed.
+            BudgetError: something is owed, and all frames are leased.
+        """
+        self._bring_home(list(self._frames.owed))
         with self._lock:
             self._frames.settle()
-            for page in self._pages:
-                if page.residency is Residency.DIRTY and page.leases == 0 and not page.section.transient:
-                    self._frames.write(page)
-            self._put_off.clear()
+            self._write_back.write_all()
 
     def flush(self) -> None:
         """Write every changed page that nobody leases, and wait until no write is in flight.
@@ -177,7 +180,7 @@ class Pager:
         """
         with self._lock:
             self._frames.settle()
-            self._write_what_failed()
+            self._write_back.write_what_failed()
         for page in [p for p in list(self._frames.in_flight.values()) if self._is_being_saved(p)]:
             self._wait_for_write(page)
         with self._lock:
@@ -195,11 +198,11 @@ class Pager:
         with self._lock:
             self._frames.settle()
             if self._lazy:
-                self._write_what_was_put_off()
-            self._write_what_failed()
+                self._write_back.write_what_waits()
+            self._write_back.write_what_failed()
             self._frames.raise_failure()
             writing = any(self._is_being_saved(page) for page in self._frames.in_flight.values())
-            return not writing and not self._put_off and not self._frames.unsaved
+            return not writing and self._write_back.is_done
 
     def forget(self, pages: Iterable[int]) -> None:
         """Nobody wants the content of these transient pages any more: they need not be written, nor read."""
@@ -218,7 +221,12 @@ class Pager:
         self._frames.spare = spare
 
     def drop_kept(self, pages: Iterable[int]) -> None:
-        """The spare memory that may have the content of these pages is about to be used."""
+        """The spare memory that may have the content of these pages is about to be used.
+
+        Raises:
+            IoError, BudgetError: as `write_back`. The memory has their content still.
+        """
+        self._bring_home(index for index in pages if index in self._frames.owed)
         with self._lock:
             for index in pages:
                 self._frames.drop_kept(self._pages[index])
@@ -236,7 +244,7 @@ class Pager:
         """
         with self._lock:
             if not self._lazy:
-                self._write_what_was_put_off()
+                self._write_back.write_what_waits()
             if self._schedule.end_step(learn):
                 self._choose_staying()
                 self._lost_the_place()
@@ -266,7 +274,7 @@ class Pager:
                 if page.leases > counts[page.index]:
                     page.leases = counts[page.index] + 1
                     self._end_lease(page)
-            self._write_what_was_put_off()
+            self._write_back.write_what_waits()
 
     def discard(self, stay: Collection[int] = ()) -> None:
         """Wait for all transfers and forget the content of every frame: what is in the store is what there is.
@@ -291,10 +299,12 @@ class Pager:
             if ticket is not None:
                 _wait_quietly(ticket)
         with self._lock:
+            for page in given:
+                self._frames.owed.pop(page.index, None)  # or it would be written as soon as it is there
             self._frames.settle()
             self._ahead = self._schedule.position
             for page in given:
-                self._put_off.pop(page.index, None)
+                self._write_back.forget(page)
                 self._frames.unsaved.pop(page.index, None)
                 page.leases = 0
                 page.kept = False
@@ -354,8 +364,8 @@ class Pager:
                 wanted.pop()
             elif self._frames.is_growing:
                 return None
-            elif self._put_off:
-                self._write_what_was_put_off()
+            elif self._write_back.has_put_off:
+                self._write_back.write_put_off()
             elif self._frames.in_flight:
                 return next(iter(self._frames.in_flight.values()))  # the oldest
             else:
@@ -368,7 +378,7 @@ class Pager:
         end = self._schedule.position + len(self._schedule.cycle)
         while self._ahead < end:
             access = self._schedule.at(self._ahead)
-            for index in access.pages:
+            for index in () if self._schedule.is_over(self._ahead) else access.pages:
                 page = self._pages[index]
                 if page.residency is Residency.COLD and page.leases == 0:
                     fresh = index in access.fresh
@@ -392,11 +402,8 @@ class Pager:
                 return False
             self._ahead = min(self._ahead, leaver.next_use)  # if that was asked for already, it must be again
         page.next_use = position if position >= 0 else page.next_use
-        self._frames.claim(page, fresh, leaver, keep=leaver is not None and self._is_read_again(leaver))
+        self._frames.claim(page, fresh, leaver, keep=leaver is not None and self._write_back.is_read_again(leaver))
         return True
-
-    def _is_read_again(self, page: Page) -> bool:
-        return page.next_use < NEVER and page.index not in self._schedule.at(page.next_use).fresh
 
     def _is_there(self, access: Access) -> bool:
         """Return whether nothing needs to be waited for, as is usual."""
@@ -456,49 +463,33 @@ class Pager:
 
     # --- letting pages go -----------------------------------------------------------------------------------------
 
-    def _end_lease(self, page: Page) -> None:
+    def _end_lease(self, page: Page, made: bool = False) -> None:
+        """One lease of `page` is over. `made`: it was one to change it."""
         if page.leases <= 0:
             raise InvariantError(f"{page} is released but was not leased")
         page.leases -= 1
         if page.leases:
             return
         page.next_use = self._schedule.next_use(page.index)
-        if page.residency is Residency.CLEAN and not self._is_read_again(page):
+        if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # what it has will be made anew: nothing is worth less
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
-            elif page.section.transient:
-                pass
-            elif self._lazy or self._is_changed_again_soon(page):
-                self._put_off[page.index] = page
-            else:
-                self._put_off.pop(page.index, None)
-                self._frames.write(page)
+            elif not page.section.transient:
+                self._write_back.add(page, made)
         self._frames.guard(page)
         self._frames.offer(page)
-
-    def _is_changed_again_soon(self, page: Page) -> bool:
-        """Two tensors of one parameter that meet on a page bring the sweep back to it a few slices later: one write will do."""
-        return (
-            page.next_use < self._schedule.position + SOON_ACCESSES
-            and page.index in self._schedule.at(page.next_use).writes
-        )
 
     def _is_being_saved(self, page: Page) -> bool:
         return page.residency is Residency.WRITING and not page.section.transient
 
-    def _write_what_was_put_off(self) -> None:
-        for page in list(self._put_off.values()):
-            if page.leases == 0 and page.residency is Residency.DIRTY:
-                self._frames.write(page)
-        self._put_off.clear()
-
-    def _write_what_failed(self) -> None:
-        for index in self._frames.unsaved:
-            page = self._pages[index]
-            if page.leases == 0 and page.residency is Residency.DIRTY:
-                self._frames.write(page)
+    def _bring_home(self, owed: Iterable[int]) -> None:
+        """Have owed pages come back, which has them written."""
+        for index in owed:
+            access = Access(None, (index,))
+            self.acquire(access)
+            self.release(access)
 
     def _wait_for_write(self, page: Page) -> None:
         while True:
@@ -529,7 +520,7 @@ class Pager:
     def _lost_the_place(self) -> None:
         """The run departed from the schedule, or the schedule is new: next uses must be found anew."""
         if not self._lazy:
-            self._write_what_was_put_off()
+            self._write_back.write_what_waits()
         self._ahead = self._schedule.position
         self._frames.ahead.clear()
         for page in self._pages:

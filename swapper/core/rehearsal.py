@@ -59,7 +59,7 @@ class NoWindow:
     def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None:
         pass
 
-    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None:
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None:
         pass
 
     def guard(self, window_offset: int, nbytes: int, /) -> None:
@@ -89,6 +89,9 @@ class RehearsedSpare:
 
     def load(self, page: Page, address: int) -> None:
         pass
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        return None, 0
 
     def note(self, access: Access) -> list[int]:
         """An access is there. Returns the pages that cannot be kept any longer: a gradient has come."""

@@ -4,6 +4,10 @@ The schedule is a cycle of accesses, one step long. Positions count accesses fro
 that "farther in the future" is "the larger number". Before anything was recorded the cycle is a guess from module order;
 where the run departs from the cycle, the schedule finds its place again, and the order that was really seen replaces the
 cycle at the end of the step.
+
+[Note: before its turn] Where several things go on at one time, as copies to an accelerator beside updates, who of them comes first
+is another in each step. With a `tolerance` an access that comes before its turn is no departure: the place stays what it is, and
+the turn is left out when it comes. A step with nothing else in it teaches nothing: the next one would have another order again.
 """
 
 from __future__ import annotations
@@ -38,10 +42,17 @@ class Access:
 
 
 class Schedule:
-    """A cycle of accesses and the place in it. Knows nothing of frames or I/O."""
+    """A cycle of accesses and the place in it. Knows nothing of frames or I/O.
 
-    def __init__(self, cycle: Sequence[Access]) -> None:
+    Args:
+        cycle: what is expected.
+        tolerance: how much of the cycle an access may come before its turn, as one part in so many; None: not at all.
+            [Note: before its turn]
+    """
+
+    def __init__(self, cycle: Sequence[Access], tolerance: int | None = None) -> None:
         self._position = 0
+        self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
         self._install(cycle)
 
@@ -63,15 +74,23 @@ class Schedule:
         if not self._cycle:
             return False
         if self.at(self._position) == access:
-            self._position += 1
+            self._go_on(self._position + 1)
             return True
         expected_key = self.at(self._position).key == access.key
         places = self._places.get(access.key)
-        if not expected_key and places:
-            self._position = self._next_of(places, self._position - 1)
+        place = self._next_of(places, self._position - 1) if places and not expected_key else self._position
+        reach = 0 if self._tolerance is None else len(self._cycle) // self._tolerance
+        if place < self._position + reach and self.at(place) == access:
+            self._early.add(place)
+            return True
+        self._has_departed = True
         if expected_key or places:
-            self._position += 1
+            self._go_on(place + 1)
         return False
+
+    def is_over(self, position: int) -> bool:
+        """Whether what is expected at `position`, now or later, has come before its turn."""
+        return position in self._early
 
     def next_use(self, page: int) -> int:
         """Return the position of the next use of `page` from now on, or NEVER."""
@@ -84,13 +103,14 @@ class Schedule:
         Args:
             learn: False where what was recorded is no step like the next one: the cycle that there is begins anew.
         """
-        recorded = list(self._recording)
+        recorded, in_order = list(self._recording), self._tolerance is not None and not self._has_departed
         self._recording.clear()
+        self._has_departed = False
         if not learn:
             if not self._cycle or (self._position - self._origin) % len(self._cycle) == 0:
                 return False
             recorded = list(self._cycle)
-        elif not recorded or recorded == list(self._cycle):
+        elif not recorded or recorded == list(self._cycle) or in_order:
             return False
         self._install(recorded)
         return True
@@ -102,6 +122,8 @@ class Schedule:
 
     def _install(self, cycle: Sequence[Access]) -> None:
         self._cycle = tuple(cycle)
+        self._early: set[int] = set()  # positions from the present one on. [Note: before its turn]
+        self._has_departed = False
         self._origin = self._position  # the access at this position is the first of the cycle
         self._places: dict[Hashable, list[int]] = {}
         self._page_places: dict[int, list[int]] = {}
@@ -113,9 +135,21 @@ class Schedule:
                     places.append(index)
 
     def _next_of(self, places: list[int], after: int) -> int:
-        """The first position > `after` that falls on one of `places` (ascending indices into the cycle)."""
+        """The first position > `after` that falls on one of `places` (ascending indices into the cycle) and is not over."""
         cycles, index = divmod(after - self._origin, len(self._cycle))
         found = bisect_right(places, index)
-        if found == len(places):
-            cycles, found = cycles + 1, 0
-        return self._origin + cycles * len(self._cycle) + places[found]
+        while True:
+            if found == len(places):
+                cycles, found = cycles + 1, 0
+            position = self._origin + cycles * len(self._cycle) + places[found]
+            if position not in self._early:
+                return position
+            found += 1
+
+    def _go_on(self, position: int) -> None:
+        """What is expected next is at `position`, or behind it."""
+        while position in self._early:
+            position += 1
+        self._position = position
+        if self._early:
+            self._early = {early for early in self._early if early > position}

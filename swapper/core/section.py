@@ -20,7 +20,7 @@ class Window(Protocol):
     """What a paged section needs of `swapper._C.Window`."""
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
-    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None: ...
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
     def guard(self, window_offset: int, nbytes: int, /) -> None: ...
     def written_at(self, window_offset: int, /) -> int: ...
 
@@ -29,7 +29,7 @@ class NoWindow:
     """Of a section whose pages are used by way of their frames only."""
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
-    def unmap(self, window_offset: int, nbytes: int, file: Any = None, file_offset: int = 0, /) -> None: ...
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
     def guard(self, window_offset: int, nbytes: int, /) -> None: ...
 
     def written_at(self, window_offset: int, /) -> int:
@@ -122,15 +122,20 @@ class Section:
         self.guards_writes = False  # the user sees its tensors, and may change them where nobody expects it
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
+        self.view: Any = None
 
-    def attach(self, memory: torch.Tensor, window: Window | None) -> None:
-        """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged."""
+    def attach(self, memory: torch.Tensor, window: Window | None, view: Any = None) -> None:
+        """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged.
+
+        `view`: the part of an arena that a resident section has.
+        """
         self._memory = memory
         self._window = window
+        self.view = view
 
     def detach(self) -> None:
         """Let go of the memory."""
-        self._memory = self._window = None
+        self._memory = self._window = self.view = None
 
     @property
     def memory(self) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Image:
     Attributes:
         sent: how many of `copies` are queued.
         leases: who uses it now.
-        waits: what it is to be filled with is not there yet: it is not brought ahead.
+        waits: what it is to be filled with is not there yet: it is not brought ahead, and its memory is left for it.
         let_go: called before the content of an image that had stayed is given up.
     """
 
@@ -187,11 +187,15 @@ class DeviceTier:
         """[Note: before its kernels] What cannot be had now is brought when it is needed, and its error is told then."""
         self._uploads.give_back()
         count = len(self._cycle) if self._goes_round else len(self._cycle) - self._position
+        waiting: dict[int, int] = {}  # bytes that what waits will need before what comes after it
         for number in range(count):
             image = self._cycle[(self._position + number) % len(self._cycle)]
-            if image.is_filled or image.waits:
+            if image.is_filled:
                 continue
-            if not image.storage.is_allocated and not self._can_take(image):
+            if image.waits:
+                waiting[id(image)] = 0 if image.storage.is_allocated else image.storage.nbytes
+                continue
+            if not image.storage.is_allocated and not self._can_take(image, sum(waiting.values())):
                 return
             while image.sent < len(image.copies):
                 copy = image.copies[image.sent]
@@ -203,9 +207,9 @@ class DeviceTier:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _can_take(self, image: Image) -> bool:
-        """Allocate ahead, if nothing must make room for it."""
-        if self._used_bytes + image.storage.nbytes > self._limit_bytes:
+    def _can_take(self, image: Image, waiting_bytes: int) -> bool:
+        """Allocate ahead, if nothing must make room for it, nor it for what is used before and cannot be brought yet."""
+        if self._used_bytes + waiting_bytes + image.storage.nbytes > self._limit_bytes:
             return False
         try:
             self._allocate(image)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,16 @@ from swapper.checkpoint.sources import Source
 from swapper.config import format_bytes
 from swapper.counters import Counters
 from swapper.device.device import Device
-from swapper.device.tier import Image
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
-from swapper.infer.adoption import Places, adopt, empty, locate
+from swapper.infer.adoption import Places, empty
 from swapper.infer.blueprint import Blueprint
 from swapper.infer.checksums import Checksums
 from swapper.infer.convoy import Convoy
 from swapper.infer.cut import Parts, multiply_by_parts, stop_cutting
-from swapper.infer.device_weights import DeviceGroup, LargerThanDevice
-from swapper.infer.experts import DemandedGroup, Experts, ExpertWeights, numbered
+from swapper.infer.device_weights import DeviceGroup
+from swapper.infer.experts import Experts, ExpertWeights
 from swapper.infer.fitting import Fit
+from swapper.infer.group_making import GroupMaking
 from swapper.infer.hooks import Hooks
 from swapper.infer.mapped import MappedSource
 from swapper.infer.matching import BufferPlace, Recipe
@@ -43,7 +43,7 @@ from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
 from swapper.infer.unplanned import make_room
-from swapper.infer.weights import CPU, GroupWeights, PagedWeight
+from swapper.infer.weights import CPU, GroupWeights
 from swapper.interrupts import held_back
 
 log = logging.getLogger("swapper")
@@ -110,15 +110,7 @@ class LoadedModel:
         self._device = device
         self._on_device: OnDevice | None = None
         try:
-            if device is not None and fitting.on_device is not None:
-                self._on_device = OnDevice(device, self._streaming, fitting.on_device, self._counters)
-            buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
-            self._adopt(model, blueprint, placement)
-            for place_, tensor in zip(buffers, buffer_tensors, strict=True):
-                place_.module._buffers[place_.name] = tensor
-            if self._on_device is not None:
-                self._on_device.move_the_rest(model, set(self._recipes) | {id(parameter) for parameter in self._small})
-                self._expect_images(sorted(blueprint.images))
+            self._take_over(model, fitting, buffers)
         except BaseException:
             self._close_streaming()
             raise
@@ -270,43 +262,28 @@ class LoadedModel:
     def describe(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
 
+    # --- taking over, and passes ----------------------------------------------------------------------------------
+
+    def _take_over(self, model: nn.Module, fitting: Fit, buffers: list[BufferPlace]) -> None:
+        """Give the model what it is to have; its weights are read when they are used."""
+        if self._device is not None and fitting.on_device is not None:
+            self._on_device = OnDevice(self._device, self._streaming, fitting.on_device, self._counters)
+        buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
+        self._adopt(model, fitting.blueprint, fitting.placement)
+        for place, tensor in zip(buffers, buffer_tensors, strict=True):
+            place.module._buffers[place.name] = tensor
+        if self._on_device is not None:
+            self._on_device.move_the_rest(model, set(self._recipes) | {id(parameter) for parameter in self._small})
+            self._expect_images(sorted(fitting.blueprint.images))
+
     def _adopt(self, model: nn.Module, blueprint: Blueprint, placement: Placement) -> None:
         """Give every loaded parameter its place."""
-        places = Places(model)
-        used = blueprint.used_groups
-        apart = {group: expert for expert in blueprint.demanded for group in expert}
-        located = locate(blueprint.small_runs, self._streaming.small, blueprint.small)
-        for weight, parts in zip(blueprint.small, located, strict=True):
-            moved = parts if self._on_device is None else self._on_device.moved(parts)
-            self._small.append(adopt(places, weight, weight.recipe.from_parts(moved)))
-        for group, sections in zip(blueprint.groups, self._streaming.sections, strict=True):
-            weights = []
-            pages = [page.index for section in sections for page in section.pages]
-            kept = pages[: max(len(pages) - placement.streamed, 0)] if self._stays_in_host(group.index, used) else []
-            image: Image | None = None
-            if self._on_device is None:
-                located = locate(group.runs, sections, group.weights)
-            elif group.index in apart or not group.weights or not self._on_device.has_room_for(group):
-                located = [[] for _ in group.weights]
-            else:
-                image, located = self._on_device.image(group, sections, kept)
-            for weight, parts in zip(group.weights, located, strict=True):
-                paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self._where)
-                paged = replace(paged, parameter=adopt(places, weight, paged.data()))
-                self._names[id(paged.parameter)] = weight.name
-                self._recipes[id(paged.parameter)] = weight.recipe
-                weights.append(paged)
-            if group.index in apart:
-                self._groups.append(self._demanded(blueprint, group.index, weights, apart[group.index]))
-                continue
-            if image is not None and self._on_device is not None:
-                tier = self._on_device.tier
-                self._groups.append(DeviceGroup(group.index, weights, image, tier, self._streaming.pager, self))
-                continue
-            if self._on_device is not None:
-                self._groups.append(LargerThanDevice(group.index, weights, (), (), self._streaming.pager, self))
-                continue
-            self._groups.append(GroupWeights(group.index, weights, pages, kept, self._streaming.pager, self))
+        making = GroupMaking(
+            model, blueprint, placement, self._streaming, self._on_device, self._where, self, self._cache
+        )
+        self._groups, self._small = making.groups, making.small
+        self._names, self._recipes = making.names, making.recipes
+        making.make_all()
         for embedding, recipe in blueprint.lookups:
             look_up_by_rows(embedding, recipe, self._streaming.read_part, self._where)
         if blueprint.cuts:
@@ -319,10 +296,6 @@ class LoadedModel:
     @property
     def _where(self) -> torch.device:
         return CPU if self._device is None else self._device.device
-
-    def _stays_in_host(self, group: int, used: Collection[int]) -> bool:
-        """Whether some of the group may be kept in host memory: it is used as a whole, and does not stay on a device."""
-        return group in used and (self._on_device is None or not self._on_device.stays(group))
 
     def _expect_images(self, order: Iterable[int]) -> None:
         if self._on_device is not None:
@@ -338,13 +311,6 @@ class LoadedModel:
         if self._on_device is not None:
             self._on_device.close()
         self._streaming.close(stay)
-
-    def _demanded(
-        self, blueprint: Blueprint, index: int, weights: list[PagedWeight], expert: Sequence[int]
-    ) -> DemandedGroup:
-        others = [(group, blueprint.groups[group].weights) for group in expert if group != index]
-        with_it = [item for group, some in others for item in numbered(group, [weight.recipe for weight in some])]
-        return DemandedGroup(index, weights, self._streaming.pager, self, with_it, self._cache)
 
     def _cache(self) -> Experts:
         if self._experts is None:

@@ -16,8 +16,9 @@ from torch import nn
 
 from swapper.core.pager import Pager
 from swapper.device.host_side import STAGING_BYTES
+from swapper.train.grad_home import Content, Home, Part
 from swapper.train.on_device import PAGES_ON_THEIR_WAY, OnDevice
-from swapper.train.paged_grads import Content, PagedGradients, Part, _Home
+from swapper.train.paged_grads import PagedGradients
 from swapper.train.slices import Place
 
 PIECE_BYTES = STAGING_BYTES // 4
@@ -53,14 +54,14 @@ class DeviceGradients(PagedGradients):
         self._downloads.collect()
         return not any(self._on_their_way[id(parameter)] for parameter in parameters)
 
-    def _stand_in(self, home: _Home) -> torch.Tensor:
+    def _stand_in(self, home: Home) -> torch.Tensor:
         spec = home.place.slot.spec
         here = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
         here.swapper_where = "off the device"  # type: ignore[attr-defined]
         return here
 
     @torch.no_grad()
-    def _move(self, home: _Home, gradient: torch.Tensor, adding: bool) -> None:
+    def _move(self, home: Home, gradient: torch.Tensor, adding: bool) -> None:
         before, home.content = home.content, Content()
         if not adding:
             home.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}
@@ -106,11 +107,11 @@ class DeviceGradients(PagedGradients):
         landing.began()
         self._downloads.send([(memory, source.view(torch.uint8))], arrived, lost)
 
-    def _landed(self, home: _Home, part: Part) -> None:
+    def _landed(self, home: Home, part: Part) -> None:
         self._on_their_way[id(home.parameter)] -= 1
         self._release(part)
 
-    def _lease(self, home: _Home, part: Part) -> None:
+    def _lease(self, home: Home, part: Part) -> None:
         while self._pages_leased >= PAGES_ON_THEIR_WAY:
             self._downloads.wait_for_oldest()
         super()._lease(home, part)
@@ -129,7 +130,7 @@ class _Landing:
         over: to be called then.
     """
 
-    def __init__(self, home: _Home, over: Callable[[], None]) -> None:
+    def __init__(self, home: Home, over: Callable[[], None]) -> None:
         self._home = home
         self._over = over
         self._open = 1  # more of them may come

@@ -29,9 +29,9 @@ from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.storage import DeviceStorage
 from swapper.errors import DeviceError, InvariantError
 from swapper.train.cold_grad import ColdGradient
+from swapper.train.grad_home import Content
 from swapper.train.kept_state import KeptState
 from swapper.train.on_device import RING, OnDevice
-from swapper.train.paged_grads import Content
 from swapper.train.shadow import Work
 from swapper.train.slices import ParameterPlaces, Piece, Place, Slice
 from swapper.train.sweep import GroupUpdate, Sweep, Trainable, Update

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 
 from swapper.core.layout import SectionPlan
 from swapper.core.schedule import Access
@@ -14,6 +15,12 @@ from swapper.train.inventory import Inventory, find_places, find_trainables, mak
 from swapper.train.on_device import PAGES_ON_THEIR_WAY, RING, page_access
 from swapper.train.slices import Place, plan_slices
 from swapper.train.sweep import Trainable
+
+ORDER_TOLERANCE = 4
+"""With a device an access may come a quarter of a step before its turn, and is what was expected all the same."""
+UPDATED_BEHIND = 2
+"""Groups that a backward on a device brings before one whose gradients it has is updated: the next one's gradients are made, and
+what comes after it is on its way."""
 
 
 def frames_needed(
@@ -56,27 +63,35 @@ def expected_cycle(
     trainables: Sequence[Trainable],
     page_bytes: int,
     update: str,
-    on_device: bool = False,
+    staying: Collection[int] | None = None,
 ) -> list[Access]:
     """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
 
-    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `on_device`, pages of
-    parameters are used one by one.
+    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `staying` are the
+    groups that stay on a device, where there is one: pages of parameters are used one by one there, and those of these groups for
+    the first use of what an update has left.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
         if section.plan.family == "param":
             pages[section.plan.group] += [page.index for page in section.pages]
-    forward = {group: _uses(group, indices, on_device) for group, indices in pages.items() if indices}
+    by_group = {trainable.group: trainable for trainable in trainables}
+    uses = {group: _uses(group, indices, staying is not None) for group, indices in pages.items() if indices}
+    kept = staying or ()
+    behind = 0 if staying is None else UPDATED_BEHIND
+    forward = {group: of for group, of in uses.items() if group not in kept or group in by_group}
     backward: list[Access] = []
     seen: set[int] = set()
-    by_group = {trainable.group: trainable for trainable in trainables}
+    waiting: deque[list[Access]] = deque()  # slices of groups whose gradients are on their way
     slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
     for group in sorted(pages, reverse=True):
-        backward += forward.get(group, [])
+        backward += uses.get(group, []) if group not in kept else []
         for places in reversed(by_group[group].places if group in by_group else []):
             backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-        backward += slices.get(group, []) if update == "backward" else []
+        if update == "backward":
+            waiting.append(slices.get(group, []))
+            backward += waiting.popleft() if len(waiting) > behind else []
+    backward += itertools.chain.from_iterable(waiting)
     forwards = itertools.chain.from_iterable(forward.values())
     if update == "backward":
         return [*forwards, *backward]

@@ -25,9 +25,10 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.device_grads import DeviceGradients
+from swapper.train.grad_home import Content
 from swapper.train.kept_grads import KeptGradients
 from swapper.train.on_device import OnDevice
-from swapper.train.paged_grads import Content, PagedGradients
+from swapper.train.paged_grads import PagedGradients
 from swapper.train.slices import Place
 from swapper.train.spare import GradientRoom, Room
 

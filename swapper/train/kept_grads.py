@@ -16,7 +16,7 @@ from torch import nn
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
-from swapper.train.paged_grads import Content
+from swapper.train.grad_home import Content
 
 
 class KeptGradients:

@@ -20,15 +20,15 @@ class StateOwner(Protocol):
     """Who has the optimizer's state."""
 
     @property
-    def state_view(self) -> Mapping[torch.Tensor, Any]:
+    def view(self) -> Mapping[torch.Tensor, Any]:
         """Shows the state of each parameter."""
         ...
 
-    def save_state(self) -> dict[int, dict[str, Any]]:
+    def save(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}."""
         ...
 
-    def load_state(self, state: dict[int, dict[str, Any]]) -> None:
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Take the same."""
         ...
 
@@ -58,7 +58,7 @@ class PagedOptimizer(Optimizer):
     def bind(self, owner: StateOwner | None) -> None:
         """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
         self._owner = owner
-        self.state = {} if owner is None else owner.state_view  # type: ignore[assignment]
+        self.state = {} if owner is None else owner.view  # type: ignore[assignment]
 
     @property
     def _bound(self) -> StateOwner:
@@ -100,7 +100,7 @@ class PagedOptimizer(Optimizer):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         with held_back:
-            state = self._bound.save_state()
+            state = self._bound.save()
         state_dict: dict[str, Any] = {"state": state, "param_groups": packed_groups(self.param_groups)}
         for after in self._optimizer_state_dict_post_hooks.values():
             state_dict = after(self, state_dict) or state_dict
@@ -123,7 +123,7 @@ class PagedOptimizer(Optimizer):
                 f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
             )
         with held_back:
-            self._bound.load_state(state_dict["state"])
+            self._bound.load(state_dict["state"])
             for saved, group in zip(theirs, ours, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,78 +21,14 @@ from torch import nn
 from swapper.core.heap import note_freed
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
-from swapper.core.section import Page
-from swapper.errors import StateError, UnsupportedError
+from swapper.errors import UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import Change, ColdGradient
+from swapper.train.grad_home import Content, Home, Part
 from swapper.train.slices import Place
 
 USUAL_NORM = 2.0
-
-
-@dataclass(slots=True)
-class Content:
-    """What a gradient is, besides what its pages hold.
-
-    Attributes:
-        zero: it is zeros, whatever the pages hold.
-        changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
-        norms: those of it that are known, changes included, by their order.
-        finite: whether all elements are; None if that is not known.
-        failure: why the pages have only a part of it, until it is zeroed.
-    """
-
-    zero: bool = False
-    changes: tuple[Change, ...] = ()
-    norms: dict[float, torch.Tensor] = field(default_factory=dict)
-    finite: bool | None = None
-    failure: BaseException | None = None
-
-    def of(self, part: torch.Tensor) -> torch.Tensor:
-        """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
-        part = torch.zeros_like(part) if self.zero else part
-        for change in self.changes:
-            part = change(part)
-        return part
-
-
-@dataclass(slots=True)
-class _Home:
-    """One parameter's gradient.
-
-    Attributes:
-        name, parameter, place: whose, and where.
-        here: the ColdGradient that the parameter has, if it has one.
-        stash: the same, while autograd makes a gradient to be added to it.
-        content: what it is, besides what its pages hold.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    place: Place
-    here: weakref.ref[torch.Tensor] | None = None
-    stash: torch.Tensor | None = None
-    content: Content = field(default_factory=Content)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements [begin, end) of a gradient, at their place.
-
-    Attributes:
-        view: of them, flat.
-        at: where in the page, or in the section if that stays in memory, they begin, in bytes.
-        page: that they lie on; the section as a whole if that stays in memory.
-        access: the page's, to be leased; None if it stays in memory.
-    """
-
-    view: torch.Tensor
-    begin: int
-    end: int
-    at: int
-    page: Page
-    access: Access | None
 
 
 class PagedGradients:
@@ -105,10 +41,10 @@ class PagedGradients:
 
     def __init__(self, places: list[tuple[str, nn.Parameter, Place]], pager: Pager) -> None:
         self._pager = pager
-        self._homes = {id(parameter): _Home(name, parameter, place) for name, parameter, place in places}
+        self._homes = {id(parameter): Home(name, parameter, place) for name, parameter, place in places}
         self._by_name = {home.name: home for home in self._homes.values()}
-        self._stashed: list[_Home] = []  # whose ColdGradient was taken away in this backward
-        self._let_go: list[_Home] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
+        self._stashed: list[Home] = []  # whose ColdGradient was taken away in this backward
+        self._let_go: list[Home] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
         self._norm_types: dict[float, None] = {USUAL_NORM: None}  # to be taken of each as it leaves
         self.finish_update: Callable[[], None] = lambda: None  # has a step that is still open use what it is to use
@@ -134,30 +70,30 @@ class PagedGradients:
     def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped as was asked; not to be changed."""
         home = self._homes[id(parameter)]
-        _check_whole(home)
+        home.check_whole()
         return home.content.of(home.place.section.tensor(home.place.slot).view(-1)[begin:end])
 
     def where(self, parameter: nn.Parameter) -> tuple[Place, Content]:
         """Return the place of a gradient, and what it is besides what is there."""
         home = self._homes[id(parameter)]
-        _check_whole(home)
+        home.check_whole()
         return home.place, home.content
 
     @torch.no_grad()
-    def norm(self, home: _Home, norm_type: float) -> torch.Tensor:
+    def norm(self, home: Home, norm_type: float) -> torch.Tensor:
         """Return a gradient's norm. It was taken as the gradient left, or is taken now of what is read back for it.
 
         From then on it is taken of all as they leave.
         """
-        _check_whole(home)
+        home.check_whole()
         self._norm_types[norm_type] = None
         if norm_type not in home.content.norms:
             home.content.norms[norm_type] = torch.linalg.vector_norm(self._whole(home), norm_type)
         return home.content.norms[norm_type]
 
     @torch.no_grad()
-    def is_finite(self, home: _Home) -> bool:
-        _check_whole(home)
+    def is_finite(self, home: Home) -> bool:
+        home.check_whole()
         known = home.content.norms.get(USUAL_NORM)
         if home.content.finite is None and known is not None and bool(known.isfinite()):
             home.content.finite = True
@@ -165,13 +101,13 @@ class PagedGradients:
             home.content.finite = bool(torch.isfinite(self._whole(home)).all())
         return home.content.finite
 
-    def change(self, home: _Home, change: Change) -> None:
+    def change(self, home: Home, change: Change) -> None:
         """Have each element changed when the gradient is used."""
         self._finish_update()
-        _check_whole(home)
+        home.check_whole()
         home.content = Content(home.content.zero, (*home.content.changes, change))
 
-    def zero(self, home: _Home) -> None:
+    def zero(self, home: Home) -> None:
         """Have the gradient zero. What its pages hold is wanted no more."""
         self._finish_update()
         home.content = Content(zero=True)
@@ -184,7 +120,7 @@ class PagedGradients:
         ):  # else a hook changes its own, or autograd makes more: neither is open then
             self.finish_update()
 
-    def _whole(self, home: _Home) -> torch.Tensor:
+    def _whole(self, home: Home) -> torch.Tensor:
         """Return a gradient in memory, as it is."""
         slot = home.place.slot
         whole = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
@@ -239,7 +175,7 @@ class PagedGradients:
                 home.parameter.grad = home.stash
             home.stash = None
 
-    def _hook(self, home: _Home, act: Callable[[PagedGradients, _Home], None]) -> Callable[[torch.Tensor], None]:
+    def _hook(self, home: Home, act: Callable[[PagedGradients, Home], None]) -> Callable[[torch.Tensor], None]:
         """Make a hook of the parameter. Hooks are not looked through for cycles: it keeps neither us nor the parameter alive."""
         owner, key = weakref.ref(self), id(home.parameter)
 
@@ -250,7 +186,7 @@ class PagedGradients:
 
         return hook
 
-    def _stash(self, home: _Home) -> None:
+    def _stash(self, home: Home) -> None:
         """A gradient is about to be accumulated: what was before is out of autograd's way."""
         if type(home.parameter.grad) is ColdGradient:
             if not self._stashed:
@@ -258,7 +194,7 @@ class PagedGradients:
             self._stashed.append(home)
             home.stash, home.parameter.grad = home.parameter.grad, None
 
-    def _take(self, home: _Home) -> None:
+    def _take(self, home: Home) -> None:
         """Move the gradient that the parameter has to its pages, on top of what was accumulated before.
 
         Raises:
@@ -270,7 +206,7 @@ class PagedGradients:
         with held_back:
             self._take_held(home, gradient)
 
-    def _take_held(self, home: _Home, gradient: torch.Tensor) -> None:
+    def _take_held(self, home: Home, gradient: torch.Tensor) -> None:
         if gradient.layout is not torch.strided:
             raise UnsupportedError(
                 f"parameter {home.name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
@@ -281,7 +217,7 @@ class PagedGradients:
         if before is None:
             home.content = Content()
         try:
-            _check_whole(home)
+            home.check_whole()
             self._move(home, gradient.detach().contiguous(), adding=before is not None)
         except BaseException as error:
             home.content.failure = home.content.failure or error
@@ -290,7 +226,7 @@ class PagedGradients:
             home.parameter.grad, home.stash = before if before is not None else self._make_cold(home), None
 
     @torch.no_grad()
-    def _move(self, home: _Home, gradient: torch.Tensor, adding: bool) -> None:
+    def _move(self, home: Home, gradient: torch.Tensor, adding: bool) -> None:
         flat = gradient.view(-1)
         for view, begin, end in self._pages(home):
             part = flat[begin:end]
@@ -301,7 +237,7 @@ class PagedGradients:
         is_finite = bool(norms[USUAL_NORM].isfinite()) or bool(torch.isfinite(gradient).all())  # squares may overflow
         home.content = Content(norms=norms, finite=is_finite)
 
-    def _make_cold(self, home: _Home) -> torch.Tensor:
+    def _make_cold(self, home: Home) -> torch.Tensor:
         here = self._stand_in(home)
         here.__class__ = ColdGradient
         here.swapper_name = home.name  # type: ignore[attr-defined]
@@ -309,11 +245,11 @@ class PagedGradients:
         here.swapper_gradient = _finder(weakref.ref(self), id(home.parameter), home.here)  # type: ignore[attr-defined]
         return here
 
-    def _stand_in(self, home: _Home) -> torch.Tensor:
+    def _stand_in(self, home: Home) -> torch.Tensor:
         """Return a tensor that is like the gradient, but for its data."""
         return home.place.section.tensor(home.place.slot)
 
-    def _pages(self, home: _Home) -> Iterator[tuple[torch.Tensor, int, int]]:
+    def _pages(self, home: Home) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield (flat view, begin, end) of the gradient page by page, each leased meanwhile."""
         self.settle()
         for part in self._parts(home):
@@ -323,7 +259,7 @@ class PagedGradients:
             finally:
                 self._release(part)
 
-    def _parts(self, home: _Home) -> Iterator[Part]:
+    def _parts(self, home: Home) -> Iterator[Part]:
         """Yield the gradient page by page, or at one time where it stays in memory. Each is to be leased before the next."""
         section, slot = home.place.section, home.place.slot
         itemsize = slot.spec.dtype.itemsize
@@ -339,7 +275,7 @@ class PagedGradients:
             at = slot.offset + begin * itemsize - page.offset
             yield Part(flat[begin:end], begin, end, at, page, access)
 
-    def _lease(self, home: _Home, part: Part) -> None:
+    def _lease(self, home: Home, part: Part) -> None:
         if part.access is not None:
             self._pager.acquire(part.access)
             self._users.setdefault(part.page.index, set()).add(id(home.parameter))
@@ -353,7 +289,7 @@ class PagedGradients:
         homes, self._let_go[:] = list(self._let_go), []
         self._forget(h for h in homes if h.stash is None and type(h.parameter.grad) is not ColdGradient)
 
-    def _forget(self, homes: Iterable[_Home]) -> None:
+    def _forget(self, homes: Iterable[Home]) -> None:
         """Nobody wants what the pages hold of these gradients."""
         empty = []
         for home in homes:
@@ -372,7 +308,7 @@ class _PagedGradient:
     """What a ColdGradient stands for."""
 
     owner: PagedGradients
-    home: _Home
+    home: Home
 
     def norm(self, norm_type: float) -> torch.Tensor:
         return self.owner.norm(self.home, norm_type)
@@ -399,11 +335,3 @@ def _finder(
         return _PagedGradient(gradients, home) if gradients is not None and home is not None and is_its else None
 
     return find
-
-
-def _check_whole(home: _Home) -> None:
-    failure = home.content.failure
-    if failure is not None:
-        raise StateError(
-            f"the gradient of {home.name} did not reach its pages whole ({failure}): call zero_grad and run the backward again"
-        ) from failure

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from swapper.errors import IoError
+from swapper.train.grad_home import Content
 from swapper.train.grads import Gradients
-from swapper.train.paged_grads import Content
 
 
 class ParkedGradients:

@@ -14,7 +14,6 @@ done, by whoever comes next.
 from __future__ import annotations
 
 import enum
-import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,15 +24,12 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper import _C
-from swapper.core.extents import Extents
 from swapper.core.heap import note_freed
 from swapper.core.layout import SECTOR_BYTES
 from swapper.errors import IoError
 from swapper.interrupts import SteadyLock
 from swapper.train.activation_counters import ActivationCounters
-
-_numbers = count()
+from swapper.train.shelf_file import ShelfFile
 
 
 class Where(enum.Enum):
@@ -104,10 +100,10 @@ class _Remains:
 
 
 class Shelf:
-    """Owns the scratch file, and decides which storages are in memory.
+    """Owns what is saved, and decides which storages are in memory.
 
     Args:
-        directory: on the drive that shall hold the file. It has no name and is gone with the process.
+        directory: on the drive that shall hold the scratch file (shelf_file.py).
         find_engine: gives the engine that does the transfers; asked each time. Raises where there is none any more.
         limit_bytes: the most that storages may have in memory, beside the one that is saved or used at the moment.
         keep_bytes: what stays in memory and is not written at all, of these; None: nothing is ever written.
@@ -119,10 +115,7 @@ class Shelf:
         self._find_engine = find_engine
         self._limit_bytes = limit_bytes
         self._keep_bytes = keep_bytes
-        self._directory = directory
-        self._file: Any = None
-        self._extents = Extents()
-        self._allocated_bytes = 0
+        self._file = ShelfFile(directory)
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
@@ -134,7 +127,6 @@ class Shelf:
         self._ending: list[_Remains] = []  # forgotten, their tickets not done
         self._failure: IoError | None = None  # of a write, not told to anyone
         self._first = 0  # number of the first storage of the forward under way
-        self._pid = os.getpid()
         self.counters = ActivationCounters()
 
     @property
@@ -206,17 +198,8 @@ class Shelf:
 
     def _write(self, stored: Stored) -> None:
         assert stored.memory is not None
-        engine, file = self._find_engine(), self._open()
-        offset = self._extents.take(stored.nbytes)
-        try:
-            if self._extents.end > self._allocated_bytes:
-                file.allocate(self._extents.end)
-                self._allocated_bytes = self._extents.end
-            ticket = engine.write(file, offset, stored.memory.data_ptr(), stored.nbytes, keep=stored.memory)
-        except BaseException:
-            self._extents.give(offset, stored.nbytes)
-            raise
-        stored.offset, stored.ticket, stored.where = offset, ticket, Where.LEAVING
+        stored.offset, stored.ticket = self._file.write(self._find_engine(), stored.memory)
+        stored.where = Where.LEAVING
         self._moving[stored.number] = weakref.ref(stored)
         self.counters.written_bytes += stored.nbytes
 
@@ -287,8 +270,7 @@ class Shelf:
     def _read(self, stored: Stored) -> None:
         assert stored.offset is not None
         memory = stored.allocate(stored.nbytes)
-        engine = self._find_engine()
-        stored.ticket = engine.read(self._file, stored.offset, memory.data_ptr(), stored.nbytes, keep=memory)
+        stored.ticket = self._file.read(self._find_engine(), stored.offset, memory)
         stored.memory, stored.where = memory, Where.COMING
         self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
         self.counters.read_bytes += stored.nbytes
@@ -370,20 +352,9 @@ class Shelf:
             note_freed(remains.nbytes)
             self.counters.held_bytes -= remains.nbytes
         if remains.offset is not None:
-            self._extents.give(remains.offset, remains.nbytes)
-
-    def __del__(self) -> None:
-        if os.getpid() == self._pid and self._file is not None:
-            self._file.close()  # transfers under way keep it open, and their memory
+            self._file.give(remains.offset, remains.nbytes)
 
     # ----------------------------------------------------------------------------------------------------------------
-
-    def _open(self) -> Any:
-        if self._file is None:
-            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
-            self._file = _C.File(str(path), create=True)
-            path.unlink()
-        return self._file
 
     def _alive(self, number: int) -> Stored | None:
         reference = self._live.get(number)

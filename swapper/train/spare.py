@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from swapper.core.section import Page, Section
 
@@ -64,3 +65,7 @@ class GradientRoom:
     def load(self, page: Page, address: int) -> None:
         room = self._rooms[page.index]
         ctypes.memmove(address, room.section.memory.data_ptr() + room.offset, page.nbytes)
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        room = self._rooms[page.index]
+        return room.section.view, room.offset

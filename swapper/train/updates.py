@@ -1,7 +1,8 @@
 """When parameters are updated: all of them in `optimizer.step()`, which is what stands here; or elsewhere, in a form of this.
 
 `deferred.py` has them updated in the forward after the step, `during_backward.py` in the backward before it. Whoever runs passes
-(hooks.py) and whoever looks at parameters (model.py) tells what happens, and does not ask which of the three it is.
+(hooks.py) and whoever looks at parameters or state (keeper.py, optimizer_state.py) tells what happens, and does not ask which of
+the three it is.
 """
 
 from __future__ import annotations

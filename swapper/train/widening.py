@@ -33,4 +33,5 @@ class Widening:
         if self._memory is None or self._memory.dtype != dtype:
             self._memory = torch.empty(self._numel, dtype=dtype)
         self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        return self._memory[begin:end].view(gradient.shape).copy_(gradient)
+        room = self._memory[begin:end]
+        return (room if gradient.dim() == 1 else room.view(gradient.shape)).copy_(gradient)

@@ -120,7 +120,7 @@ def interrupt_others(pair: Twins) -> None:
             manager.current.run.publisher.finish()
             assert not list(pair.directory.rglob("*.partial"))
             path.unlink(missing_ok=True)
-            manager.current.run.model.abandon_pass()
+            manager.current.run.model.passes.abandon()
             pair.check_pager()
             pair.both(lambda model, _: loss_of(model, tokens()).detach())
     pair.assert_same_parameters()

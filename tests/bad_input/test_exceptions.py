@@ -108,7 +108,7 @@ def test_whatever_comes_after_a_failed_backward_works(twins: MakeTwins, after: s
     elif after == "gather":
         with pair.manager.gather(pair.swapped.head):
             assert torch.equal(pair.swapped.head.weight, pair.plain.head.weight)
-        pair.manager.current.run.model.abandon_pass()
+        pair.manager.current.run.model.passes.abandon()
     elif after == "snapshot":
         state = torch.load(pair.manager.snapshot(pair.directory / "a.pt").result())["model"]
         assert torch.equal(state["head.weight"], pair.plain.head.weight)
@@ -126,7 +126,7 @@ def test_a_failed_backward_keeps_the_gradients_that_plain_torch_keeps(twins: Mak
     pair.train(train_step, steps=1)
     fail(pair, 1, "backward, at the end")
     pair.assert_same_parameters()
-    pair.manager.current.run.model.abandon_pass()
+    pair.manager.current.run.model.passes.abandon()
     pair.both(lambda model, _: loss_of(model, tokens()).backward())  # accumulates on top of them
     pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad())[1])
     pair.train(train_step, steps=1)

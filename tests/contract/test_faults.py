@@ -42,6 +42,18 @@ def test_what_is_read_is_what_the_file_has(window: _C.Window, file: _C.File, con
     assert bytes(view[:NBYTES]) == content
 
 
+def test_what_is_read_is_what_a_part_of_an_arena_has(window: _C.Window) -> None:
+    """Of another arena too, and after everybody else has let go of it."""
+    arena = _C.Arena(2 << 20, lock=False)
+    view = arena.view(8192, 3 * 4096)
+    content = os.urandom(3 * 4096)
+    memoryview(view)[:] = content
+    window.unmap(4096, 8192, view, 4096)
+    del view
+    arena.close()
+    assert bytes(memoryview(window)[4096 : 4096 + 8192]) == content[4096:]
+
+
 def test_each_place_has_its_own_backing(window: _C.Window, file: _C.File, content: bytes) -> None:
     window.unmap(0, 4096, file, 4096 + 8192)
     window.unmap(4096, 8192, file, 4096)

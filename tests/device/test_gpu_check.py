@@ -44,7 +44,7 @@ def test_a_rehearsal_gives_every_figure_marked_as_one(tmp_path: Path) -> None:
     status = {row["figure"]: row["status"] for row in report["rows"]}
     unmeasured = {figure for figure, found in status.items() if found != "rehearsed"}
     assert unmeasured == {"drive -> device, GdsHandle", "device -> drive, GdsHandle"}
-    assert {status[figure] for figure in unmeasured} == {"open"} and len(status) == 36
+    assert {status[figure] for figure in unmeasured} == {"open"} and len(status) == 42
     tests = next(row for row in report["rows"] if row["figure"] == "tests that need a GPU")
     assert "skipped" in tests["number"]
     assert sorted(tmp_path.iterdir()) == [out, tmp_path / "x.json"], "something was left on the drive"

@@ -42,7 +42,7 @@ def run(directory: Path, names: list[str]) -> None:
             outcome = {"result": "raises", "type": type(error).__name__, "message": str(error)}
             outcome["ours"] = isinstance(error, swapper.SwapperError)
         say(**outcome)
-        pair.manager.current.run.model.abandon_pass()
+        pair.manager.current.run.model.passes.abandon()
         pair.check_pager()
     pair.train(train_step, steps=2)
     pair.finish()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from e2e.leaks import watch_for_leaks
+from e2e.models import Net
 from e2e.twins import Twins
 
 __all__ = ["watch_for_leaks"]
@@ -36,6 +37,16 @@ def twins(tmp_path: Path) -> Iterator[Callable[..., Twins]]:
     yield make
     while made:  # pytest keeps `make`, and so this list, until the test's very end
         made.pop().close()
+
+
+@pytest.fixture
+def backward(twins: Callable[..., Twins]) -> Callable[..., Twins]:
+    """Makes twins that are updated during backward."""
+
+    def make(model: nn.Module | None = None, *arguments: Any, **options: Any) -> Twins:
+        return twins(model or Net(), *arguments, update="backward", **options)
+
+    return make
 
 
 @pytest.fixture

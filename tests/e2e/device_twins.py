@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from infer.host_device import HostDevice
 from torch import nn
 
+import swapper
 from e2e.models import Net, loss_of, tokens
 from e2e.twins import Twins
 
@@ -59,3 +61,35 @@ def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
 def two_steps(pair: Twins) -> None:
     pair.train(accumulate, steps=2)
     pair.assert_same_parameters()
+
+
+def step_again(pair: Twins, batch: torch.Tensor) -> None:
+    """After a step of the swapped one has failed: it is taken once more, and the plain one follows."""
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    loss_of(pair.plain, batch).backward()
+    pair.plain_optimizer.step()
+    pair.plain_optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def short_of_memory(device: HostDevice, nbytes: int) -> Iterator[None]:
+    """Within it the device has so many bytes of memory, and what asks for more is told."""
+    capacity, device.module.capacity_bytes = device.module.capacity_bytes, nbytes
+    try:
+        yield
+    finally:
+        device.module.capacity_bytes = capacity
+
+
+def lose(device: HostDevice) -> None:
+    """From now on every call of the device fails, as after an error of a kernel's."""
+    device.module.is_lost = True
+
+
+def assert_can_be_closed(pair: Twins, device: HostDevice) -> None:
+    """The device was lost: closing may say so, if something was still to be done, and lets all go."""
+    with contextlib.suppress(swapper.DeviceError):
+        pair.manager.close()
+    assert pair.manager.current.is_over
+    device.module.is_lost = False

@@ -18,3 +18,12 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adagrad": partial(Adagrad, lr=1e-2),
     "adafactor": partial(Adafactor, lr=1e-3),
 }
+
+
+class Counting(AdamW):
+    """Counts its steps in its groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        return super().step(closure)

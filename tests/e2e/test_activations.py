@@ -203,8 +203,8 @@ def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) ->
     with activations:
         pass
     assert activations.counters.held_bytes == 0
-    assert activations._shelf._extents.used_bytes == 0
-    assert activations._shelf._allocated_bytes < 3 * activations.counters.written_bytes / 4
+    assert activations._shelf._file.used_bytes == 0
+    assert activations._shelf._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
 
 
 def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManager) -> None:

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, NAdam
 
 import swapper
+from e2e.loops import autocast, evaluate_between, never_zero, zero_in_place
 from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_step
-from e2e.optimizers import OPTIMIZERS
+from e2e.optimizers import OPTIMIZERS, Counting
 from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns, scheduled
 
 pytestmark = pytest.mark.large_table
@@ -115,19 +116,6 @@ def accumulate(model: Any, optimizer: Any) -> torch.Tensor:
     return torch.stack(losses)
 
 
-def never_zero(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def zero_in_place(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = never_zero(model, optimizer)
-    model.zero_grad(set_to_none=False)
-    return loss
-
-
 def zero_before_backward(model: Any, optimizer: Any) -> torch.Tensor:
     loss = loss_of(model, tokens())
     optimizer.zero_grad()
@@ -144,23 +132,11 @@ def change_gradients(model: Any, optimizer: Any) -> torch.Tensor:
     return loss
 
 
-def evaluate_between(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = train_step(model, optimizer)
-    with torch.no_grad():
-        return torch.stack([loss, loss_of(model, tokens()), loss_of(model, tokens())])
-
-
 def evaluate_in_inference_mode(model: Any, optimizer: Any) -> torch.Tensor:
     loss = train_step(model, optimizer)
     with torch.inference_mode():
         evaluated = loss_of(model, tokens())
     return torch.stack([loss, evaluated.clone()])
-
-
-def autocast(model: Any, optimizer: Any) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, tokens())
-    return finish_step(loss, optimizer)
 
 
 def clip(model: Any, optimizer: Any) -> torch.Tensor:
@@ -355,15 +331,6 @@ def test_a_gradient_that_was_changed_through_an_alias_is_refused(deferred: MakeT
     with pytest.raises(swapper.StateError, match=r"gradient of head.weight was changed .* update='step'"):
         pair.swapped(tokens())
     pair.close()
-
-
-class Counting(AdamW):
-    """Counts its steps in its groups."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
 
 
 def test_an_optimizer_that_changes_its_settings_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,18 @@ import torch
 from infer.host_device import ORDERS, HostDevice
 
 import swapper
-from e2e.device_twins import MIB, OPTIMIZERS, MakeTwins, accumulate, forget_copies, on_device
+from e2e.device_twins import (
+    MIB,
+    OPTIMIZERS,
+    MakeTwins,
+    accumulate,
+    assert_can_be_closed,
+    forget_copies,
+    lose,
+    on_device,
+    short_of_memory,
+    step_again,
+)
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, assert_same, smallest_device_budget
 from swapper.core.pager import Pager
@@ -187,13 +197,11 @@ def test_a_device_that_is_lost_with_it_is_named_and_nothing_hangs(on_device: Mak
         loss_of(pair.swapped, tokens()).backward()
     else:
         pair.manager.current.run.committer.finish()
-        pair.manager.current.run.model._kept_state.ready(range(100))
-    device.module.is_lost = True
+        pair.manager.current.run.model.optimizer_state.kept.ready(range(100))
+    lose(device)
     with pytest.raises(swapper.DeviceError, match="as asked for"):
         pair.optimizer.step() if when == "step" else pair.optimizer.state_dict()
-    with contextlib.suppress(swapper.DeviceError):
-        pair.manager.close()
-    device.module.is_lost = False
+    assert_can_be_closed(pair, device)
 
 
 def test_groups_that_are_trained_later_leave_the_frames_for_slices(on_device: MakeTwins) -> None:
@@ -251,15 +259,12 @@ def test_a_device_without_room_for_it_fails_the_step_and_it_can_be_taken_again(o
     device = HostDevice("late")
     pair = on_device(commit_every=1, device=device, **KEPT)
     loss_of(pair.swapped, batch := tokens()).backward()
-    capacity, device.module.capacity_bytes = device.module.capacity_bytes, 3 * MIB
-    with pytest.raises(swapper.BudgetError, match="left for the optimizer state that stays there"):
+    with (
+        short_of_memory(device, 3 * MIB),
+        pytest.raises(swapper.BudgetError, match="left for the optimizer state that stays there"),
+    ):
         pair.optimizer.step()
-    device.module.capacity_bytes = capacity
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    loss_of(pair.plain, batch).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
+    step_again(pair, batch)
     pair.train(train_step, steps=1)
     pair.finish(paged=False)
 
@@ -291,11 +296,11 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     model = pair.manager.current.run.model
     if not waits:
         monkeypatch.setattr(OnDevice, "finish", lambda on_device: None)
-    model._kept_state.ready(trainable.group for trainable in model._trainables)
+    model.optimizer_state.kept.ready(trainable.group for trainable in model._trainables)
     same = []
     for trainable in model._trainables:
         for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
-            here = model._kept_state.view(trainable.group, places.state["exp_avg"]).view(parameter.shape)
+            here = model.optimizer_state.kept.view(trainable.group, places.state["exp_avg"]).view(parameter.shape)
             name = model._names[id(parameter)]
             there = pair.plain_optimizer.state[pair.plain.get_parameter(name)]["exp_avg"]
             same.append(torch.equal(here, there))
@@ -328,7 +333,7 @@ def test_state_that_comes_anew_while_kernels_use_it_is_noticed(
     pair = on_device(device=device, **KEPT)
     pair.train(train_step, steps=2)
     pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
-    kept = pair.manager.current.run.model._kept_state
+    kept = pair.manager.current.run.model.optimizer_state.kept
     for group in kept._groups.values():
         device.taken[group.storage.identity] = device.module.compute.tick()
     if not waits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, on_device
+from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, lose, on_device, short_of_memory
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, scalers_of, smallest_device_budget
@@ -229,19 +230,16 @@ def test_a_device_that_runs_out_of_memory_in_a_step_fails_it_and_it_can_be_taken
     device = HostDevice("late")
     pair = on_device(device=device, device_memory=SMALL * 3 // 4)
     pair.train(train_step, steps=2)
-    capacity = device.module.capacity_bytes
-
-    def run_short(*_: Any) -> None:
-        device.module.capacity_bytes = MIB // 4
-
     block = pair.swapped.blocks[1 if when == "forward" else 2]
-    handle = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(run_short)
-    with pytest.raises(
-        swapper.BudgetError, match=r"has no .* left for .*after everything that is not in use was given up"
-    ):
-        loss_of(pair.swapped, tokens()).backward()
-    handle.remove()
-    device.module.capacity_bytes = capacity
+    with contextlib.ExitStack() as stack:
+        handle = (block.register_forward_hook if when == "forward" else block.register_full_backward_hook)(
+            lambda *_: stack.enter_context(short_of_memory(device, MIB // 4))
+        )
+        with pytest.raises(
+            swapper.BudgetError, match=r"has no .* left for .*after everything that is not in use was given up"
+        ):
+            loss_of(pair.swapped, tokens()).backward()
+        handle.remove()
     pair.swapped.zero_grad()
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
@@ -263,16 +261,13 @@ def test_a_device_that_is_lost_is_named_and_nothing_hangs(on_device: MakeTwins, 
     device = HostDevice("late")
     pair = on_device(device=device)
     pair.train(train_step, steps=2)
-
-    def lose(*_: Any) -> None:
-        device.module.is_lost = True
-
     if when != "step":
         block = pair.swapped.blocks[2]
-        (block.register_forward_pre_hook if when == "forward" else block.register_full_backward_hook)(lose)
+        register = block.register_forward_pre_hook if when == "forward" else block.register_full_backward_hook
+        register(lambda *_: lose(device))
     with pytest.raises(swapper.DeviceError, match=r"cpu failed at .*as asked for"):
         loss_of(pair.swapped, tokens()).backward()
-        lose()
+        lose(device)
         pair.optimizer.step()
     pair.manager.close()
     device.module.is_lost = False

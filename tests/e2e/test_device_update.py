@@ -11,7 +11,16 @@ from torch import nn
 from torch.optim import SGD
 
 import swapper
-from e2e.device_twins import MIB, OPTIMIZERS, MakeTwins, accumulate, forget_copies, on_device
+from e2e.device_twins import (
+    MIB,
+    OPTIMIZERS,
+    MakeTwins,
+    accumulate,
+    forget_copies,
+    on_device,
+    short_of_memory,
+    step_again,
+)
 from e2e.models import Net, loss_of, tokens, train_step
 from swapper.device.storage import DeviceStorage
 from swapper.train.device_sweep import DeviceSweep, _Slot
@@ -80,15 +89,12 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
     pair = on_device(update_on="device", device=device, device_memory=8 * MIB)
     pair.train(train_step, steps=2)
     loss_of(pair.swapped, batch := tokens()).backward()
-    capacity, device.module.capacity_bytes = device.module.capacity_bytes, MIB // 4
-    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
+    with (
+        short_of_memory(device, MIB // 4),
+        pytest.raises(swapper.BudgetError, match="left for the update of a slice"),
+    ):
         pair.optimizer.step()
-    device.module.capacity_bytes = capacity
-    pair.optimizer.step()
-    pair.optimizer.zero_grad()
-    loss_of(pair.plain, batch).backward()
-    pair.plain_optimizer.step()
-    pair.plain_optimizer.zero_grad()
+    step_again(pair, batch)
     pair.finish(paged=False)
 
 

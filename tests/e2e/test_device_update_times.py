@@ -17,7 +17,7 @@ from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
+from e2e.device_twins import MIB, MakeTwins, accumulate, assert_can_be_closed, lose, on_device, short_of_memory
 from e2e.early import train, updated_early
 from e2e.models import Halves, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns, scalers_of, scheduled
@@ -310,18 +310,19 @@ def test_a_device_without_room_for_slices_fails_the_pass_and_it_can_be_run_again
     pair = on_device(update=update, update_on="device", device=device, device_memory=8 * MIB)
     pair.train(train_step, steps=2)
     state = torch.get_rng_state()
-    new_storage = pair.manager.current.run.on_device.new_storage
-    capacity = device.module.capacity_bytes
+    part = pair.manager.current.run.on_device
+    new_storage = part.new_storage
 
-    def short(nbytes: int) -> Any:
-        device.module.capacity_bytes = MIB // 8
-        return new_storage(nbytes)
+    with contextlib.ExitStack() as stack:
 
-    pair.manager.current.run.on_device.new_storage = short
-    with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
-        loss_of(pair.swapped, tokens()).backward()
-    del pair.manager.current.run.on_device.new_storage
-    device.module.capacity_bytes = capacity
+        def short(nbytes: int) -> Any:
+            stack.enter_context(short_of_memory(device, MIB // 8))
+            return new_storage(nbytes)
+
+        part.new_storage = short
+        with pytest.raises(swapper.BudgetError, match="left for the update of a slice"):
+            loss_of(pair.swapped, tokens()).backward()
+        del part.new_storage
     pair.optimizer.zero_grad()
     torch.set_rng_state(state)
     pair.train(train_step, steps=2)
@@ -334,14 +335,7 @@ def test_a_device_that_is_lost_is_named_and_nothing_hangs(on_device: MakeTwins, 
     device = HostDevice("late")
     pair = on_device(update=update, update_on=update_on, device=device, device_memory=8 * MIB)
     pair.train(train_step, steps=2)
-
-    def lose(*_: Any) -> None:
-        device.module.is_lost = True
-
-    pair.swapped.blocks[1].register_forward_hook(lose)
+    pair.swapped.blocks[1].register_forward_hook(lambda *_: lose(device))
     with pytest.raises(swapper.DeviceError, match=r"cpu failed at .*as asked for"):
         loss_of(pair.swapped, tokens()).backward()
-    with contextlib.suppress(swapper.DeviceError):  # a deferred step cannot be finished; all is let go nevertheless
-        pair.manager.close()
-    assert pair.manager.current.is_over
-    device.module.is_lost = False
+    assert_can_be_closed(pair, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch.optim import AdamW
 
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import Twins
+from e2e.twins import Twins, penalty_of
 
 MakeTwins = Callable[..., Twins]
 
@@ -105,10 +104,7 @@ def test_gradients_that_come_without_a_forward_drop_what_waits_in_their_place(tw
 
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
         swapped = model is pair.swapped
-        penalty = torch.zeros(())
-        for block in model.blocks:
-            with pair.manager.gather(block) if swapped else nullcontext():
-                penalty = penalty + sum(parameter.sum() for parameter in block.parameters()) * 1e-3
+        penalty = penalty_of(pair, model)
         with torch.no_grad():
             evaluated = loss_of(model, tokens())
         if swapped:

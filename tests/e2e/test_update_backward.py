@@ -11,26 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.optim import SGD, AdamW
-from torch.utils.checkpoint import checkpoint
 
 from e2e.early import train, updated_early
-from e2e.models import WIDTH, Net, finish_step, loss_of, tokens, train_step
-from e2e.optimizers import OPTIMIZERS
+from e2e.loops import autocast, evaluate_between, never_zero, zero_in_place
+from e2e.models import Net, finish_step, loss_of, tokens, train_step
+from e2e.optimizers import OPTIMIZERS, Counting
 from e2e.twins import Twins, scheduled
 
 pytestmark = pytest.mark.large_table
 
 MakeTwins = Callable[..., Twins]
-
-
-@pytest.fixture
-def backward(twins: MakeTwins) -> MakeTwins:
-    def make(model: nn.Module | None = None, *arguments: Any, **options: Any) -> Twins:
-        return twins(model or Net(), *arguments, update="backward", **options)
-
-    return make
+Run = Callable[[Any, Any], Any]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -127,7 +119,7 @@ def accumulate(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     return torch.stack(losses)
 
 
-def two_losses(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
+def two_losses(model: Any, optimizer: Any) -> torch.Tensor:
     """Two forwards, then two backwards: the first does not complete any group."""
     one, other = loss_of(model, tokens()), loss_of(model, tokens())
     one.backward()
@@ -137,13 +129,13 @@ def two_losses(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     return torch.stack([one.detach(), other.detach()])
 
 
-def retained(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
+def retained(model: Any, optimizer: Any) -> torch.Tensor:
     loss = loss_of(model, tokens())
     loss.backward(retain_graph=True)
     return finish_step(loss, optimizer)
 
 
-def gradient_penalty(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
+def gradient_penalty(model: Any, optimizer: Any) -> torch.Tensor:
     loss = loss_of(model, tokens())
     bias = model.blocks[1].up.bias
     (gradient,) = torch.autograd.grad(loss, bias, create_graph=True)
@@ -151,37 +143,12 @@ def gradient_penalty(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     return finish_step(loss, optimizer)
 
 
-def never_zero(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def zero_in_place(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    loss = never_zero(pair, model, optimizer)
-    model.zero_grad(set_to_none=False)
-    return loss
-
-
-def evaluate_between(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    loss = train_step(model, optimizer)
-    with torch.no_grad():
-        return torch.stack([loss, loss_of(model, tokens()), loss_of(model, tokens())])
-
-
-def discard_a_forward(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
+def discard_a_forward(model: Any, optimizer: Any) -> torch.Tensor:
     loss_of(model, tokens())
     return train_step(model, optimizer)
 
 
-def autocast(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = loss_of(model, tokens())
-    return finish_step(loss, optimizer)
-
-
-def look_at_gradients(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
+def look_at_gradients(model: Any, optimizer: Any) -> torch.Tensor:
     """To look is allowed between backward and step, in all the ways that loops do."""
     loss = loss_of(model, tokens())
     loss.backward()
@@ -209,27 +176,28 @@ def closure(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
     return loss.detach()
 
 
-LOOPS: dict[str, tuple[Callable[..., Any], int]] = {
-    "accumulation": (accumulate, 3),
-    "two losses": (two_losses, 3),
-    "retained": (retained, 0),
-    "gradient penalty": (gradient_penalty, 0),
-    "never zeroed": (never_zero, 3),
-    "zeroed in place": (zero_in_place, 3),
-    "evaluation": (evaluate_between, 0),
-    "a forward that is discarded": (discard_a_forward, 0),
-    "autocast": (autocast, 3),
-    "looking at gradients": (look_at_gradients, 3),
-    "closure": (closure, 0),
+LOOPS: dict[str, tuple[Callable[[Twins], Run], int]] = {
+    "accumulation": (lambda pair: partial(accumulate, pair), 3),
+    "closure": (lambda pair: partial(closure, pair), 0),
+    "two losses": (lambda _: two_losses, 3),
+    "retained": (lambda _: retained, 0),
+    "gradient penalty": (lambda _: gradient_penalty, 0),
+    "never zeroed": (lambda _: never_zero, 3),
+    "zeroed in place": (lambda _: zero_in_place, 3),
+    "evaluation": (lambda _: evaluate_between, 0),
+    "a forward that is discarded": (lambda _: discard_a_forward, 0),
+    "autocast": (lambda _: autocast, 3),
+    "looking at gradients": (lambda _: look_at_gradients, 3),
 }
+"""Each with how many groups are updated in backward at least."""
 
 
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("params", ["nvme", "host"])
 def test_every_loop_is_bit_equal(backward: MakeTwins, name: str, params: str) -> None:
-    run, least = LOOPS[name]
+    make_run, least = LOOPS[name]
     pair = backward(Net(depth=3), params=params)
-    early = train(pair, partial(run, pair), steps=4)
+    early = train(pair, make_run(pair), steps=4)
     assert all(len(groups) >= least for groups in early), early
     pair.finish(paged=False)
 
@@ -268,13 +236,6 @@ def test_hooks_that_clip_one_gradient_run_before_its_update(backward: MakeTwins)
     pair.finish()
 
 
-class Counting(AdamW):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-        return super().step(closure)
-
-
 def test_an_optimizer_that_counts_in_its_groups_counts_once_a_step(backward: MakeTwins) -> None:
     pair = backward(Net(), Counting)
     pair.train(train_step, steps=3)
@@ -282,131 +243,7 @@ def test_an_optimizer_that_counts_in_its_groups_counts_once_a_step(backward: Mak
     pair.finish()
 
 
-# --- how modules use parameters ---------------------------------------------------------------------------------------
-
-
-class Layers(nn.Module):
-    """Layers that are used in an order that each call chooses.
-
-    Args:
-        count: how many there are.
-    """
-
-    def __init__(self, count: int = 6) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
-
-    def forward(self, hidden: torch.Tensor, *order: int) -> torch.Tensor:
-        for number in order:
-            hidden = torch.tanh(self.layers[number](hidden))
-        return hidden
-
-
-def layered(order: Callable[[int], tuple[int, ...]]) -> Callable[[Any, Any], torch.Tensor]:
-    turns: dict[int, int] = {}
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        turn = turns[id(model)] = turns.get(id(model), -1) + 1
-        loss = model(torch.randn(4, WIDTH), *order(turn)).square().mean()
-        return finish_step(loss, optimizer)
-
-    return run
-
-
-ORDERS: dict[str, Callable[[int], tuple[int, ...]]] = {
-    "halves in turns": lambda turn: (0, 1, 2) if turn % 2 else (3, 4, 5),
-    "another order each time": lambda turn: (0, 1, 2, 3, 4, 5)[turn % 6 :] + (0, 1, 2, 3, 4, 5)[: turn % 6],
-    "the first one again at the end": lambda turn: (0, 1, 2, 3, 4, 5, 0),
-    "one three times": lambda turn: (1, 2, 1, 3, 4, 1, 5),
-}
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("params", ["nvme", "host"])
-def test_every_order_of_modules_is_bit_equal(backward: MakeTwins, name: str, params: str) -> None:
-    pair = backward(Layers(), partial(SGD, lr=1e-2, momentum=0.9), params=params, room_bytes=1 << 20)
-    pair.train(layered(ORDERS[name]), steps=5)
-    pair.finish(paged=False)
-
-
-class Detached(Layers):
-    """Uses each layer's weight once more, detached, two layers before: no gradient of it tells when it is needed last."""
-
-    def forward(self, hidden: torch.Tensor, *order: int) -> torch.Tensor:
-        for number in order:
-            hidden = torch.tanh(self.layers[number](hidden))
-            hidden = hidden + hidden @ self.layers[min(number + 2, 5)].weight.detach()
-        return hidden
-
-
-def test_parameters_that_other_modules_use_detached_wait_for_the_step_or_are_refused(backward: MakeTwins) -> None:
-    """Where parameters are on NVMe each use is seen. In memory torch finds the ones that come too late."""
-    run = layered(lambda turn: (0, 1, 2, 3, 4, 5))
-    pair = backward(Detached(), partial(SGD, lr=1e-2), room_bytes=2 << 20)
-    pair.train(run, steps=3)
-    pair.finish(paged=False)
-    pair = backward(Detached(), partial(SGD, lr=1e-2), params="host")
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        run(pair.swapped, pair.optimizer)
-    pair.close()
-
-
-class Direct(Net):
-    """The head multiplies with the embedding's weight directly, in no module's forward but the whole one's."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
-        for block in self.blocks:
-            hidden = block(hidden)
-        return F.linear(self.norm(hidden), self.embedding.weight)
-
-
-class Segments(Net):
-    """Several blocks in one segment of reentrant checkpointing."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
-        for first in range(0, len(self.blocks), 2):
-            segment = nn.Sequential(*self.blocks[first : first + 2])
-            hidden = checkpoint(lambda h, run=segment: run(h), hidden, use_reentrant=True)
-        return self.head(self.norm(hidden))
-
-
-class Nested(Net):
-    """Checkpoints within a checkpoint."""
-
-    def __init__(self, reentrant: bool, **options: Any) -> None:
-        super().__init__(**options)
-        self.reentrant = reentrant
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        def segment(hidden: torch.Tensor, first: int) -> torch.Tensor:
-            for block in self.blocks[first : first + 2]:
-                hidden = checkpoint(block, hidden, use_reentrant=self.reentrant)
-            return hidden
-
-        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
-        for first in range(0, len(self.blocks), 2):
-            hidden = checkpoint(segment, hidden, first, use_reentrant=self.reentrant)
-        return self.head(self.norm(hidden))
-
-
-WAYS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "a weight used directly": (Direct, 3),
-    "segments of several modules": (lambda: Segments(depth=6), 4),
-    "nested, reentrant": (lambda: Nested(True), 2),
-    "nested": (lambda: Nested(False), 4),
-}
-
-
-@pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("params", ["nvme", "host"])
-def test_every_way_of_using_parameters_is_bit_equal(backward: MakeTwins, name: str, params: str) -> None:
-    make, least = WAYS[name]
-    pair = backward(make(), params=params)
-    early = train(pair, train_step, steps=3)
-    assert all(len(groups) >= least for groups in early), early
-    pair.finish(paged=False)
+# --- models that change ---------------------------------------------------------------------------------------------
 
 
 def test_a_compiled_model_is_bit_equal(backward: MakeTwins) -> None:

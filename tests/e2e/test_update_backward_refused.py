@@ -19,14 +19,6 @@ from e2e.twins import Twins, assert_same, fail_in_the_middle
 MakeTwins = Callable[..., Twins]
 
 
-@pytest.fixture
-def backward(twins: MakeTwins) -> MakeTwins:
-    def make(model: nn.Module, *arguments: Any, **options: Any) -> Twins:
-        return twins(model, *arguments, update="backward", **options)
-
-    return make
-
-
 def make_gradients(pair: Twins) -> None:
     """Train, and make the gradients of one more step."""
     pair.train(train_step, steps=2)

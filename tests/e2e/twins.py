@@ -10,6 +10,7 @@ import copy
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,16 @@ class Twins:
     def close(self) -> None:
         if self.manager is not None:
             self.manager.close()
+
+
+def penalty_of(pair: Twins, model: Any) -> torch.Tensor:
+    """Return a term of a loss whose backward needs no parameters, so that it leases none."""
+    assert pair.manager is not None
+    penalty = torch.zeros(())
+    for block in model.blocks:
+        with pair.manager.gather(block) if model is pair.swapped else nullcontext():
+            penalty = penalty + sum(parameter.float().sum() for parameter in block.parameters()) * 1e-3
+    return penalty
 
 
 def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **options: Any) -> int:

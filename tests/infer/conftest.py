@@ -1,10 +1,12 @@
-"""The small model in memory, and its checkpoint."""
+"""The small model in memory, and its checkpoint; devices of copies that come late, and models that are unloaded at the end."""
 
 from __future__ import annotations
 
 import pytest
 from safetensors.torch import save_file
 
+import swapper
+from infer.host_device import ORDERS, HostDevice
 from infer.small import make
 
 
@@ -17,3 +19,26 @@ def reference():
 def path(tmp_path, reference):
     save_file(reference.state_dict(), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(model, metadata=None):
+        save_file(model.state_dict(), tmp_path / "model.safetensors", metadata=metadata)
+        return tmp_path / "model.safetensors"
+
+    return save
+
+
+@pytest.fixture(params=ORDERS[1:3])
+def device(request):
+    return HostDevice(request.param)
+
+
+@pytest.fixture
+def opened():
+    models = []
+    yield models
+    for model in models:
+        if "_swapper_loaded" in model.__dict__:
+            swapper.loaded(model).unload()

@@ -5,6 +5,7 @@ Both only ask for what they may ask for (`Run.is_allowed`), and go on after erro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 from simulated_engine import SimulationError
@@ -13,6 +14,7 @@ from simulated_run import Lease, Run
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 
+TOLERANCES = (None, 1, 4)
 PATIENCE = 60
 """A program gives up asking after so many errors in a row."""
 
@@ -30,24 +32,33 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     slices = [part for g in range(groups) for part in _slices(random, g, params[g], states[g], has_master)]
     uses = [Access(("param", group), pages) for group, pages in enumerate(params)]
     together = [{*params[0], *pages} for pages in params]
-    together += [
-        {*a.pages, *b.pages} for a in slices for b in slices
-    ]  # any two: parameters without gradient are left out
+    deferred = random.random() < 0.5
+    root = set(params[0]) if deferred else set()
+    # Any two: parameters without gradient are left out.
+    together += [{*root, *a.pages, *b.pages} for a in slices for b in [*slices, *uses]]
     pages = sum(param_pages) + sum(state_pages)
-    frames = min(max(map(len, together)) + random.choice([0, 0, 1, 2, 5, pages]), pages)
+    needed = max(map(len, together))
+    frames = min(needed + random.choice([0, 0, 1, 2, 5, pages]), pages)
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
-    run = Run(seed, [*param_pages, *state_pages], frames, guess, pager_class, fault_rate, threads, spare=True)
+    sections = [*param_pages, *state_pages]
+    owed = random.choice([0, 1, frames // 2]) if frames > needed else 0
+    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3]}
+    run = Run(seed, sections, frames, guess, pager_class, fault_rate, threads, **options)
     for group in range(groups):
         for number in (*states[group], *params[group]):
             _use(run, Access(None, (number,), frozenset({number}), frozenset({number})))
     _commit(run)
+    due: list[Access] = []
     for _ in range(random.randint(1, 5)):
-        for order in (uses, uses[::-1]):
-            _pass(run, random, order)
+        _pass(run, random, uses, due)
+        _pass(run, random, uses[::-1])
         if random.random() < 0.2:
             _pass(run, random, uses)  # an evaluation in between
         _commit(run)
-        _sweep(run, [part for part in slices if random.random() > random.choice([0, 0, 0, 0.2])])
+        due = [part for part in slices if random.random() > random.choice([0, 0, 0, 0.2])]
+        if not deferred:
+            _sweep(run, due)
+            due = []
         run.pager.end_step()
         run.check()
         if random.random() < 0.4:
@@ -64,7 +75,9 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     frames = random.randint(1, pages)
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
-    run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, spare=True)
+    owed = random.choice([0, 1, frames // 2]) if frames > 1 else 0
+    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3]}
+    run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, **options)
     for number in range(pages):
         if random.random() < 0.9:
             _use(run, Access(None, (number,), frozenset({number}), frozenset({number})))
@@ -96,10 +109,14 @@ def _slices(
     return slices
 
 
-def _pass(run: Run, random: Random, order: list[Access]) -> None:
-    """A forward or backward: the first group belongs to the model itself and stays leased, the others come and go."""
+def _pass(run: Run, random: Random, order: list[Access], due: Sequence[Access] = ()) -> None:
+    """A forward or backward: the first group belongs to the model itself and stays leased, the others come and go.
+
+    `due` are slices that each group's update has left to do.
+    """
     root = _insist(run, Access(("param", 0), run_pages(order, 0)))
     for access in order:
+        _sweep(run, [part for part in due if part.key[1] == access.key[1]])  # type: ignore[index]
         if random.random() < 0.05:
             continue
         if random.random() < 0.05:  # a Ctrl-C: the pass is abandoned, and goes on with the next

@@ -77,8 +77,8 @@ class Window:
             raise SimulationError(f"offset {window_offset} is mapped while something is mapped there")
         self.mapped[window_offset] = (arena_offset, nbytes)
 
-    def unmap(self, window_offset: int, nbytes: int, file: File | None = None, file_offset: int = 0) -> None:
-        if file is None and window_offset not in self.mapped:
+    def unmap(self, window_offset: int, nbytes: int, source: object = None, source_offset: int = 0) -> None:
+        if source is None and window_offset not in self.mapped:
             return  # only to forget what it was backed by
         if self.mapped.get(window_offset, (0, -1))[1] != nbytes:
             raise SimulationError(f"{nbytes} bytes at {window_offset} are unmapped, but not mapped")

@@ -1,81 +1,32 @@
 """The real pager, pool, schedule, sections and store on the simulated engine, and what must hold after every request.
 
-A `Run` keeps a model: for each page the bytes that were last written to it, and the bytes that the last commit names. All
-that the pager promises is compared with it, byte for byte, whatever order and whatever faults the seed brings.
+A `Run` keeps a model: for each page the bytes that were last written to it, and (kept_contents.py) the bytes that the last commit
+names. All that the pager promises is compared with it, byte for byte, whatever order and whatever faults the seed brings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from simulated_engine import Arena, Engine, Faults, File, Growth, SimulationError, Window
+from kept_contents import KeptContents
+from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
+from simulated_spare import Spare
+from simulated_store import PAGE_BYTES, SimulatedStore, make_sections, part_of
 
-from swapper.core.layout import SectionPlan
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.residency import Residency
 from swapper.core.schedule import Access, Schedule
-from swapper.core.section import Page, Section
-from swapper.core.store import TURNS, Store
-from swapper.core.swap_file import SwapFile
+from swapper.core.section import Page
 from swapper.counters import Counters
-from swapper.drives import Drives
 from swapper.errors import BudgetError, IoError
 
-PAGE_BYTES = 16
 REQUESTS_INSIDE = 3
 """Other threads ask for something so often, at most, while one waits."""
 IN_MEMORY = (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
-
-
-class SimulatedStore(Store):
-    """The real store, its files in memory."""
-
-    def __init__(self, engine: Engine, nbytes: int, pages: list[Page]) -> None:
-        drives = Drives((Path("/nonexistent"),))
-        super().__init__(engine, drives, [], nbytes, existing={}, turns=TURNS, pieces=pages)
-
-    def file(self, number: int) -> File:
-        return self._files[number].first
-
-    def create_file(self, number: int) -> SwapFile:
-        return SwapFile([self._engine.create_file(f"turn-{number}.swap", self.nbytes)])
-
-    def freeze(self, number: int) -> None:
-        self.file(number).is_frozen = True
-
-
-class Spare:
-    """Spare memory as the pager sees it: room by chance, and taken back by chance."""
-
-    def __init__(self, arena: Arena, random: Random) -> None:
-        self._arena = arena
-        self._random = random
-        self._kept: dict[int, bytes] = {}
-        self._generosity = random.choice([0.0, 0.5, 1.0])
-        self.loads = 0
-
-    def keep(self, page: Page, address: int) -> bool:
-        if page.section.transient or self._random.random() >= self._generosity:
-            return False
-        self._kept[page.index] = bytes(self._arena.at(address, page.nbytes))
-        return True
-
-    def load(self, page: Page, address: int) -> None:
-        self._arena.at(address, page.nbytes)[:] = self._kept.pop(page.index)
-        self.loads += 1
-
-    def take_back(self) -> list[int]:
-        """Returns which pages are to be dropped; what was kept of them is gone."""
-        dropped = [index for index in self._kept if self._random.random() < 0.3]
-        for index in dropped:
-            del self._kept[index]
-        return dropped
 
 
 @dataclass(eq=False)
@@ -106,6 +57,8 @@ class Run:
         window_pages, lazy: the pager's; None lets the seed say.
         transient: numbers of the sections whose content need not be kept.
         spare: there is spare memory, by chance.
+        tolerance: the schedule's.
+        most_owed: so many pages of what is there may be owed to the store.
     """
 
     def __init__(
@@ -122,6 +75,8 @@ class Run:
         lazy: bool | None = None,
         transient: frozenset[int] = frozenset(),
         spare: bool = False,
+        tolerance: int | None = None,
+        most_owed: int = 0,
     ) -> None:
         self.random = Random(seed)
         self.frame_count = frame_count
@@ -133,13 +88,13 @@ class Run:
         eagerness = self.random.choice([0.0, 0.05, 0.3, 0.7, 0.97]) if hurry is None else hurry
         slowness = self.random.choice([0.0, 0.1, 0.4])
         self.engine = Engine(self.arena, self.random, self.faults, eagerness, slowness)
-        self.sections, nbytes = _sections(section_pages, self.random, transient)
+        self.sections, nbytes = make_sections(section_pages, self.random, transient)
         for section in self.sections:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
         self.store = SimulatedStore(self.engine, nbytes, self.pages)
-        self.schedule = Schedule(cycle)
+        self.schedule = Schedule(cycle, tolerance)
         growth = Growth(arena_offset + frame_count * PAGE_BYTES, Random(f"growth {seed}"))
         pool = Pool(self.arena.address, arena_offset, PAGE_BYTES, frame_count, growth)
         self.pool = pool
@@ -147,23 +102,28 @@ class Run:
             lazy = self.random.random() < 0.3
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
+        self._most_leased = frame_count - 1 if most_owed else frame_count  # what is owed comes back by way of a frame
         self.pager = pager_class(
-            self.pages, pool, self.store, self.schedule, Counters(), window_pages=window_pages, lazy=lazy
+            self.pages,
+            pool,
+            self.store,
+            self.schedule,
+            Counters(),
+            window_pages=window_pages,
+            lazy=lazy,
+            most_owed=most_owed,
         )
         self.spare = Spare(self.arena, Random(f"spare {seed}"))
         if spare:
             self.pager.use_spare(self.spare)
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
-        self.committed: list[tuple[File, bytes] | None] = [None] * len(self.pages)  # by the last commit
-        self._copying: tuple[int, File, list[tuple[Page, File, bytes]]] | None = None
-        self.published: list[tuple[File, bytes]] = []  # snapshots that share a swap file
+        self.kept = KeptContents(self.pages, self.store)
         self.unfilled: set[int] = set()  # leased as fresh, and not written yet
-        self._at_offset = {page.file_offset: page for page in self.pages}
         self._requests_inside = 0  # by other threads, during the present one
         self.last_error: IoError | None = None
         self._was_alone = True  # during the last request
-        self.engine.before_write = self._check_target
+        self.engine.before_write = self.kept.check_target
         self.engine.during_wait = self._let_others_run
 
     # --- requests to the pager ------------------------------------------------------------------------------------
@@ -193,8 +153,10 @@ class Run:
         return True
 
     def lease(self, access: Access, other: bool = False) -> Lease | None:
-        if self.random.random() < 0.1:
-            self.pager.drop_kept(self.spare.take_back())
+        if self.random.random() < 0.1 and not other:
+            dropped = self.spare.choose()
+            if self.attempt(self.pager.drop_kept, dropped):
+                self.spare.take_back(dropped)
         lease = Lease(access, other)
         self.leases.append(lease)
         if not self.attempt(self.pager.lease, access):
@@ -262,45 +224,17 @@ class Run:
         for page in self.pages:
             if page.residency is Residency.WRITING:
                 raise SimulationError(f"writes are said to be done, but {page}")
-            stored = None if page.location is None else self._on_drive(page, page.location)
-            if page.leases == 0 and stored != self.content[page.index]:
+            if page.leases == 0 and self.store.content(page) != self.content[page.index]:
                 raise SimulationError(f"writes are said to be done, but the drive has an old content of {page}")
-        self._end_copy()
-        self.store.commit()
-        for page in self.pages:
-            if page.committed != page.location:
-                raise SimulationError(f"{page} is not committed")
-            if page.location is not None:
-                self.committed[page.index] = (self.store.file(page.location), self._on_drive(page, page.location))
+        self.kept.commit()
         return True
 
     def publish(self) -> bool:
         """Commit, and begin to make a swap file a snapshot, as checkpoint/snapshot.py does. False if the drive fails."""
         if not self.commit():
             return False
-        number = self.store.newest()
-        runs = [
-            (page, self.store.file(page.location), self._on_drive(page, page.location))
-            for page in self.pages
-            if page.location is not None
-        ]
-        file = self.store.file(number)
-        self.store.replace(number)
-        self._copying = number, file, runs
+        self.kept.publish()
         return True
-
-    def _end_copy(self) -> None:
-        """What a snapshot's thread does, as late as it may."""
-        if self._copying is None:
-            return
-        number, file, runs = self._copying
-        self._copying = None
-        for page, source, expected in runs:
-            if _part_of(source, page) != expected:
-                raise SimulationError(f"{page} was changed in {source.path} before the snapshot had it")
-            file.bytes[page.file_offset : page.file_offset + page.nbytes] = expected
-        self.store.published(number, (0, 0))
-        self.published.append((file, bytes(file.bytes)))
 
     def drop_leases(self, kept: Sequence[Lease] = ()) -> None:
         self.pager.drop_leases([lease.access for lease in kept])
@@ -316,7 +250,7 @@ class Run:
         self.leases.clear()
         self.unfilled.clear()
         for page in self.pages:
-            self.content[page.index] = None if page.location is None else self._on_drive(page, page.location)
+            self.content[page.index] = self.store.content(page)
         self.check()
         if any(not t.is_doomed for t in self.engine.open) or any(p.residency is not Residency.COLD for p in self.pages):
             raise SimulationError("discard left something behind")
@@ -330,7 +264,7 @@ class Run:
         leased = {index for lease in self.leases for index in lease.access.pages}
         waiting = [lease.access for lease in self.leases if not lease.granted]
         return (
-            len(leased.union(access.pages)) <= self.frame_count
+            len(leased.union(access.pages)) <= self._most_leased
             and all(self.content[i] is not None or i in access.fresh for i in access.pages)
             and self.unfilled.isdisjoint(access.pages)
             and all(access.fresh.isdisjoint(other.pages) for other in waiting)
@@ -354,8 +288,7 @@ class Run:
     def check(self) -> None:
         """Raise unless everything is as the model says. Between requests only."""
         self.check_frames()
-        if any(file.bytes != content for file, content in self.published):
-            raise SimulationError("a snapshot was changed")
+        self.kept.check()
         changed = {i for lease in self.leases if lease.changed for i in lease.access.writes}
         counts = [0] * len(self.pages)
         for lease in self.leases:
@@ -380,32 +313,26 @@ class Run:
 
     def _check_content(self, page: Page, is_being_changed: bool) -> None:
         content = self.content[page.index]
-        stored = None if page.location is None else self._on_drive(page, page.location)
+        stored = self.store.content(page)
         if page.residency is Residency.WRITING and page.heir is not None:
             # The frame is promised: once the write has ended, and before the pager knows, the heir's bytes come in.
-            if content not in (self.look(page.index), _part_of(page.ticket.file, page)):
+            if content not in (self.look(page.index), part_of(page.ticket.file, page)):
                 raise SimulationError(f"{page} is neither in memory nor on the drive")
         elif page.residency in IN_MEMORY:
             if page.index not in self.unfilled and self.look(page.index) != content:
                 raise SimulationError(f"{page} in memory is not what was written to it")
+        elif page.index in self.pager._frames.owed:
+            self.engine.seen["owed"] += 1
+            if self.spare.content(page) != content:
+                raise SimulationError(f"{page} is owed, and spare memory does not have what was written to it")
         elif content != stored:
             raise SimulationError(f"{page} is not in memory, and the drive does not have what was written to it")
         if page.residency is Residency.CLEAN and not is_being_changed and self.look(page.index) != stored:
             raise SimulationError(f"{page} is not what the drive has")
-        committed = self.committed[page.index]
-        if committed is not None and _part_of(committed[0], page) != committed[1]:
-            raise SimulationError(f"what the last commit names of {page} was changed")
-
-    def _check_target(self, file: File, offset: int) -> None:
-        committed = self.committed[self._at_offset[offset].index]
-        if committed is not None and committed[0] is file:
-            raise SimulationError(f"{self._at_offset[offset]} is written to the file that the last commit names")
-        if file.is_frozen:
-            raise SimulationError(f"{self._at_offset[offset]} is written to a snapshot")
 
     def finish(self) -> None:
         """The drive works again: all that was ever written is there, on the drive and for everybody who asks."""
-        self._end_copy()
+        self.kept.end_copy()
         self.faults.repair()
         self.faults.rate = 0.0
         self.others_run = False
@@ -422,7 +349,7 @@ class Run:
         self.check()
         for page in self.pages:
             if self.content[page.index] is not None:
-                if page.location is None or self._on_drive(page, page.location) != self.content[page.index]:
+                if self.store.content(page) != self.content[page.index]:
                     raise SimulationError(f"flush returned, and the drive does not have {page}")
                 lease = self.acquire(Access(None, (page.index,)))
                 if lease is None:
@@ -437,9 +364,6 @@ class Run:
     def _memory(self, index: int) -> memoryview:
         page = self.pages[index]
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
-
-    def _on_drive(self, page: Page, turn: int) -> bytes:
-        return _part_of(self.store.file(turn), page)
 
     def _let_others_run(self) -> None:
         """Somebody waits: with luck another thread asks for something meanwhile, and perhaps keeps its lease."""
@@ -476,21 +400,3 @@ class Run:
         writes = frozenset(i for i in pages if self.random.random() < 0.4)
         fresh = frozenset(i for i in writes if self.random.random() < 0.4)
         return Access(None, tuple(pages), fresh, writes)
-
-
-def _part_of(file: File, page: Page) -> bytes:
-    return bytes(file.bytes[page.file_offset : page.file_offset + page.nbytes])
-
-
-def _sections(section_pages: list[int], random: Random, transient: frozenset[int]) -> tuple[list[Section], int]:
-    """Return sections of so many pages each, the last page of each perhaps short, and the size of a file that holds them."""
-    sections = []
-    offset = 0
-    first_page = 0
-    for number, pages in enumerate(section_pages):
-        nbytes = pages * PAGE_BYTES - random.choice([0, 0, 4, PAGE_BYTES - 1])
-        plan = SectionPlan(number, "grad" if number in transient else "state", torch.uint8, (), nbytes)
-        sections.append(Section(plan, offset, PAGE_BYTES, first_page))
-        offset += nbytes + random.randrange(8)
-        first_page += pages
-    return sections, offset

@@ -33,7 +33,7 @@ def test_a_snapshot_is_never_written_again_and_the_run_goes_on_beside_it():
         assert run.commit()
         write(run, 1)
         assert run.commit()
-    assert len(run.published) == 4
+    assert len(run.kept.published) == 4
     run.finish()
 
 
@@ -48,7 +48,7 @@ def test_a_snapshot_of_a_step_that_cannot_be_written_leaves_the_run_as_it_was():
     fail(run, "write", 10)
     assert not run.publish()
     run.finish()
-    assert len(run.published) == 1
+    assert len(run.kept.published) == 1
 
 
 # --- a drive that fails -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from swapper.core.schedule import Access
 from swapper.core.section import Page
 from swapper.errors import BudgetError, InvariantError
 
-SEEDS = range(25)
+SEEDS = range(40)
 
 
 def test_the_seeds_meet_every_case():
@@ -28,7 +28,7 @@ def test_the_seeds_meet_every_case():
                 seen += program(seed, 0.05, threads).engine.seen
     cases = (
         "read", "write", "failed read", "failed write", "read after another", "cancelled read", "told",
-        "request during another's wait",
+        "request during another's wait", "owed",
     )  # fmt: skip
     assert all(seen[case] > 20 for case in cases), seen
 
@@ -73,11 +73,22 @@ class EvictsLeased(Frames):
 
 
 class EvictsDirty(Pager):
-    def _end_lease(self, page: Page) -> None:
-        super()._end_lease(page)
+    def _end_lease(self, page: Page, made: bool = False) -> None:
+        super()._end_lease(page, made)
         if page.residency is Residency.DIRTY and page.leases == 0:
-            self._put_off.pop(page.index, None)
+            self._write_back.forget(page)
             self._frames.evict(page)
+
+
+class OwesForEver(Pager):
+    def _bring_home(self, owed: Any) -> None:
+        pass
+
+
+class ForgetsToWriteOwed(Frames):
+    def _load(self, page: Page) -> None:
+        self.owed.pop(page.index, None)
+        super()._load(page)
 
 
 class KeepsErrors(Frames):
@@ -166,6 +177,7 @@ def using(frames_class: type[Frames]) -> type[Pager]:
 
 BROKEN = [
     using(WritesFresh), ChangesDuringWrites, DoesNotWaitForContent, using(KeepsMappings), using(EvictsLeased), EvictsDirty,
+    OwesForEver, using(ForgetsToWriteOwed),
     using(KeepsErrors), using(ForgetsErrorsOfReads), using(LosesFrames), NeverGivesUpClaims, ForgetsChanges,
     using(WaitsWithMutex), over(_ForgetsAfter), over(_WritesInPlace), over(_ForgetsWhere),
 ]  # fmt: skip

@@ -1,9 +1,9 @@
 """Who may import whom. The architecture is one-way; these rules keep it so.
 
 Python: errors, config, headroom, counters, stats, trace, watchdog, interrupts, closing, drives, directory and the data plane
-(_C), then io, core, device, modules, then train, infer and checkpoint side by side, then the plan, the request, the run, its
-changes (regroup), its steps, the manager (and with it `import swapper`), then integrations and cli. C++: base, cuda, memory,
-io, bindings, tests.
+(_C), then io, core, device, modules, then train, infer and checkpoint side by side, then the plan, the request, the
+backing, the run, its changes (regroup), its steps, its opening, the manager (and with it `import swapper`), then integrations and
+cli. C++: base, cuda, memory, io, bindings, tests.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ PYTHON_LAYERS = [
     {"modules"},
     {"train", "infer", "checkpoint"},
     {"plan"},
-    {"request"},
+    {"request", "backing"},
     {"user_state", "run"},
     {"current", "regroup"},
     {"steps"},
+    {"opening"},
     {"manager", "swapper"},
     {"integrations", "cli"},
 ]

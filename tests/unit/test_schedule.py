@@ -217,3 +217,61 @@ def test_what_is_used_again_in_a_step_is_no_free_choice() -> None:
 def test_without_room_or_a_schedule_nothing_stays() -> None:
     assert even_share(one_use_each(10), lambda page: 8, 6, 4) == frozenset()
     assert even_share([], lambda page: 8, 6, 1) == frozenset()
+
+
+# --- [Note: before its turn] ------------------------------------------------------------------------------------------
+
+
+def tolerant(tolerance=2):
+    """A schedule of eight accesses, of a page each."""
+    cycle = [use(key, number) for number, key in enumerate("abcdefgh")]
+    return Schedule(cycle, tolerance), cycle
+
+
+def test_an_access_before_its_turn_is_expected_and_its_turn_is_left_out():
+    schedule, cycle = tolerant()
+    assert schedule.advance(cycle[2]) and schedule.position == 0
+    assert schedule.is_over(2) and schedule.next_use(2) == 2 + len(cycle) and schedule.next_use(1) == 1
+    assert schedule.advance(cycle[0]) and schedule.position == 1
+    assert schedule.advance(cycle[1]) and schedule.position == 3
+    assert schedule.next_use(2) == 2 + len(cycle)
+    assert not any(schedule.is_over(position) for position in range(3, 3 + len(cycle)))
+
+
+def test_an_access_too_long_before_its_turn_is_a_departure():
+    schedule, cycle = tolerant()
+    assert schedule.advance(cycle[3])
+    assert not schedule.advance(cycle[4]) and schedule.position == 5
+    strict, cycle = tolerant(None)
+    assert not strict.advance(cycle[1])
+
+
+def test_steps_whose_order_is_another_each_time_teach_nothing_and_depart_nowhere():
+    schedule, cycle = tolerant()
+    for order in ([1, 0, 2, 4, 3, 5, 6, 7], [0, 2, 3, 1, 4, 7, 6, 5], [2, 1, 0, 3, 4, 5, 6, 7]):
+        assert all(schedule.advance(cycle[number]) for number in order)
+        assert not schedule.end_step() and schedule.cycle == tuple(cycle)
+    assert schedule.position == 3 * len(cycle)
+
+
+def test_what_a_step_left_out_is_learned_where_an_order_is_tolerated_too():
+    schedule, cycle = tolerant()
+    for _ in range(2):
+        for access in (*cycle[:2], *cycle[4:]):
+            schedule.advance(access)
+        schedule.end_step()
+    assert schedule.cycle == (*cycle[:2], *cycle[4:])
+
+
+@given(cycles.filter(bool), st.integers(1, 4), st.lists(st.integers(0, 30), max_size=60))
+def test_places_that_are_over_are_ahead_and_nobody_s_next_use(cycle, tolerance, happening):
+    schedule = Schedule(cycle, tolerance)
+    for number in happening:
+        before = schedule.position
+        schedule.advance(cycle[number % len(cycle)])
+        assert before <= schedule.position <= before + 2 * len(cycle)
+        assert not schedule.is_over(schedule.position)
+        for page in PAGES:
+            place = schedule.next_use(page)
+            assert place >= schedule.position and not schedule.is_over(place)
+            assert place == NEVER or page in schedule.at(place).pages

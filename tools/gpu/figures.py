@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpu import activations, checkpoints, copies, drive, inference, kernels, training
+from gpu import activations, checkpoints, copies, drive, inference, kernels, placed, training
 from gpu.bench import Measurement
 
 
@@ -24,7 +24,12 @@ FIGURES: dict[str, Figures] = {
     "staged": Figures(drive.through_host_memory, drive.STAGED, 45),
     "inference": Figures(inference.passes, inference.PASSES, 60),
     "large": Figures(training.four_times_the_budget, (training.LARGE,), 45),
-    "training": Figures(training.training, (training.STREAMED, training.HOST, training.NVME, training.DEFERRED), 110),
+    "training": Figures(
+        training.training,
+        (training.STREAMED, training.HOST, training.NVME, training.DEFERRED, training.BACKWARD),
+        130,
+    ),
+    "placed": Figures(placed.placed, (placed.BY_KERNEL, *placed.PLACED), 60),
     "norm": Figures(kernels.norm_kernel, (kernels.NORM,), 30),
     "quantised": Figures(kernels.quantised_kernels, kernels.QUANTISED, 40),
     "pages": Figures(kernels.page_kernels, kernels.PAGES, 30),

@@ -11,7 +11,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gpu.transformer import loss_of, transformer
 
 HOST, NVME = "training, state in host memory", "training, state on NVMe"
 DEFERRED = "training, state on NVMe, updates deferred"
+BACKWARD = "training, state on NVMe, updates in backward"
 LARGE = "a model of 4 x device_memory trains, losses equal"
 STREAMED = "update of streamed state on the device, of the link"
 HOST_BAR, NVME_BAR = 0.95, 0.90
@@ -56,8 +58,10 @@ def training(bench: Bench) -> Iterator[Row]:
             (HOST, bars[0], "host", HOST_BAR, "step"),
             (NVME, bars[1], "nvme", NVME_BAR, "step"),
             (DEFERRED, bars[1], "nvme", NVME_BAR, "deferred"),
+            (BACKWARD, bars[1], "nvme", NVME_BAR, "backward"),
         ):
-            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, where, place, update)
+            options = {"optimizer_state": where, "update": update, "update_on": "auto"}
+            taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, place, options)
             limit, told = 1.0, ""
             if where == "nvme":
                 writes, reads = drive_rates(bench, Path(place) / "rate", bench.size(1 << 30, 1 << 20))
@@ -69,9 +73,18 @@ def training(bench: Bench) -> Iterator[Row]:
         yield streamed_update(bench, layers, width, place)
 
 
-def step(model: nn.Module, optimizer: Any, value: torch.Tensor, microbatches: int) -> None:
-    for _ in range(microbatches):
-        (loss_of(model, value) / microbatches).backward()
+def step(
+    model: nn.Module,
+    optimizer: Any,
+    value: torch.Tensor,
+    microbatches: int,
+    accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> None:
+    """`accumulate` is what all backwards but the last run in."""
+    with accumulate():
+        for _ in range(microbatches - 1):
+            (loss_of(model, value) / microbatches).backward()
+    (loss_of(model, value) / microbatches).backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -88,34 +101,49 @@ def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
     return min(times[1:])
 
 
-def plain_step(bench: Bench, layers: int, width: int, value: torch.Tensor) -> tuple[int, float]:
+def plain_step(
+    bench: Bench, layers: int, width: int, value: torch.Tensor, least_s: float = STEP_S
+) -> tuple[int, float]:
     """Return how many microbatches make a step long enough, and how long such a step is, all in device memory."""
     model = transformer(layers, width, torch.bfloat16, bench.device)
     optimizer = AdamW(model.parameters(), fused=True)
     one_s = seconds(bench, lambda: step(model, optimizer, value, 1), STEPS)
-    microbatches = 1 if bench.is_rehearsal else max(round(STEP_S / one_s), 1)
+    microbatches = 2 if bench.is_rehearsal else max(round(least_s / one_s), 1)
     return microbatches, seconds(bench, lambda: step(model, optimizer, value, microbatches), 1)
 
 
 def swapped_step(
-    bench: Bench, layers: int, width: int, value: torch.Tensor, microbatches: int, where: str, place: str, update: str
+    bench: Bench,
+    layers: int,
+    width: int,
+    value: torch.Tensor,
+    microbatches: int,
+    place: str,
+    options: dict[str, Any],
 ) -> tuple[float, int]:
-    """Return how long a step is, and the bytes of the optimizer's state that it reads, and writes."""
+    """Return how long a step is, and the bytes of the optimizer's state that it reads, and writes.
+
+    Args:
+        options: of `offload`, beside those that all have.
+    """
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
-    host = count * (4 + (STATE_BYTES if where == "host" else 2)) * 5 // 4 + 512 * MIB
-    options: dict[str, Any] = {"device": device_of(bench), "params": "device", "update_on": "auto", "update": update}
+    host = count * (4 + (2 if options["optimizer_state"] == "nvme" else STATE_BYTES)) * 5 // 4 + 512 * MIB
+    options = {"device": device_of(bench), "params": "device", "master_weights": torch.float32, **options}
     with swapper.SwapManager(place, host, resume="discard", commit_every=None) as manager:
-        given = AdamW(model.parameters(), fused=True)
-        model, optimizer = manager.offload(model, given, optimizer_state=where, master_weights=torch.float32, **options)
-        return seconds(bench, lambda: step(model, optimizer, value, microbatches), 2), count * STATE_BYTES
+        given = AdamW(model.parameters(), fused=options.get("update_with") != "kernel")
+        model, optimizer = manager.offload(model, given, **options)
+        act = partial(step, model, optimizer, value, microbatches, manager.accumulate)
+        return seconds(bench, act, 2), count * STATE_BYTES
 
 
-def streamed_update(bench: Bench, layers: int, width: int, place: str) -> Row:
+def streamed_update(
+    bench: Bench, layers: int, width: int, place: str, figure: str = STREAMED, update_with: str = "optimizer"
+) -> Row:
     """`optimizer.step()` alone, state in host memory: masters, moments and gradients go up; as many bytes come down."""
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
-    options: dict[str, Any] = {"device": device_of(bench), "update_on": "device", "gradients": "host"}
+    options = {"device": device_of(bench), "update_on": "device", "gradients": "host", "update_with": update_with}
     with swapper.SwapManager(place, count * 20 + 512 * MIB, resume="discard", commit_every=None) as manager:
         given = AdamW(model.parameters())
         model, optimizer = manager.offload(
@@ -124,7 +152,7 @@ def streamed_update(bench: Bench, layers: int, width: int, place: str) -> Row:
         value = torch.randn(1, bench.size(256, 16), width, dtype=torch.bfloat16, device=bench.device)
         loss_of(model, value).backward()
         taken_s = seconds(bench, optimizer.step, STEPS)  # with the same gradients each time
-    return ratio(STREAMED, count * (STATE_BYTES + 2), taken_s, link_rates(bench)[0], "the link", None)
+    return ratio(figure, count * (STATE_BYTES + 2), taken_s, link_rates(bench)[0], "the link", None)
 
 
 def four_times_the_budget(bench: Bench) -> Iterator[Row]:

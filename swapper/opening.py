@@ -1,0 +1,147 @@
+"""How a manager comes to its run: opened for what the user asks, gone on with from a commit, or another one that trains more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from swapper.checkpoint.commit import CommitRecord, check_same, check_trained, describe_plans
+from swapper.checkpoint.fallback import Commit
+from swapper.checkpoint.resume import follow_placement, page_bytes_of
+from swapper.current import Current
+from swapper.directory import RunDirectory
+from swapper.io.tuning import find_tuning_of
+from swapper.plan import Plan
+from swapper.regroup import Changeover
+from swapper.request import Request
+from swapper.run import Callbacks, Origin, Run
+from swapper.stats import StepClock
+from swapper.steps import Steps
+from swapper.train.content import GivenContent
+from swapper.train.entrance import Entrance
+from swapper.train.initial import Values, check_buffers
+from swapper.train.inventory import Inventory
+from swapper.train.optim import PagedOptimizer
+from swapper.user_state import UserState
+
+
+class Opening:
+    """Puts runs into a manager's `current`, and binds the user's optimizer to them.
+
+    Args:
+        current: where the run will be.
+        directory: the manager's.
+        clock: divides runs into steps and phases.
+        user: what belongs to a step besides.
+        record: the commit to go on from, or None.
+        fallback: the one before it, if that is still a way back.
+        fsync: commits survive a power loss.
+        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+    """
+
+    _request: Request
+    _optimizer: PagedOptimizer
+
+    def __init__(
+        self,
+        current: Current,
+        directory: RunDirectory,
+        clock: StepClock,
+        user: UserState,
+        record: CommitRecord | None,
+        fallback: Commit | None,
+        *,
+        fsync: bool,
+        stall_s: float | None,
+    ) -> None:
+        self._current = current
+        self._directory = directory
+        self._clock = clock
+        self._counters = clock.counters
+        self._user = user
+        self._record = record
+        self._fallback = fallback
+        self._fsync = fsync
+        self._stall_s = stall_s
+        self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
+
+    def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
+        """Open the run and have the model in it. Where that fails, `give_up`.
+
+        Args:
+            request: what the user asks.
+            inventory: what the model and the optimizer consist of.
+            init: where first values come from, or None.
+
+        Returns:
+            What takes the place of the user's optimizer.
+        """
+        self._request = request
+        record, model, optimizer = self._record, request.model, request.optimizer
+        run = self._current.run = self._open_run(self._plan(request, inventory), Origin.of(record, self._fallback))
+        values = Values(init, model, run.engine) if init is not None and record is None else None
+        if record is not None:
+            self._counters.step = record.step
+        run.adopt(GivenContent(optimizer) if record is None else None)
+        self._optimizer = PagedOptimizer(optimizer, self._steps.take, self._train_more)
+        self._optimizer.bind(run.model.optimizer_state)
+        self._user.begin_rng()
+        if record is None:
+            run.committer.step_done(0)
+        run.begin(values)
+        self._user.restore_rng()
+        self._clock.start(find_tuning_of(self._directory.drives))
+        return self._optimizer
+
+    def give_up(self) -> None:
+        """Close what was opened, and leave the directory as it was."""
+        if self._current.run is not None:
+            self._current.run.close()
+        self._current.run = None
+        self.remove_strays()
+
+    def remove_strays(self) -> None:
+        """Remove what a run that ended has left in the directory beside its commit. No run is open."""
+        self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
+
+    def _plan(self, request: Request, inventory: Inventory) -> Plan:
+        record = self._record
+        if record is None:
+            return request.plan(inventory)
+        check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+        check_same(record, inventory.plans, request.kind)
+        check_buffers(request.model)
+        params = "auto" if request.params == "device" else request.params
+        state = "auto" if request.optimizer_state == "device" else request.optimizer_state
+        places = follow_placement(record, params, state)
+        return request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
+
+    def _open_run(self, plan: Plan, origin: Origin) -> Run:
+        request, directory, current, steps = self._request, self._directory, self._current, self._steps
+        described = describe_plans(plan.inventory.plans)
+        return Run(
+            request.model, request.optimizer, plan, directory, origin, self._clock,
+            Callbacks(
+                Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
+                lambda step: self._user.in_commit(step, directory, request, plan.places, described),
+            ),
+            backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
+        )  # fmt: skip
+
+    def _train_more(self, add: Callable[[], None]) -> None:
+        """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
+        current = self._current
+        current.enter()
+        change = Changeover(current.running("add_param_group"), self._request, self._directory, self._open_run)
+        current.run = None
+        self._optimizer.bind(None)
+        try:
+            change.train_more(add, self._counters.step)
+        except BaseException as error:
+            if change.run is None:
+                current.fail(self._counters.step, error)
+            raise
+        finally:
+            current.run = change.run
+            if change.run is not None:
+                self._optimizer.bind(change.run.model.optimizer_state)

@@ -1,0 +1,32 @@
+"""The way into an offloaded model: the manager is asked first whether it can be used, until the model is another run's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from swapper.errors import StateError
+
+
+class Entrance:
+    """The way into one model; all its parts share it.
+
+    Attributes:
+        enter: called first whenever the user comes in; raises if the manager cannot be used.
+        enter_to_write: the same, where parameters or state are about to be changed from outside.
+    """
+
+    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None]) -> None:
+        self.enter = enter
+        self.enter_to_write = enter_to_write
+
+    def shut(self, why: str) -> None:
+        """From now on nobody comes in.
+
+        Args:
+            why: whole sentence, for the error.
+        """
+
+        def refuse() -> None:
+            raise StateError(why)
+
+        self.enter = self.enter_to_write = refuse

@@ -1,0 +1,87 @@
+"""A gradient whose data is not with its parameter: where its pages are, and what it is besides what they hold."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from swapper.core.schedule import Access
+from swapper.core.section import Page
+from swapper.errors import StateError
+from swapper.train.cold_grad import Change
+from swapper.train.slices import Place
+
+
+@dataclass(slots=True)
+class Content:
+    """What a gradient is, besides what its pages hold.
+
+    Attributes:
+        zero: it is zeros, whatever the pages hold.
+        changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
+        norms: those of it that are known, changes included, by their order.
+        finite: whether all elements are; None if that is not known.
+        failure: why the pages have only a part of it, until it is zeroed.
+    """
+
+    zero: bool = False
+    changes: tuple[Change, ...] = ()
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    finite: bool | None = None
+    failure: BaseException | None = None
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
+        part = torch.zeros_like(part) if self.zero else part
+        for change in self.changes:
+            part = change(part)
+        return part
+
+
+@dataclass(slots=True)
+class Home:
+    """One parameter's gradient.
+
+    Attributes:
+        name, parameter, place: whose, and where.
+        here: the ColdGradient that the parameter has, if it has one.
+        stash: the same, while autograd makes a gradient to be added to it.
+        content: what it is, besides what its pages hold.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    place: Place
+    here: weakref.ref[torch.Tensor] | None = None
+    stash: torch.Tensor | None = None
+    content: Content = field(default_factory=Content)
+
+    def check_whole(self) -> None:
+        """Raise StateError unless all of the gradient has reached its pages."""
+        failure = self.content.failure
+        if failure is not None:
+            raise StateError(
+                f"the gradient of {self.name} did not reach its pages whole ({failure}): call zero_grad and run the backward again"
+            ) from failure
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [begin, end) of a gradient, at their place.
+
+    Attributes:
+        view: of them, flat.
+        at: where in the page, or in the section if that stays in memory, they begin, in bytes.
+        page: that they lie on; the section as a whole if that stays in memory.
+        access: the page's, to be leased; None if it stays in memory.
+    """
+
+    view: torch.Tensor
+    begin: int
+    end: int
+    at: int
+    page: Page
+    access: Access | None

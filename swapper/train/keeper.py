@@ -1,0 +1,111 @@
+"""Who answers for the parameters of a model in training while they are away: they are brought in, shown, or refused with advice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.core.pager import Pager
+from swapper.errors import StateError
+from swapper.modules.cold import is_cold
+from swapper.train.entrance import Entrance
+from swapper.train.gathering import Gathering
+from swapper.train.inventory import Inventory
+from swapper.train.shown_parameters import ShownParameters
+from swapper.train.slices import Place
+from swapper.train.storage import GroupParameters
+from swapper.train.sweep import Trainable
+
+
+class ParameterKeeper:
+    """What cold parameters ask. See swapper.modules.cold.Keeper.
+
+    Args:
+        inventory: what the model consists of.
+        trainables: what is trained.
+        groups: all groups, by index; they may come later.
+        places: where everything lies, by name of a parameter and key.
+        pager: what is changed in memory is written by it before it is shown.
+        entrance: where the user comes in.
+        gathering: what the user has in memory.
+        finish_update: has the updates done that the last step has left.
+        changes_itself: whether forwards change parameters.
+
+    Attributes:
+        changes_itself: the same, as it has turned out.
+        changed_in_pass: told when a forward has changed parameters.
+        bring_in: leases a parameter's group for the running forward that contains it; False if there is none.
+        shown: parameters that a state_dict shows.
+    """
+
+    advice = (
+        "Look at it inside `with manager.gather(module_or_parameters):` (write=True to change it); deepcopy() works there "
+        "too. model.state_dict() and load_state_dict() work anywhere; manager.snapshot(path) keeps the whole state in a file "
+        "that plain torch.load reads. .to(), .half() and the like cannot be applied after offload: apply them before."
+    )
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        trainables: Sequence[Trainable],
+        groups: Sequence[GroupParameters],
+        places: Mapping[tuple[str, str], Place],
+        pager: Pager,
+        entrance: Entrance,
+        gathering: Gathering,
+        finish_update: Callable[[], None],
+        changes_itself: bool,
+    ) -> None:
+        self._groups = groups
+        self._entrance = entrance
+        self._gathering = gathering
+        self._finish_update = finish_update
+        self.changes_itself = changes_itself
+        self.changed_in_pass: Callable[[], None] = lambda: None
+        self.bring_in: Callable[[nn.Parameter], bool] = lambda parameter: False
+        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
+        self._mastered = {of.name for trainable in trainables for of in trainable.places if of.has_master}
+        groups_by_name = {name: group.index for group in inventory.groups for name, _ in group.parameters}
+        self.shown = ShownParameters(places, groups_by_name, pager)
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        self._entrance.enter()
+        self.catch_up(parameter)
+        return not is_cold(parameter) or self.bring_in(parameter)
+
+    def catch_up(self, parameter: nn.Parameter) -> None:
+        """A parameter in memory is cold while its update is still to be done: do it."""
+        group = self._groups[self._group_of[id(parameter)]]
+        if group.catch_up is not None and not group.paged:
+            group.catch_up(None)
+
+    def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """For state_dict: the parameter as the swap file is mapped. Within a forward it is brought in instead."""
+        if self._gathering.is_closed or self.bring(parameter):
+            return None
+        self._finish_update()
+        return self.shown.show(self._names[id(parameter)])
+
+    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+        return None
+
+    def note_change(self, group: GroupParameters, names: list[str]) -> None:
+        """A module's forward changed its own parameters. Masters cannot follow in the middle of a pass.
+
+        From now on a step is committed before the next forward begins.
+        """
+        self.changes_itself = True
+        self.changed_in_pass()
+        for name in names:
+            if name in self._mastered:
+                raise StateError(
+                    f"parameter {name} was changed in a forward or backward, and its fp32 master would not follow: change it "
+                    "inside `with manager.gather(..., write=True)`, or offload with master_weights=None"
+                )
+
+    def describe(self, parameter: nn.Parameter) -> str:
+        return self._names[id(parameter)]

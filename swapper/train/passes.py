@@ -1,0 +1,129 @@
+"""Forwards, backwards and load_state_dicts of an offloaded model: what one begins with, and how one that never ended is forgotten.
+
+What they lease, and when that ends, is for the hooks (hooks.py, loading.py), which are put in when gradients have their places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from swapper.core.pager import Pager
+from swapper.core.schedule import Access
+from swapper.errors import DeviceError
+from swapper.modules.groups import Unit
+from swapper.stats import StepClock
+from swapper.train.entrance import Entrance
+from swapper.train.grads import Gradients
+from swapper.train.hooks import Hooks
+from swapper.train.keeper import ParameterKeeper
+from swapper.train.loading import LoadHooks
+from swapper.train.on_device import OnDevice
+from swapper.train.storage import GroupParameters
+from swapper.train.sweep import Sweep
+from swapper.train.updates import Updates
+
+
+class Passes:
+    """Owns the hooks of one model.
+
+    Args:
+        groups: all groups, by index; they may come later.
+        updates: told what passes do.
+        sweep: its leases go with those of a pass that is abandoned.
+        pager: what leases go to.
+        keeper: brings parameters in for the forward that runs.
+        entrance: where the user comes in.
+        clock: told what phase of a step begins.
+        on_device: where forwards and backwards run on an accelerator.
+    """
+
+    _hooks: Hooks | None = None
+    _load_hooks: LoadHooks | None = None
+
+    def __init__(
+        self,
+        groups: list[GroupParameters],
+        updates: Updates,
+        sweep: Sweep,
+        pager: Pager,
+        keeper: ParameterKeeper,
+        entrance: Entrance,
+        clock: StepClock,
+        on_device: OnDevice | None,
+    ) -> None:
+        self._groups = groups
+        self._updates = updates
+        self._sweep = sweep
+        self._pager = pager
+        self._keeper = keeper
+        self._entrance = entrance
+        self._clock = clock
+        self._on_device = on_device
+
+    def start(
+        self, units: Sequence[Unit], gradients: Gradients, loaded: Callable[[Iterable[GroupParameters]], None]
+    ) -> None:
+        """Put the hooks in.
+
+        Args:
+            units: the modules to hook.
+            gradients: told when a forward begins.
+            loaded: called with groups that were loaded into.
+        """
+        self._gradients = gradients
+        self._hooks = Hooks(
+            units, self._groups, self._enter_forward, self._drop_leases, self._clock.enter, self._updates
+        )
+        self._keeper.bring_in = self._hooks.bring
+        if self._on_device is not None:
+            self._hooks.check_inputs = self._on_device.check_inputs
+        self._load_hooks = LoadHooks(units, self._groups, self._entrance.enter_to_write, loaded)
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        if self._hooks is not None and self._load_hooks is not None:
+            self._hooks.remove()
+            self._load_hooks.remove()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward or a backward has groups leased."""
+        return self._hooks is not None and self._hooks.pass_is_open
+
+    def abandon(self) -> None:
+        """Forget a forward, a backward or a load_state_dict that never ended."""
+        self._updates.pass_begins()
+        if self._hooks is not None and self._load_hooks is not None:
+            self._load_hooks.forget()
+            self._hooks.abandon_pass()
+
+    def forget_leases(self) -> None:
+        """As `abandon`; and the pager and the device forget what was leased, whether a pass is open or not. Gathered ones stay."""
+        self.abandon()
+        self._drop_leases([access for parameters in self._groups for access in parameters.holds])
+
+    def _enter_forward(self) -> None:
+        is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one
+        if is_backward:
+            self._updates.finish(in_order=True)
+        else:
+            self._updates.pass_begins()
+        if self._keeper.changes_itself and not is_backward:
+            self._entrance.enter_to_write()
+        self._entrance.enter()
+        if not is_backward:
+            self._gradients.entered()
+        if self._on_device is not None and not is_backward and not self.is_open:
+            self._on_device.pass_begins()
+
+    def _drop_leases(self, kept: Iterable[Access]) -> None:
+        """All leases of passes are gone, and so are those of copies, which are waited for."""
+        with contextlib.suppress(DeviceError):
+            self._sweep.settle()
+        if self._on_device is not None:
+            self._on_device.finish()
+            self._on_device.forget_uses()
+        self._pager.drop_leases(kept)

@@ -1,0 +1,122 @@
+"""Pages whose write waits in spare memory until they come back: [Note: owed pages] in core/frames.py."""
+
+from __future__ import annotations
+
+from scripted import EAGER, IDLE, change, error_of, fail, make, pass_over, use, write
+from simulated_run import Run
+
+from swapper.core.residency import Residency
+
+PARAMS = (0, 1, 2, 3)
+MAKE = [change(("slice", page), page, page + 4, fresh=(page,)) for page in PARAMS]  # a parameter, and its state
+FORWARD = [use(("param", page), page) for page in PARAMS]
+STEP = [*(access for pair in zip(MAKE, FORWARD, strict=True) for access in pair), *reversed(FORWARD)]
+
+
+def deferred(hurry: float = IDLE, frames: int = 4, most_owed: int = 2) -> Run:
+    """A run whose updates are made as the forward goes, two steps later."""
+    run = make(8, frames, tuple(STEP), hurry, spare=True, most_owed=most_owed)
+    run.spare.generosity = 1.0
+    for _ in range(2):
+        pass_over(run, STEP)
+        run.pager.end_step()
+    return run
+
+
+def owed(run: Run) -> set[int]:
+    return set(run.pager._frames.owed)
+
+
+def owing(run: Run) -> Run:
+    """In the middle of a step, with a page owed."""
+    pass_over(run, STEP[:4])
+    assert 0 in owed(run)
+    assert all(run.pages[index].residency is Residency.COLD for index in owed(run))
+    return run
+
+
+def test_what_is_owed_is_written_when_backward_brings_it_back_and_nothing_of_it_is_read():
+    run = owing(deferred())
+    pass_over(run, STEP[4:])
+    assert not owed(run)
+    assert (
+        run.pager.counters.read_bytes["state"] <= run.pages[0].nbytes * len(PARAMS) * 4
+    )  # of state, in three steps and ahead
+    run.finish()
+
+
+def test_a_drive_with_nothing_else_to_write_is_owed_nothing():
+    run = deferred(EAGER)
+    for access in STEP:
+        pass_over(run, [access])
+        assert not owed(run)
+    run.finish()
+
+
+def test_no_more_is_owed_than_may_be():
+    for most in range(4):
+        run = deferred(most_owed=most)
+        pass_over(run, STEP[:8])
+        assert len(owed(run)) <= most
+        run.finish()
+
+
+def test_writes_are_not_done_while_any_is_owed_and_a_flush_does_them():
+    run = owing(deferred())
+    assert run.attempt(run.pager.wait_for_writes)
+    assert not run.commit(flush=False)
+    assert run.commit()
+    assert not owed(run)
+    run.finish()
+
+
+def test_what_was_made_for_a_use_that_does_not_come_is_written_at_the_end_of_the_step():
+    run = deferred()
+    pass_over(run, MAKE[:2])
+    assert run.attempt(run.pager.wait_for_writes)
+    assert not run.commit(flush=False)
+    run.pager.end_step()
+    assert run.attempt(run.pager.wait_for_writes)
+    assert run.commit(flush=False)
+    run.finish()
+
+
+def test_spare_memory_that_is_wanted_back_is_not_before_what_it_owes_is_written():
+    run = owing(deferred())
+    assert run.attempt(run.pager.drop_kept, [0])
+    run.spare.take_back([0])
+    assert 0 not in owed(run)
+    run.check()
+    run.finish()
+
+
+def test_a_write_that_fails_when_spare_memory_is_wanted_back_is_told_and_the_content_stays():
+    run = owing(deferred())
+    fail(run, "write", 0)
+    run.attempt(run.pager.drop_kept, [0])
+    error_of(run, "flush")
+    run.check()
+    assert run.look(0) == run.content[0]
+    run.faults.repair()
+    assert run.flush()
+    run.finish()
+
+
+def test_who_was_to_make_an_owed_page_anew_and_did_not_finds_what_it_had():
+    run = owing(deferred())
+    access = change(None, 0, fresh=(0,))
+    run.pager.acquire(access)
+    run.pager.release(access)
+    run.check()
+    pass_over(run, [use(None, 0)])
+    assert run.commit()
+    run.finish()
+
+
+def test_what_is_thrown_away_is_owed_no_more_and_awaited_no_more():
+    run = owing(deferred())
+    pass_over(run, MAKE[2:3])
+    run.discard()
+    assert not owed(run) and run.pager.writes_are_done()
+    write(run, 0)
+    run.finish()
