@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from swapper.core.pool import Pool
 from swapper.core.residency import Residency
@@ -19,7 +19,11 @@ MOST_LINES = 12
 
 
 def describe(
-    pages: Sequence[Page], pool: Pool, in_flight: Mapping[int, Page], held: Mapping[int, tuple[Access, float]]
+    pages: Sequence[Page],
+    pool: Pool,
+    in_flight: Mapping[int, Page],
+    held: Mapping[int, tuple[Access, float]],
+    owed: Collection[int],
 ) -> str:
     """Return the dump, several lines.
 
@@ -28,13 +32,15 @@ def describe(
         pool: their frames.
         in_flight: pages with a ticket.
         held: by identity the accesses that are leased, and since when (time.monotonic(), in seconds).
+        owed: pages whose newest content only spare memory has. [Note: owed pages], core/frames.py
     """
     now_s = time.monotonic()
     counts = Counter(page.residency for page in pages)
     leased = sum(page.leases > 0 for page in pages)
     lines = [
         f"frames: {pool.free_count} of {pool.frame_count} free, {pool.frame_bytes} bytes each",
-        "pages: " + ", ".join(f"{counts[state]} {state.name}" for state in Residency) + f"; {leased} leased",
+        "pages: " + ", ".join(f"{counts[state]} {state.name}" for state in Residency) + f"; {leased} leased"
+        f"{f', {len(owed)} to be written once they are back from spare memory' * bool(owed)}",
     ]
     leases = sorted(held.values(), key=lambda entry: entry[1])
     lines += _listed("leases", [f"{now_s - since_s:.1f} s: {_of(pages, access)}" for access, since_s in leases])

@@ -407,7 +407,7 @@ class Frames:
 
     def describe(self, held: Mapping[int, tuple[Access, float]]) -> str:
         """Return a dump; `held` are the leases. See core/dump.py."""
-        return describe(self._pages, self._pool, self.in_flight, held)
+        return describe(self._pages, self._pool, self.in_flight, held, self.owed)
 
     def check(self) -> None:
         """Raise InvariantError unless frames are conserved and belong to one page each."""

@@ -171,6 +171,7 @@ class Ticket:
         self.failure: IoError | None = None
         self.content = b""  # of a write, when it was submitted
         self.checksum: int | None = None
+        self.submitted_s = 0.0  # nothing here takes time
 
     @property
     def done(self) -> bool:

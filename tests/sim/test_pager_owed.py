@@ -35,6 +35,14 @@ def owing(run: Run) -> Run:
     return run
 
 
+def test_a_dump_says_how_much_is_owed():
+    run = owing(deferred())
+    assert f"{len(owed(run))} to be written once they are back" in run.pager.describe()
+    pass_over(run, STEP[4:])
+    assert "to be written" not in run.pager.describe()
+    run.finish()
+
+
 def test_what_is_owed_is_written_when_backward_brings_it_back_and_nothing_of_it_is_read():
     run = owing(deferred())
     pass_over(run, STEP[4:])
