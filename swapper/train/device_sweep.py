@@ -116,7 +116,8 @@ class DeviceSweep(Sweep):
             self._pager.wait(then)
 
     def rejoin(self) -> None:
-        self.on_device.order.follow()
+        with contextlib.suppress(DeviceError):  # a device that failed runs nothing any more; who uses it next is told
+            self.on_device.order.follow()
 
     def settle(self) -> None:
         """Wait until what was updated is at its places.

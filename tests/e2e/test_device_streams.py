@@ -16,7 +16,8 @@ import torch
 from infer.host_device import ORDERS, HostDevice
 from torch import nn
 
-from e2e.device_twins import MIB, MakeTwins, forget_copies, on_device
+import swapper
+from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, forget_copies, lose, on_device
 from e2e.twins import Twins, smallest_device_budget
 from swapper.device.order import StreamOrder
 from swapper.device.storage import DeviceStorage
@@ -271,6 +272,27 @@ def test_what_a_backward_has_updated_is_waited_for_by_its_caller(on_device: Make
         assert all(map(streams.main.knows, updated))
         pair.both(lambda model, optimizer: optimizer.step())
         pair.assert_same_parameters()
+
+
+def test_what_a_backward_has_updated_is_put_back_where_the_device_is_lost_in_it(
+    on_device: MakeTwins, tmp_path: Path
+) -> None:
+    with twins_on_streams(on_device, tmp_path, Branches(), update="backward") as (pair, streams):
+        pair.train(step, steps=1)
+        model = pair.manager.current.run.model
+        update = model._sweep.update
+
+        def then_lose(of: Any) -> None:
+            update(of)
+            lose(streams.device)
+            streams.switch("right")  # the next one to wait has something to wait for
+
+        model._sweep.update = then_lose
+        with pytest.raises(swapper.DeviceError):
+            model.model(torch.randn(8, WIDTH).requires_grad_() * 1).square().mean().backward()
+        assert not model.updates.is_open
+        streams.switch("main")
+        assert_can_be_closed(pair, streams.device)
 
 
 class Fork(Layer):
