@@ -217,7 +217,9 @@ class HostDevice(Device):
         assert source.untyped_storage().nbytes(), "a copy of memory that is not there"
         key = source.untyped_storage()._cdata
         assert stream.clock[compute] >= compute.clock[compute], "a copy that does not wait for the kernels before it"
-        assert all(map(stream.knows, self.used.get(key, []))), "a copy that does not wait for a kernel that changed its source"
+        assert all(map(stream.knows, self.used.get(key, []))), (
+            "a copy that does not wait for a kernel that changed its source"
+        )
         target.fill_(POISON)
 
         def run():
