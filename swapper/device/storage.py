@@ -6,7 +6,8 @@ The storage is resized to zero and back, and not replaced: parameters, their ali
 what is freed may be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the
 compute stream, and nothing of it needs `record_stream`, if three rules are kept: the copy stream fills it only after an event that
 the compute stream recorded when it was allocated; the compute stream waits for the last of those copies before it uses *or frees*
-it; and if another stream used it (a user who changed streams), the one that allocated it waits for that one before it is freed.
+it; and if other streams used it (a user who has several), each of them waits for the copies, and the one that allocated it waits
+for all of them before it is freed or filled anew.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class DeviceStorage:
         self.filled_at: Any = None
         self.read_until: Any = None
         self._filler: Any = None  # the stream that has queued copies since `allocate`
+        self._ready: set[Any] = set()  # streams that have waited for the content
+        self._users: set[Any] = set()  # streams behind kernels that may have used it
 
     @property
     def memory(self) -> torch.Tensor:
@@ -72,6 +75,8 @@ class DeviceStorage:
         self._stream = self._device.current_stream()
         self._device.resize(self._storage, self.nbytes)
         self.room_since = self._device.record(self._stream)
+        self._ready.clear()
+        self._users.clear()
 
     def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> None:
         """Queue copies on `stream`, which waits for the memory itself. Of one `allocate` all copies are on one stream.
@@ -104,30 +109,52 @@ class DeviceStorage:
             self.read_until = None
 
     def let_compute_use(self) -> None:
-        """Have the current stream wait until the content is there. It must be filled, as far as this thread knows."""
+        """Have the current stream wait until the content is there. It must be filled, as far as this thread knows.
+
+        Other streams may be using it: to be called for each stream whose kernels do.
+        """
         current = self._device.current_stream()
+        self._users.add(current)
+        if current in self._ready:
+            return
         if self.filled_at is not None:
             self._device.let_wait(current, self.filled_at)
         if current != self._stream:
             self._device.let_wait(current, self.room_since)
+        self._ready.add(current)
+
+    def note_use(self) -> None:
+        """Kernels that use it may be on the current stream, or before what that has waited for."""
+        if self.is_allocated:
+            self._users.add(self._device.current_stream())
+
+    def let_compute_read(self) -> None:
+        """Have the current stream wait for whatever may have changed the content."""
+        current = self._device.current_stream()
+        for user in {*self._users, self._stream} - {current}:
+            self._device.let_wait(current, self._device.record(user))
 
     def outdate(self) -> None:
         """What is there is not what is to be there any more: it can be filled anew, where it is. No copy may be in flight."""
-        current = self._device.current_stream()
-        if current != self._stream:
-            self._device.let_wait(self._stream, self._device.record(current))
-        self.room_since = self._device.record(self._stream)  # after the kernels that have used it
+        self._follow_users()
+        self.room_since = self._device.record(self._stream)
         self.filled_at = self._filler = None
 
     def free(self) -> None:
         """Give the memory back, in the order of the stream that took it. [Note: whose turn a storage's memory is]"""
         if not self.is_allocated:
             return
-        current = self._device.current_stream()
-        if current != self._stream:
-            self._device.let_wait(self._stream, self._device.record(current))
+        self._follow_users()
         if self._filler is not None:
             self.read_until = self.filled_at or self._device.record(self._filler)
             self._device.let_wait(self._stream, self.read_until)
         self.room_since = self.filled_at = self._filler = None
         self._device.resize(self._storage, 0)
+
+    def _follow_users(self) -> None:
+        """Have the stream whose turn it is wait for the kernels that have used the memory, on whatever stream."""
+        self.note_use()
+        for user in self._users - {self._stream}:
+            self._device.let_wait(self._stream, self._device.record(user))
+        self._users.clear()
+        self._ready.clear()

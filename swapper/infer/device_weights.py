@@ -57,6 +57,8 @@ class DeviceGroup(GroupWeights):
 
     def lease(self) -> bool:
         was_brought = False
+        if self._leases and self.paged:
+            self.image.storage.let_compute_use()  # the stream may be another one
         if self._leases == 0 and self.paged:
             was_brought = self._tier.lease(self.image)
             try:
@@ -70,6 +72,7 @@ class DeviceGroup(GroupWeights):
         return was_brought
 
     def release(self) -> None:
+        self.image.storage.note_use()
         self._leases -= 1
         if self._leases or not self.paged:
             return

@@ -37,6 +37,7 @@ class DeviceGradients(PagedGradients):
     def __init__(self, places: list[tuple[str, nn.Parameter, Place]], pager: Pager, on_device: OnDevice) -> None:
         self._host = on_device.host
         self._device = on_device.device.device
+        self._gradient_came = on_device.gradient_came
         self._downloads = on_device.downloads
         self._free = list(on_device.host.staging.view(-1, PIECE_BYTES))
         self._pages_leased = 0
@@ -62,6 +63,7 @@ class DeviceGradients(PagedGradients):
 
     @torch.no_grad()
     def _move(self, home: Home, gradient: torch.Tensor, adding: bool) -> None:
+        self._gradient_came(id(home.parameter))
         before, home.content = home.content, Content()
         if not adding:
             home.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}

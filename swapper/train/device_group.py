@@ -95,7 +95,16 @@ class DeviceGroupParameters(GroupParameters):
             self.catch_up(None)
         self._on_device.lease(self)
 
+    def lease(self) -> None:
+        if self._leases:
+            self.let_use()
+        super().lease()
+
+    def let_use(self) -> None:
+        self.image.storage.let_compute_use()
+
     def release(self) -> None:
+        self.image.storage.note_use()
         self._leases -= 1
         if self._leases:
             return

@@ -100,6 +100,7 @@ class DeviceSweep(Sweep):
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. What it leaves may be on its way to the places still, its pages leased: see `settle`."""
+        self.on_device.order.follow()
         self._make_ready(update.trainable)
         self.kept.ready([update.trainable.group])
         with torch.autocast(self.on_device.device.device.type, enabled=False):
@@ -113,6 +114,10 @@ class DeviceSweep(Sweep):
         self._release_arrived()
         if then is not None:
             self._pager.wait(then)
+
+    def rejoin(self) -> None:
+        with contextlib.suppress(DeviceError):  # a device that failed runs nothing any more; who uses it next is told
+            self.on_device.order.follow()
 
     def settle(self) -> None:
         """Wait until what was updated is at its places.

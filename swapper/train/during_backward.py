@@ -220,6 +220,7 @@ class StepInBackward(Updates):
     def backward_ends(self, task: int) -> None:
         if task == self._task:
             self._task = None
+            self._sweep.rejoin()
             for trainable in (
                 self._sweep.trainables if self._done else ()
             ):  # those that wait for the step too: all or none
@@ -281,6 +282,7 @@ class StepInBackward(Updates):
     def _put_back(self, error: BaseException) -> bool:
         """Have all groups as they were before the step. Returns False where that cannot be; the manager knows it then."""
         groups = list(self._done)
+        self._sweep.rejoin()
         self.forget()
         self.uses.clear()
         is_undone = not groups or self._undo(groups, error)

@@ -61,7 +61,7 @@ class Gradients:
         self._kept: KeptGradients | None = None
         if on_device is not None:
             stay = [(name, parameter) for name, parameter in parameters if name in kept]
-            self._kept = KeptGradients(stay, on_device.device.device)
+            self._kept = KeptGradients(stay, on_device)
             self.paged = DeviceGradients(trained, pager, on_device)
             at_hand = []
         else:

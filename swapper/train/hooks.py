@@ -241,6 +241,8 @@ class Hooks:
     def _before_backward(self, call: Call) -> Callable[[torch.Tensor], None]:
         def hook(gradient: torch.Tensor) -> None:
             if call.backward_task is not None and call in self._backward:
+                for group in call.groups:
+                    group.let_use()  # this output may be another stream's than the first one
                 return
             self._check_usable()
             task = torch._C._current_graph_task_id()

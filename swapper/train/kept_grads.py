@@ -17,6 +17,7 @@ from swapper.device.layout import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.grad_home import Content
+from swapper.train.on_device import OnDevice
 
 
 class KeptGradients:
@@ -24,19 +25,20 @@ class KeptGradients:
 
     Args:
         parameters: whose gradients stay, with their qualified names.
-        device: where.
+        on_device: where; told of each gradient that comes.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> None:
-        self._device = device
+    def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: OnDevice) -> None:
+        self._device = on_device.device.device
         self._parameters = dict(parameters)
         self._arriving: dict[str, torch.Tensor] = {}  # flat, in host memory
         self._handles: list[Any] = []
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(device)
+                parameter.grad = parameter.grad.to(self._device)
             with hookable(parameter):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(_make_hook(name, parameter)))  # type: ignore[no-untyped-call]
+                hook = _make_hook(name, parameter, on_device)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
@@ -69,9 +71,9 @@ class KeptGradients:
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
 
-def _make_hook(name: str, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """Make a hook of the parameter. Hooks are not looked through for cycles: it does not keep the parameter alive."""
-    of = weakref.ref(parameter)
+def _make_hook(name: str, parameter: nn.Parameter, on_device: OnDevice) -> Callable[[torch.Tensor], None]:
+    """Make a hook of the parameter. Hooks are not looked through for cycles: it keeps neither of the two alive."""
+    of, where = weakref.ref(parameter), weakref.ref(on_device)
 
     def own(_: torch.Tensor) -> None:
         """Have a gradient not keep more memory than its own."""
@@ -85,5 +87,7 @@ def _make_hook(name: str, parameter: nn.Parameter) -> Callable[[torch.Tensor], N
             )
         if gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES:
             parameter.grad = gradient.clone()
+        if (there := where()) is not None:
+            there.gradient_came(id(parameter))
 
     return own

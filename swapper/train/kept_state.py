@@ -119,6 +119,7 @@ class KeptState:
             if missing:
                 self._on_device.finish()  # all frames are free for slices; it is seldom
         for group in found:
+            group.storage.let_compute_use()
             group.is_changed = True
 
     def _fill(self, group: _Group) -> None:
@@ -141,6 +142,7 @@ class KeptState:
         if found is None or not found.is_changed:
             return None
         here = found.views.get(place)
+        found.storage.let_compute_read()
         return found.others[place].clone() if here is None else here.cpu().clone().view(place.slot.spec.shape)
 
     def bring_home(self) -> None:
@@ -152,6 +154,7 @@ class KeptState:
         """
         for group in self._groups.values():
             if group.is_changed:
+                group.storage.let_compute_read()
                 for page in group.pages:
                     self._bring_page(group.storage, page)
                 group.is_changed = False

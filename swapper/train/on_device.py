@@ -28,6 +28,7 @@ from swapper.device.device import OUT_OF_MEMORY
 from swapper.device.downloads import Downloads
 from swapper.device.host_side import HostSide
 from swapper.device.layout import Span, place_in_storage, spans_of_page
+from swapper.device.order import StreamOrder
 from swapper.device.placement import DevicePlacement
 from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier, Image
@@ -76,6 +77,7 @@ class OnDevice:
     Attributes:
         tier: has the images.
         downloads: bring gradients down, and what was changed on the device.
+        order: of the streams that gradients come on, and those that use them.
         kept_gradients: groups whose gradients stay.
 
     Raises:
@@ -104,7 +106,9 @@ class OnDevice:
         self._uploads = Uploads(device, pager, host.of, counters)
         self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, goes_round=False)
         self.downloads = Downloads(device, counters, placement.down_bytes)
+        self.order = StreamOrder(device)
         self._images: list[Image] = []
+        self._image_of: dict[int, Image] = {}  # by id of a parameter
         self._used: list[Image] = []  # in this step, in order
         self._buffers: list[tuple[nn.Module, str]] = []
         _open.add(self)
@@ -119,6 +123,7 @@ class OnDevice:
         ]
         image = Image(group.name, storage, copies, group.index in self._staying)
         self._images.append(image)
+        self._image_of.update((id(parameter), image) for _, parameter in group.parameters)
         self.tier.add(image)
         return image, views
 
@@ -172,6 +177,11 @@ class OnDevice:
         if len(self._used) < USES_REMEMBERED * len(self._images):
             self._used.append(group.image)
 
+    def gradient_came(self, parameter: int) -> None:
+        """Autograd has written the gradient of a parameter, given its id, on the current stream. [Note: streams of a backward]"""
+        self.order.note()
+        self._image_of[parameter].storage.note_use()  # by what made the gradient
+
     def bring_back(self, image: Image) -> None:
         """What is on the device is what counts: have its place in memory or on NVMe the same, and wait for that.
 
@@ -179,6 +189,7 @@ class OnDevice:
             IoError: a page could not be read.
             DeviceError: the device failed.
         """
+        image.storage.let_compute_read()
         for copy in image.copies:
             only = frozenset() if copy.page.section.resident else frozenset({copy.page.index})
             access = Access(None, tuple(only), writes=only)
@@ -278,7 +289,7 @@ class OnDevice:
         self.finish()
         self._move_back()
         self.tier.close()
-        self._images, self._used = [], []
+        self._images, self._used, self._image_of = [], [], {}
 
     def _move_back(self) -> None:
         """The model's buffers are on the CPU again, unless the device failed."""

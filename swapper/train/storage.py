@@ -128,6 +128,9 @@ class GroupParameters:
         if self._leases == 1:
             self._versions = [parameter._version for parameter in self.parameters]
 
+    def let_use(self) -> None:
+        """It is leased, and kernels on the current stream use it too, which need not be the one that it was leased on."""
+
     def check_graph_of_backward(self) -> None:
         """A backward with `create_graph=True` begins to use the group: what autograd makes of it will, unannounced.
 

@@ -164,6 +164,9 @@ class Sweep:
         self._hand_over(then)
         self._last = None
 
+    def rejoin(self) -> None:
+        """What is queued from now on where the caller is comes behind the updates, wherever those were made."""
+
     def settle(self) -> None:
         """What was updated is at its places when this returns, in memory: here it always is."""
 

@@ -62,6 +62,18 @@ def test_a_measurement_that_fails_is_told_and_costs_no_other(tmp_path: Path) -> 
     assert "arena -> device: " in ran.stdout and "1 FAILED" in ran.stdout
 
 
+def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> None:
+    """A Python without torch, and one with torch that lacks what swapper imports."""
+    bare = subprocess.run([sys.executable, "-S", TOOL], capture_output=True, text=True, timeout=60, check=False)
+    assert (bare.returncode, "has no torch" in bare.stderr) == (2, True), bare.stderr
+    hiding = tmp_path / "sitecustomize.py"
+    hiding.write_text(
+        "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda n, *a: None if n == 'rich' else find(n, *a)\n"
+    )
+    ran = gpu_check("--rehearse", PYTHONPATH=str(tmp_path))
+    assert (ran.returncode, "has no rich" in ran.stderr) == (2, True), ran.stdout + ran.stderr
+
+
 def test_a_name_that_is_none_is_refused() -> None:
     ran = gpu_check("--rehearse", "--no-build", "--only", "copy")
     assert ran.returncode == 1 and "copies" in ran.stderr

@@ -296,6 +296,7 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     model = pair.manager.current.run.model
     if not waits:
         monkeypatch.setattr(OnDevice, "finish", lambda on_device: None)
+        monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
     model.optimizer_state.kept.ready(trainable.group for trainable in model._trainables)
     same = []
     for trainable in model._trainables:

@@ -181,3 +181,60 @@ def test_what_stays_on_the_device_until_or_for_the_update_changes_nothing(tmp_pa
     one, other = (torch.load(tmp_path / str(number) / "snapshot.pt") for number in range(2))
     for name, master in one["master"].items():
         assert torch.equal(master, other["master"][name]), name
+
+
+class Branches(nn.Module):
+    """Layers side by side, each on a stream of its own, behind one on the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.streams = [torch.cuda.Stream() for _ in self.layers]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, main, results = self.first(x), torch.cuda.current_stream(), []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            stream.wait_stream(main)
+            x.record_stream(stream)
+            with torch.cuda.stream(stream):
+                results.append(torch.tanh(layer(x)))
+        for result, stream in zip(results, self.streams, strict=True):
+            main.wait_stream(stream)
+            result.record_stream(main)
+        return torch.stack(results).sum(0).square().mean()
+
+
+def late(parameter: torch.Tensor) -> None:
+    """Has a gradient be written long after its kernel was queued, on the stream that it is written on."""
+    gradient = parameter.grad.data
+    content = gradient.clone()
+    gradient.fill_(float("nan"))
+    torch.cuda._sleep(20_000_000)
+    gradient.copy_(content)
+
+
+@pytest.mark.parametrize("gradients", ["host", "device"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_forward_on_several_streams_is_waited_for(tmp_path: Path, update: str, gradients: str) -> None:
+    def losses(model: nn.Module, optimizer: Any) -> list[float]:
+        found = []
+        for number in range(4):
+            loss = model(inputs(number))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    reference = Branches().cuda()
+    expected = losses(reference, torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9))
+    with swapper.SwapManager(tmp_path, host_memory=512 * MIB) as manager:
+        model = Branches()
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(late)
+        original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"update": update, "update_on": "device", "gradients": gradients, "params": "nvme"}
+        model, optimizer = manager.offload(model, original, device="cuda", device_memory=128 * MIB, **options)
+        torch.testing.assert_close(torch.tensor(losses(model, optimizer)), torch.tensor(expected))

@@ -8,6 +8,10 @@ others have come, as it learns it from events.
 
 Copies the other way: until one has run its target is poison, its source must be alive and as it was, and it must be queued behind
 what compute had queued by then.
+
+The user may have several streams: `new_compute_stream` makes one, `module.stream` has it be the current one, and `use` says that a
+kernel on it uses a tensor. Then what fills it must be known to that stream, and whoever fills it anew or gives its memory back must
+know of the kernel. Memory goes back to the stream that took it, as with torch's allocator, whatever stream is current.
 """
 
 from __future__ import annotations
@@ -137,6 +141,7 @@ class HostDevice(Device):
         self.peak_bytes = 0
         self.taken = {}  # by storage: the moment it was allocated
         self.filled = {}  # by storage: the moments of copies into it
+        self.used = {}  # by storage: the moments of kernels that `use` told of
 
     @property
     def module(self):
@@ -154,12 +159,24 @@ class HostDevice(Device):
     def synchronize(self):
         pass
 
+    def new_compute_stream(self):
+        return Stream(is_compute=True)
+
+    def use(self, tensor):
+        """A kernel is queued on the current stream that uses a tensor of a storage."""
+        stream, key = self._module.current, tensor.untyped_storage()._cdata
+        known = [self.taken[key], *self.filled.get(key, [])]
+        assert all(map(stream.knows, known)), "a kernel that does not wait for what it uses"
+        self.used.setdefault(key, []).append(stream.tick())
+
     def resize(self, storage, nbytes):
         stream, key = self._module.current, storage._cdata
         if nbytes == 0:
-            late = [moment for moment in self.filled.pop(key, []) if not stream.knows(moment)]
+            owner, _ = taken = self.taken.pop(key, (stream, 0))
+            late = [moment for moment in self.filled.pop(key, []) if not owner.knows(moment)]
             assert not late, "memory is given back while a copy into it may still run"
-            if self.taken.pop(key, None) is not None:
+            assert all(map(owner.knows, self.used.pop(key, []))), "memory is given back while a kernel may still use it"
+            if taken[1]:
                 self._module.used_bytes -= storage.nbytes()
             storage.resize_(0)
             return
@@ -182,7 +199,8 @@ class HostDevice(Device):
         if key not in self.taken:
             self.copy_to_host(target, source, stream)
             return
-        assert stream.knows(self.taken[key]), "a copy into memory that earlier kernels may still use"
+        kernels = [self.taken[key], *self.used.get(key, [])]
+        assert all(map(stream.knows, kernels)), "a copy into memory that earlier kernels may still use"
         self.filled.setdefault(key, []).append(stream.tick())
         content = zlib.crc32(source.numpy())
 
@@ -195,9 +213,13 @@ class HostDevice(Device):
             stream.run(len(stream.operations))
 
     def copy_to_host(self, target, source, stream):
-        compute, alive, content = self._module.compute, weakref.ref(source), checksum(source)
+        compute, alive, content = self._module.current, weakref.ref(source), checksum(source)
         assert source.untyped_storage().nbytes(), "a copy of memory that is not there"
+        key = source.untyped_storage()._cdata
         assert stream.clock[compute] >= compute.clock[compute], "a copy that does not wait for the kernels before it"
+        assert all(map(stream.knows, self.used.get(key, []))), (
+            "a copy that does not wait for a kernel that changed its source"
+        )
         target.fill_(POISON)
 
         def run():

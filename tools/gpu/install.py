@@ -13,7 +13,8 @@ from pathlib import Path
 from gpu.bounded import run_bounded
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("torch", "triton", "pytest", "nanobind", "scikit_build_core")
+NEEDED = ("torch", "triton", "pytest", "nanobind", "scikit_build_core", "numpy", "psutil", "rich", "typer")
+"""The last ones are what swapper itself imports: pip is told to look for nothing, since there may be no network."""
 
 
 def install(prefix: Path, timeout_s: float) -> str:
