@@ -241,6 +241,9 @@ class Engine:
             chaos: seed and rates of troubles, each optional: "seed"; "short", "interrupt" (EINTR), "again" (EAGAIN),
                 "delay", "reorder", and the ones that fail operations, "eio" and "enospc", from 0 to 1. Without this, the
                 "chaos" backend has the first five at 0.1 and the others at 0, from seed 0. With it, any backend gets them.
+                "until" is the number of an open descriptor, a pipe's or an eventfd's, of which the engine keeps a
+                duplicate: no transfer ends while it is not readable, and `drain`, `close` and the interpreter's end
+                wait until it is.
             debug: fail an operation whose memory was changed by someone else while it was in flight. For a write the
                 CRC-32 of its memory is compared; the memory of a read is filled with 0xA5 at once and checked before the
                 bytes that were read go there. Both from submission on, or from the end of `after`. Costs time.

@@ -58,7 +58,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
     return run
 

@@ -92,7 +92,7 @@ struct ChosenBackend {
   std::string reason;
 };
 
-// Seed and rates, from 0 to 1, of the troubles that backend_chaos.h makes.
+// Seed and rates, from 0 to 1, of the troubles that backend_chaos.h makes, and the gate that it has.
 struct ChaosOptions {
   std::uint64_t seed = 0;
   double brief = 0.1;  // short transfers
@@ -102,6 +102,7 @@ struct ChaosOptions {
   double reorder = 0.1;
   double eio = 0;
   double enospc = 0;
+  int until = -1;  // a descriptor: no result comes in while it is not readable
 };
 
 // Makes the backend called `name`, or for "auto" the first that works; with "chaos" or "chaos:<name>", or

@@ -3,17 +3,23 @@
 // admits to, as a kernel may. Owns nothing beyond backend_chaos.h.
 #include "io/backend_chaos.h"
 
+#include <fcntl.h>
+#include <poll.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
+#include "base/fd.h"
 
 namespace swapper {
 namespace {
@@ -24,10 +30,18 @@ constexpr std::byte kJunk{0xEE};
 constexpr std::uint64_t kMostDelayUs = 2000;
 constexpr auto kNap = std::chrono::microseconds(100);
 
+// The gate's own descriptor, since the number may be another file's soon; none if there is no gate.
+UniqueFd duplicate(int fd) {
+  if (fd < 0) return {};
+  UniqueFd gate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
+  if (!gate) throw ConfigError("chaos: \"until\" is an open descriptor: " + errno_text(errno));
+  return gate;
+}
+
 class ChaosBackend final : public Backend {
  public:
   ChaosBackend(std::unique_ptr<Backend> inner, const ChaosOptions& options)
-      : inner_(std::move(inner)), options_(options), random_(options.seed) {}
+      : inner_(std::move(inner)), options_(options), random_(options.seed), gate_(duplicate(options.until)) {}
 
   std::string describe() const override {
     return inner_->describe() + ", with troubles from seed " + std::to_string(options_.seed);
@@ -107,7 +121,14 @@ class ChaosBackend final : public Backend {
     held_.insert(jumps ? held_.begin() : held_.end(), {completion, until});
   }
 
+  // A pipe whose other end is closed is open too.
+  bool is_gate_open() const {
+    pollfd gate{gate_.get(), POLLIN, 0};
+    return !gate_ || ::poll(&gate, 1, 0) > 0;
+  }
+
   std::size_t let_go(std::span<Completion> results) {
+    if (held_.empty() || !is_gate_open()) return 0;
     const auto now = Clock::now();
     std::size_t count = 0;
     std::erase_if(held_, [&](const Held& each) {
@@ -121,6 +142,7 @@ class ChaosBackend final : public Backend {
   std::unique_ptr<Backend> inner_;
   const ChaosOptions options_;
   std::mt19937_64 random_;
+  const UniqueFd gate_;
   std::vector<Transfer> open_;  // by slot
   std::vector<Held> held_;
   std::atomic<bool> woken_{false};
@@ -133,7 +155,7 @@ std::unique_ptr<Backend> make_chaos_backend(std::unique_ptr<Backend> inner, cons
 }
 
 ChaosOptions parse_chaos(const std::map<std::string, double>& options) {
-  ChaosOptions chaos{0, 0, 0, 0, 0, 0, 0, 0};
+  ChaosOptions chaos{0, 0, 0, 0, 0, 0, 0, 0, -1};
   const std::map<std::string, double*> rates = {{"short", &chaos.brief},     {"interrupt", &chaos.interrupt},
                                                 {"again", &chaos.again},     {"delay", &chaos.delay},
                                                 {"reorder", &chaos.reorder}, {"eio", &chaos.eio},
@@ -144,10 +166,17 @@ ChaosOptions parse_chaos(const std::map<std::string, double>& options) {
       chaos.seed = static_cast<std::uint64_t>(value);
       continue;
     }
+    if (name == "until") {
+      if (!(value >= 0 && value <= std::numeric_limits<int>::max() && value == std::floor(value))) {
+        throw ConfigError("chaos: \"until\" is the number of an open descriptor");
+      }
+      chaos.until = static_cast<int>(value);
+      continue;
+    }
     const auto rate = rates.find(name);
     if (rate == rates.end()) {
       throw ConfigError("chaos: unknown trouble \"" + name +
-                        "\"; there are seed, short, interrupt, again, delay, reorder, eio, enospc");
+                        "\"; there are seed, until, short, interrupt, again, delay, reorder, eio, enospc");
     }
     if (!(value >= 0 && value <= 1)) throw ConfigError("chaos: the rate of \"" + name + "\" is from 0 to 1");
     *rate->second = value;

@@ -97,8 +97,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
             now_s = time.perf_counter()
             if not start_s and now_s - began_s >= START_S:
                 start_bytes, start_s, start_cpu_s = _moved(engine), now_s, time.process_time()
-            elif start_s and now_s - start_s >= pattern.duration_s:
-                moved = _moved(engine) - start_bytes
+            elif start_s and now_s - start_s >= pattern.duration_s and (moved := _moved(engine) - start_bytes):
                 return Speed(moved / (now_s - start_s), (time.process_time() - start_cpu_s) / moved * 1e9)
             for lane, (kind, file) in enumerate(files.items()):
                 while len(tickets[kind]) < OPERATIONS_AHEAD:

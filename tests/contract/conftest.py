@@ -1,12 +1,14 @@
 """What the contract tests share: one engine for each backend, memory, real files, and a gate.
 
-A gate is an operation that is certain to be still running while a test submits others behind it: it reads a file in
-thousands of small pieces, one at a time, on an engine of its own. Tests assert that it was, instead of sleeping.
+A gate is an operation that is running until the test opens it, however long the machine takes for anything: others are submitted
+behind it, and are then certain not to have begun. Of an engine with `chaos={"until": gate_fd}` nothing is over before that.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,8 +34,38 @@ def arena() -> Iterator[_C.Arena]:
 
 
 @pytest.fixture
-def make_engine(backend: str) -> Iterator[Callable[..., _C.Engine]]:
-    """Engines of the backend under test, closed at the end."""
+def gate_pipe() -> Iterator[tuple[int, int]]:
+    """What is read, and what is written, by who opens the gate."""
+    ends = os.pipe()
+    yield ends
+    for fd in ends:
+        os.close(fd)
+
+
+@pytest.fixture
+def gate_fd(gate_pipe: tuple[int, int]) -> int:
+    return gate_pipe[0]
+
+
+@pytest.fixture
+def open_gate(gate_pipe: tuple[int, int]) -> Callable[[], object]:
+    return lambda: os.write(gate_pipe[1], b"!")
+
+
+@pytest.fixture
+def open_gate_later(open_gate: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """Opens it from another thread a little later, for what waits meanwhile. No test needs it to be late enough: where it is not,
+    one that should fail may pass."""
+    timer = threading.Timer(0.1, open_gate)
+    yield timer.start
+    timer.cancel()
+    if timer.ident is not None:
+        timer.join()
+
+
+@pytest.fixture
+def make_engine(backend: str, open_gate: Callable[[], object]) -> Iterator[Callable[..., _C.Engine]]:
+    """Engines of the backend under test, closed at the end, which waits for what is behind the gate."""
     engines: list[_C.Engine] = []
 
     def make(**options: object) -> _C.Engine:
@@ -42,6 +74,7 @@ def make_engine(backend: str) -> Iterator[Callable[..., _C.Engine]]:
         return engine
 
     yield make
+    open_gate()
     for engine in engines:
         engine.close()
 
@@ -71,22 +104,15 @@ def make_file(tmp_path: Path) -> Iterator[Callable[..., _C.File]]:
 
 
 @pytest.fixture
-def start_gate(tmp_path: Path) -> Iterator[Callable[[], _C.Ticket]]:
-    arena = _C.Arena(64 * MIB, lock=False, huge_pages=False)
+def gate(tmp_path: Path, gate_fd: int, open_gate: Callable[[], object]) -> Iterator[_C.Ticket]:
+    """An operation, of an engine of its own, that is over when the gate is open."""
     path = tmp_path / "gate"
-    with path.open("wb") as stream:
-        stream.truncate(arena.nbytes)
+    path.write_bytes(bytes(PAGE))
+    arena = _C.Arena(PAGE, lock=False, huge_pages=False)
     file = _C.File(path, direct=False)
-    engine = _C.Engine(backend="threads", depth=1, piece_bytes=PAGE)
-
-    def start() -> _C.Ticket:
-        ticket = None
-        for _ in range(3):
-            ticket = engine.read(file, 0, arena.address, arena.nbytes, after=ticket)
-        assert ticket is not None
-        return ticket
-
-    yield start
+    engine = _C.Engine(backend="threads", depth=1, chaos={"until": gate_fd})
+    yield engine.read(file, 0, arena.address, PAGE)
+    open_gate()
     engine.close()
     file.close()
     arena.close()

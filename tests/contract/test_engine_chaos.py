@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +122,25 @@ def test_an_endless_trouble_ends(make_file: MakeFile, arena: _C.Arena) -> None:
     assert isinstance(error, IoError)
     assert error.errno == errno.EAGAIN
     engine.close()
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_nothing_is_over_before_its_descriptor_is_readable(inner: str, make_file: MakeFile, arena: _C.Arena) -> None:
+    """Nor what fails; and whoever closes the engine waits for it. The engine has a descriptor of its own."""
+    content = os.urandom(MIB)
+    file = make_file(content)
+    for troubles in ({}, {"eio": 1}):
+        gate, other_end = os.pipe()
+        engine = _C.Engine(backend=inner, chaos={"until": gate, **troubles}, piece_bytes=16 * PAGE)
+        os.close(gate)
+        with os.fdopen(other_end, "wb"):
+            ticket = engine.read(file, 0, arena.address, MIB)
+            closer = threading.Thread(target=engine.close)
+            closer.start()
+            assert not ticket.wait(0.05)
+            assert closer.is_alive()
+            assert engine.bytes_read == 0
+        closer.join()
+        assert ticket.done
+        assert (ticket.error is None) == (not troubles)
+        assert troubles or memoryview(arena.view(0, MIB)) == content

@@ -22,6 +22,7 @@ PAGE = 4096
 
 MakeFile = Callable[..., _C.File]
 MakeEngine = Callable[..., _C.Engine]
+OpenGate = Callable[[], object]
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
@@ -130,9 +131,8 @@ def test_times_are_on_the_monotonic_clock(engine: _C.Engine, arena: _C.Arena, ma
 
 
 def test_a_ticket_waits_with_a_timeout_and_says_little_before_its_end(
-    engine: _C.Engine, arena: _C.Arena, make_file: MakeFile, start_gate: Callable[[], _C.Ticket]
+    engine: _C.Engine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
-    gate = start_gate()
     ticket = engine.read(make_file(PAGE), 0, arena.address, PAGE, after=gate, checksum=True)
     assert ticket.wait(0) is False
     assert ticket.error is None
@@ -141,7 +141,7 @@ def test_a_ticket_waits_with_a_timeout_and_says_little_before_its_end(
         _ = ticket.crc32
     with pytest.raises(ValueError, match="not finished"):
         _ = ticket.completed_s
-    assert not gate.done, "the gate was over too early for this test to mean anything"
+    open_gate()
     assert ticket.wait()
     plain = engine.read(make_file(PAGE), 0, arena.address, PAGE)
     assert plain.wait()
@@ -169,32 +169,36 @@ def test_a_chain_runs_in_its_order(engine: _C.Engine, arena: _C.Arena, make_file
 
 
 def test_operations_that_wait_let_later_ones_pass(
-    engine: _C.Engine, arena: _C.Arena, make_file: MakeFile, start_gate: Callable[[], _C.Ticket]
+    engine: _C.Engine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
     file = make_file(MIB)
-    gate = start_gate()
     behind = engine.read(file, 0, arena.address, MIB, after=gate)
     free = engine.read(file, 0, arena.address + MIB, MIB)
     assert free.wait()
-    assert not gate.done, "the gate was over too early for this test to mean anything"
     assert not behind.done
+    open_gate()
     assert behind.wait()
     assert gate.done
 
 
 def test_neither_direction_starves_the_other(
-    make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, start_gate: Callable[[], _C.Ticket]
+    make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
-    """A small write behind hundreds of reads, all let loose at one instant, is done long before the last of them."""
-    engine = make_engine(depth=8, piece_bytes=16 * PAGE, arena=arena)
-    file = make_file(os.urandom(17 * MIB))
-    gate = start_gate()
-    start = engine.read(file, 0, arena.address, PAGE, after=gate)
-    reads = [engine.read(file, 0, arena.address, 16 * MIB, after=start) for _ in range(40)]
-    write = engine.write(file, 16 * MIB, arena.address + 16 * MIB, 16 * PAGE, after=start)
-    assert not gate.done, "the gate was over too early for this test to mean anything"
-    engine.drain()
-    assert sum(read.completed_s < write.completed_s for read in reads) < 30
+    """A small write behind thousands of pieces to read, all let loose at one instant, begins beside the first of them."""
+    ends = os.pipe()
+    with os.fdopen(ends[0], "rb"), os.fdopen(ends[1], "wb"):  # nothing transferred is over before the latter is closed
+        engine = make_engine(depth=8, piece_bytes=16 * PAGE, arena=arena, chaos={"until": ends[0]})
+        file = make_file(17 * MIB)
+        start = engine.read(file, 0, 0, 0, after=gate)
+        reads = [engine.read(file, 0, arena.address, 16 * MIB, after=start) for _ in range(40)]
+        write = engine.write(file, 16 * MIB, arena.address + 16 * MIB, 16 * PAGE, after=start)
+        taken_in = engine.read(file, 0, 0, 0, after=start)
+        begun = engine.read(file, 0, 0, 0, after=taken_in)  # once what may begin has
+        open_gate()
+        assert begun.wait()
+        assert [read.cancel() for read in reads] == [False] + 39 * [True]
+        assert not write.cancel()
+    assert write.wait()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -211,13 +215,13 @@ def test_the_smallest_depths_serve_both_directions(
 
 
 def test_operations_go_in_the_order_of_submission(
-    make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, start_gate: Callable[[], _C.Ticket]
+    make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
     """With one piece in flight at a time nothing can overtake."""
     engine = make_engine(depth=1, piece_bytes=PAGE)
     file = make_file(MIB)
-    gate = start_gate()
     tickets = [engine.read(file, 0, arena.address, 3 * PAGE, after=gate) for _ in range(50)]
+    open_gate()
     engine.drain()
     times = [ticket.completed_s for ticket in tickets]
     assert times == sorted(times)
@@ -246,6 +250,10 @@ def test_auto_says_what_it_chose_and_why() -> None:
         ({"chaos": {"locusts": 0.5}}, "locusts"),
         ({"chaos": {"eio": 1.5}}, "eio"),
         ({"chaos": {"seed": -1}}, "seed"),
+        ({"chaos": {"until": -1}}, "until"),
+        ({"chaos": {"until": 0.5}}, "until"),
+        ({"chaos": {"until": 1e10}}, "until"),
+        ({"chaos": {"until": 1_000_000}}, "until.*Bad file descriptor"),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(options: dict[str, object], named: str) -> None:

@@ -20,6 +20,20 @@ def open_files() -> dict[Path, str]:
     return found
 
 
+_ENDING = 0x4  # PF_EXITING, of what /proc/PID/stat has as flags
+
+
+def live_threads() -> list[str]:
+    """Return the names of this process's threads, without those that are ending: one that was joined is listed a moment longer."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(") ")
+            if not int(fields.split(" ")[6]) & _ENDING:
+                names.append(name)
+    return names
+
+
 def held_by_swapper() -> list[str]:
     """Return the swap files, rings, threads and mappings that this process has."""
     found = []
@@ -27,13 +41,7 @@ def held_by_swapper() -> list[str]:
         endings = (".swap", ".swap (deleted)", "/lock", ".partial")
         if target.endswith(endings) or "io_uring" in target or "swapper-arena" in target:
             found.append(f"file {target}")
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            name = (task / "comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name.startswith("swapper-"):
-            found.append(f"thread {name}")
+    found += [f"thread {name}" for name in live_threads() if name.startswith("swapper-")]
     found += [f"mapping {line}" for line in Path("/proc/self/maps").read_text().splitlines() if "swapper-arena" in line]
     return found
 

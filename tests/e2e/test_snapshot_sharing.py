@@ -18,6 +18,7 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
+from e2e.processes import LONG_S
 from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.copying import copy
 from swapper.checkpoint.publication import Draft
@@ -133,7 +134,7 @@ def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
     monkeypatch.setattr("swapper.checkpoint.publication.copy", copy_late)
     ticket = run.manager.snapshot(tmp_path / "a.pt")
     run.train(3)
-    assert reached.is_set() and not ticket.done
+    assert reached.wait(LONG_S) and not ticket.done
     record = read_commit(run.swap_files)
     assert record is not None and record.step == 3
     go_on.set()

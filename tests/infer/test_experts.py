@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import pytest
@@ -180,23 +181,26 @@ def test_an_expert_that_could_not_be_read_is_read_again(tmp_path):
 def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
     _, path = saved(tmp_path)
     source = open_source(path)
-    slow = _C.Engine(depth=1, piece_bytes=4096, chaos={"seed": 1, "delay": 1})
-    files = WeightFiles(slow, source)
+    gate, other_end = os.pipe()
+    engines = [_C.Engine(), _C.Engine(chaos={"until": gate})]
+    files = [WeightFiles(engine, source) for engine in engines]
     owners = []
 
     def read(stored, offset, memory):
         owners.append(weakref.ref(memory))
-        return files.read_into(stored.path, stored.offset + offset, memory)
+        return files["layers.1" in stored.name].read_into(stored.path, stored.offset + offset, memory)
 
     experts = Experts([], read, 4 << 20, torch.device("cpu"))
     used, ahead = (Recipe((source.tensors[f"layers.{n}.experts.0.up.weight"],), None, torch.float32) for n in (0, 1))
-    experts.lease([(1, used)], [(2, ahead)])
-    del experts
-    assert slow.in_flight, "the read ahead was over too early for this test to mean anything"
-    assert owners[1]() is not None
-    slow.drain()
+    with os.fdopen(other_end, "wb"):  # before it is closed nothing that is read ahead is over
+        experts.lease([(1, used)], [(2, ahead)])
+        del experts
+        assert owners[1]() is not None
+    engines[1].drain()
     assert [owner() for owner in owners] == [None, None]
-    files.close()
+    os.close(gate)
+    for each in (*files, *engines):
+        each.close()
 
 
 def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import threading
 import weakref
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from e2e.leaks import live_threads
 from handle_bytes import MIB, RunPython, noise, raw
 
 from swapper import AioHandle, IoError, Operation
@@ -162,13 +162,10 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
     def counts() -> tuple[int, int]:
         gc.collect()
-        threads = 0
-        for task in Path("/proc/self/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                threads += (
-                    not (task / "comm").read_text().startswith("iou-")
-                )  # the kernel's end when they have been idle
-        return len(list(Path("/proc/self/fd").iterdir())), threads
+        threads = [
+            name for name in live_threads() if not name.startswith("iou-")
+        ]  # the kernel's end when they are idle
+        return len(list(Path("/proc/self/fd").iterdir())), len(threads)
 
     once()
     before = counts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -198,21 +199,27 @@ def test_operations_that_fail_at_random_all_say_so(path: Path) -> None:
 
 
 def test_debug_finds_a_source_that_is_changed_in_flight(tmp_path: Path) -> None:
-    source = noise(16 * MIB)
-    with AioHandle(debug=True, queue_depth=1, block_size=64 << 10) as handle:
-        operations = [handle.submit_write(source, tmp_path / str(n)) for n in range(4)]
-        source[-1] ^= 1
+    source = noise(MIB)
+    gate, other_end = os.pipe()
+    with AioHandle(debug=True, queue_depth=1, block_size=64 << 10, chaos={"until": gate}) as handle:
+        with os.fdopen(other_end, "wb"):  # nothing is over before it is closed
+            operations = [handle.submit_write(source, tmp_path / str(n)) for n in range(4)]
+            source[-1] ^= 1
         errors = [operation.exception() for operation in operations]
-    assert any(errors), "the last of four can hardly have been written before"
+    os.close(gate)
+    assert all("was changed while it was being written" in str(error) for error in errors)
 
 
 def test_an_operation_that_has_not_begun_is_called_off(tmp_path: Path) -> None:
-    tensor = noise(16 * MIB)
-    with AioHandle(queue_depth=1, block_size=4096) as handle:
-        operations = [handle.submit_write(tensor, tmp_path / str(n)) for n in range(8)]
-        called_off = [operation.cancel() for operation in reversed(operations)][::-1]
+    tensor = noise(MIB)
+    gate, other_end = os.pipe()
+    with AioHandle(queue_depth=1, block_size=4096, chaos={"until": gate}) as handle:
+        with os.fdopen(other_end, "wb"):  # nothing is over before it is closed
+            operations = [handle.submit_write(tensor, tmp_path / str(n)) for n in range(8)]
+            called_off = [operation.cancel() for operation in reversed(operations)][::-1]
         for operation, off in zip(operations, called_off, strict=True):
             assert operation.cancelled is off
             assert (operation.exception() is not None) is off
-        assert called_off[-1]
+        assert all(called_off[1:])
         assert handle.wait() == 0
+    os.close(gate)

@@ -193,15 +193,13 @@ def test_an_offset_of_0_that_is_said_leaves_the_rest_of_the_file(handle: AioHand
 def test_an_async_write_of_ordinary_memory_returns_at_once(tmp_path: Path) -> None:
     """DeepNVMe copies all of it first: 256 MiB take it some 100 ms."""
     tensor = torch.ones(256 << 20, dtype=torch.uint8)
-    with AioHandle() as handle:
-        handle.sync_pwrite(tensor, tmp_path / "file")  # the file is there, and so is its space
-        going_on = []
-        with PeakMemory(interval_s=0.001) as memory:
-            for _ in range(5):
-                operation = handle.submit_write(tensor, tmp_path / "file")
-                going_on.append(not operation.done)
-                operation.wait()
-    assert any(going_on)
+    gate, other_end = os.pipe()
+    with AioHandle(chaos={"until": gate}) as handle, PeakMemory(interval_s=0.001) as memory:
+        with os.fdopen(other_end, "wb"):  # nothing is over before it is closed
+            operation = handle.submit_write(tensor, tmp_path / "file")
+            assert not operation.done
+        operation.wait()
+    os.close(gate)
     assert memory.growth_bytes < 64 << 20  # nor is it copied later
 
 

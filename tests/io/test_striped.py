@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from e2e.leaks import live_threads
 from handle_bytes import noise, raw
 
 from swapper import AioHandle, ConfigError, IoError
@@ -114,7 +115,7 @@ def test_other_paths_are_what_they_are(directories: list[Path], path: Path) -> N
 
 def test_each_drive_has_a_thread_of_its_own(directories: list[Path], small_tmpfs: Path) -> None:
     def io_threads() -> int:
-        return sum((task / "comm").read_text().strip() == "swapper-io" for task in Path("/proc/self/task").iterdir())
+        return live_threads().count("swapper-io")
 
     before = io_threads()
     handle = striped([directories[0], directories[1], small_tmpfs])

@@ -156,7 +156,7 @@ def test_signals_reach_the_command_and_no_group_is_left(permitted, tmp_path, num
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout.readline() == "up\n"
         process.send_signal(number)
-        assert process.wait(timeout=20) == 128 + number
+        assert process.wait(timeout=120) == 128 + number
         mine = f"swapper-capped-{process.pid}"
     assert mine not in {path.name for path in groups_left()}
 
