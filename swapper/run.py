@@ -234,6 +234,10 @@ class Run:
 
     def adopt(self, content: Content | None) -> None:
         """Move the model to its places, which `content` fills; None where they have theirs already."""
+        for section in [s for s in self.sections if content is not None and s.resident and s.plan.lent is not None]:
+            ticket = self._backing.store.read(section.piece, section.memory.data_ptr(), checksum=True)
+            ticket.wait()
+            section.piece.crc32 = section.piece.committed_crc32 = ticket.crc32
         self.model.adopt(content)
         self.pager.flush()
 
@@ -310,6 +314,7 @@ class Run:
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         self.publisher.raise_failure()
+        self.plan.inventory.check_files()
         step = self._counters.step
         with held_back:
             self.model.passes.abandon()

@@ -15,7 +15,7 @@ from torch import nn
 from swapper.checkpoint.stored import StoredTensor
 from swapper.core.section import Section
 from swapper.infer.matching import Weight
-from swapper.infer.runs import Run
+from swapper.checkpoint.runs import Run
 
 
 class Places:

@@ -25,7 +25,7 @@ from swapper.infer.blueprint import Blueprint
 from swapper.infer.files import WeightFiles
 from swapper.infer.matching import Recipe
 from swapper.infer.placement import Placement
-from swapper.infer.runs import Run
+from swapper.checkpoint.runs import Run
 from swapper.io.registered import Registration, slabs
 
 HEAD_BYTES = 32 << 20
