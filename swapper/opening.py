@@ -79,7 +79,9 @@ class Opening:
         """
         self._request = request
         record, model, optimizer = self._record, request.model, request.optimizer
-        run = self._current.run = self._open_run(self._plan(request, inventory, init is not None), Origin.of(record, self._fallback))
+        run = self._current.run = self._open_run(
+            self._plan(request, inventory, init is not None), Origin.of(record, self._fallback)
+        )
         lent = run.plan.inventory.lent
         values = Values(init, model, run.engine, lent) if init is not None and record is None else None
         if record is not None:

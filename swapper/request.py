@@ -127,9 +127,7 @@ class Request:
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List what there is. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
-        found = take_inventory(
-            self.model, self.optimizer, self.master_weights, may_be_meta, before, where, self.frozen
-        )
+        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where, self.frozen)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})

@@ -68,8 +68,9 @@ def _read(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
         if end == run.offset + run.nbytes:
             if run.crc32 is not None and checksum != run.crc32:
                 raise CheckpointError(
-                    f"{run.name}: bytes {run.offset + run.shift} to {end + run.shift} of {run.source.path} have not the checksum with which they were "
-                    "written: the drive or memory changed them. Do not trust this run; go back to an earlier snapshot"
+                    f"{run.name}: bytes {run.offset + run.shift} to {end + run.shift} of {run.source.path} have not the "
+                    "checksum with which they were written: the drive or memory changed them. Do not trust this run; go back to "
+                    "an earlier snapshot"
                 )
             checksums[run.offset], checksum = checksum, 0
         write.wait()

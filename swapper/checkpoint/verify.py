@@ -278,10 +278,14 @@ def _changed_lent(record: CommitRecord) -> list[Fault]:
         try:
             status = Path(name).stat()
         except OSError as error:
-            faults.append(Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}"))
+            faults.append(
+                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}")
+            )
             continue
         if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
-            faults.append(Fault(name, 0, nbytes, "frozen parameters are read from it, and it was changed since the commit"))
+            faults.append(
+                Fault(name, 0, nbytes, "frozen parameters are read from it, and it was changed since the commit")
+            )
     return faults
 
 

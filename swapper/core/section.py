@@ -15,7 +15,6 @@ from swapper.core.layout import SectionPlan, Slot
 from swapper.core.residency import Residency, check_move
 from swapper.errors import InvariantError, IoError
 
-
 LENT = -2
 """In place of the number of a swap file: the content is in the file of the user's that the section's plan names."""
 

@@ -12,9 +12,9 @@ whose first part has no write permission or a second name, so that a run which g
 would use it, and most of what is written is the optimizer's state, in each step: there the snapshot's own thread takes those
 checksums, by reading. A step whose computing keeps all processors busy is one to two percent shorter without them.
 
-[Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place in
-the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what is
-changed is written to its place. Nobody has their checksums until they are; the file's size and time stand for them.
+[Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place
+in the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what
+is changed is written to its place. Nobody has their checksums until then; the file's size and time stand for them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ class Store:
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[SwapFile] = []
         try:
-            self._lent = LentFiles(engine, [p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None])
+            self._lent = LentFiles(
+                engine, [p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None]
+            )
             for number, name in existing.items():
                 self._open(number, name)
             while len(self._files) - len(self._frozen) < turns:

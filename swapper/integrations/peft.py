@@ -80,7 +80,7 @@ def base_names(model: nn.Module) -> dict[str, str]:
     Args:
         model: what `get_peft_model` has returned, peft's or this module's.
     """
-    found = {}
+    found: dict[str, str] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         plain = name.removeprefix("base_model.model.")
         for part in WRAPPED:

@@ -169,9 +169,8 @@ class CarriedContent:
                 if piece.location is None:
                     raise InvariantError(f"{piece} is in no file")
                 address, where = target.data_ptr() + at - first, piece.stored_offset + at - piece.offset
-                lent = section.plan.lent
-                is_lent = lent is not None and piece.location == LENT
-                file = self._file(lent.path if is_lent else self._paths[piece.location][piece.drive])
+                lent = section.plan.lent if piece.location == LENT else None
+                file = self._file(self._paths[piece.location][piece.drive] if lent is None else lent.path)
                 tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
 
     def _file(self, path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Frozen parameters that stay in the user's own file: which tensor of it each one is, where sections of it lie, whether it is as it was.
+"""Frozen parameters that stay in the user's own file: which tensor of it each one is, what it lends, and that it is as it was.
 
 Sections are runs of the file (checkpoint/runs.py), so that what is read from the drive lies in memory as it lies there. With the
 tensors come some of their neighbours' bytes, up to the next sectors: nobody looks at those.
@@ -73,8 +73,8 @@ class FrozenFiles:
         if missing:
             shown = ", ".join(missing[:SHOWN_NAMES]) + (", ..." if len(missing) > SHOWN_NAMES else "")
             raise CheckpointError(
-                f"{self.source.path} lacks {len(missing)} of the model's {len(wanted)} frozen parameters: {shown}. Map its names to "
-                "the model's with rename= (for a model of peft: swapper.integrations.peft.base_names(model)); or train what it "
+                f"{self.source.path} lacks {len(missing)} of the model's {len(wanted)} frozen parameters: {shown}. Map its names "
+                "to the model's with rename= (for a model of peft: swapper.integrations.peft.base_names(model)); or train what it "
                 f"lacks; or {REMEDY}"
             )
         return found
@@ -84,7 +84,7 @@ class FrozenFiles:
         if tuple(parameter.shape) != tuple(tensor.shape) or parameter.dtype != tensor.dtype:
             raise CheckpointError(
                 f"frozen parameter {name} is of {parameter.dtype} {list(parameter.shape)}, and {tensor.name!r} in {path} of "
-                f"{tensor.dtype} {list(tensor.shape)}, which cannot be read in place: build the model in the file's dtype; or {REMEDY}"
+                f"{tensor.dtype} {list(tensor.shape)}, which is not the same: build the model as the file has it; or {REMEDY}"
             )
         if not isinstance(tensor, StoredTensor) or tensor.stride is not None or tensor.path in self.source.joined:
             raise CheckpointError(
@@ -99,7 +99,9 @@ class FrozenFiles:
         for batch in _apart(tensors):
             for run in plan_runs(stored for _, stored in batch):
                 slots = tuple(Slot(batch[number][0], offset) for number, offset in run.places)
-                lent = Lent(run.path, run.file_offset, min(run.nbytes, self.source.nbytes_of(run.path) - run.file_offset))
+                lent = Lent(
+                    run.path, run.file_offset, min(run.nbytes, self.source.nbytes_of(run.path) - run.file_offset)
+                )
                 plans.append(SectionPlan(group, "param", slots[0].spec.dtype, slots, run.nbytes, lent))
         return plans
 
@@ -123,8 +125,8 @@ class FrozenFiles:
                 ) from error
             if now != before:
                 raise CheckpointError(
-                    f"{path} was changed while frozen parameters are read from it (it had {before.nbytes} bytes, has {now.nbytes}): "
-                    "close the manager, put the file back with its time, and go on with resume='auto'"
+                    f"{path} was changed while frozen parameters are read from it (it had {before.nbytes} bytes, has "
+                    f"{now.nbytes}): close the manager, put the file back with its time, and go on with resume='auto'"
                 )
 
 
@@ -141,18 +143,18 @@ def check_lent(run: Mapping[str, tuple[int, int]], ours: Mapping[str, tuple[int,
         )
     if ours and not run:
         raise CheckpointError(
-            f"the directory's run has all of its parameters in its own files: leave frozen_from= ({_listed(ours)}) out when it goes "
-            "on, or say resume='discard' to throw the run away"
+            f"the directory's run has all of its parameters in its own files: leave frozen_from= ({_listed(ours)}) out when it "
+            "goes on, or say resume='discard' to throw the run away"
         )
-    unknown = sorted(ours.values())
-    for path, stamp in run.items():
-        if tuple(stamp) not in unknown:
+    unknown = list(ours.values())
+    for path, (nbytes, changed_ns) in run.items():
+        if (nbytes, changed_ns) not in unknown:
             raise CheckpointError(
-                f"the directory's run reads frozen parameters from {path} as it was then ({stamp[0]} bytes, last changed at "
-                f"{stamp[1]} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file back "
+                f"the directory's run reads frozen parameters from {path} as it was then ({nbytes} bytes, last changed at "
+                f"{changed_ns} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file back "
                 "with its time (cp -p), or say resume='discard' and load the last snapshot"
             )
-        unknown.remove(tuple(stamp))
+        unknown.remove((nbytes, changed_ns))
 
 
 def _listed(stamps: Mapping[str, Any]) -> str:
@@ -176,4 +178,3 @@ def _apart(tensors: Iterable[tuple[TensorSpec, StoredTensor]]) -> list[list[tupl
         batch.append((spec, stored))
         ends[number] = stored.path, stored.offset + stored.nbytes
     return batches
-

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.checkpoint.stored import StoredTensor
+from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded

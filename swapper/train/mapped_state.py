@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from swapper.core.pager import Pager
 from swapper.core.layout import SECTOR_BYTES
+from swapper.core.pager import Pager
 from swapper.core.section import LENT, Page
 from swapper.errors import IoError, StateError
 from swapper.modules.cold import METADATA, tensors_among, written_among

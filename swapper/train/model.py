@@ -118,7 +118,10 @@ class OffloadedModel:
         self.undoing = Undoing(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
         self._begin_step = begin_step
         self.updates = self._make_updates(update, entrance)
-        self.passes = Passes(self.groups, self.updates, self._sweep, pager, self.keeper, entrance, clock, on_device, inventory.check_files)
+        check_files = inventory.check_files
+        self.passes = Passes(
+            self.groups, self.updates, self._sweep, pager, self.keeper, entrance, clock, on_device, check_files
+        )  # fmt: skip
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
