@@ -151,8 +151,8 @@ def check_lent(run: Mapping[str, tuple[int, int]], ours: Mapping[str, tuple[int,
         if (nbytes, changed_ns) not in unknown:
             raise CheckpointError(
                 f"the directory's run reads frozen parameters from {path} as it was then ({nbytes} bytes, last changed at "
-                f"{changed_ns} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file back "
-                "with its time (cp -p), or say resume='discard' and load the last snapshot"
+                f"{changed_ns} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file "
+                "back with its time (cp -p), or say resume='discard' and load the last snapshot"
             )
         unknown.remove((nbytes, changed_ns))
 
