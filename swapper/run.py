@@ -159,8 +159,9 @@ class Run:
         self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend)
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
-            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging
-        )
+            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
+            plan.inventory.check_files,
+        )  # fmt: skip
 
     def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
         inventory, page_bytes = plan.inventory, plan.budget.page_bytes

@@ -60,6 +60,7 @@ class Publisher:
         store: has the swap files.
         retention: knows what was published with `keep=`.
         unchanging: numbers of the sections that training does not change.
+        check_lent: raises CheckpointError where a file of the user's that has lent something was changed. Called in any thread.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Publisher:
         store: Store,
         retention: Retention,
         unchanging: frozenset[int],
+        check_lent: Callable[[], None] = lambda: None,
     ) -> None:
         self._sections = sections
         self._layout = layout
@@ -77,6 +79,7 @@ class Publisher:
         self._store = store
         self._retention = retention
         self._unchanging = unchanging
+        self._check_lent = check_lent
         self._publications: list[Publication] = []  # those that `settle` has not seen the end of
         self._tickets: list[SnapshotTicket] = []  # those whose failure may be untold
 
@@ -199,6 +202,7 @@ class Publisher:
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
                 holes,
+                self._check_lent,
             )
             predecessor = self._publications[-1] if self._publications else None
             publication = Publication(

@@ -22,6 +22,7 @@ import swapper
 from e2e.cold_operations import cold
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, send_away, smallest_budget
+from swapper.checkpoint.publication import Publication
 from swapper.checkpoint.verify import verify
 from swapper.core.section import LENT
 from swapper.integrations.transformers import for_training
@@ -45,13 +46,13 @@ def saved(model: nn.Module, path: Path) -> Path:
 
 
 def shifted(model: nn.Module, path: Path) -> Path:
-    """A safetensors file in which fp32 lies at odd multiples of a byte: a tensor of one byte comes first."""
+    """A safetensors file in which nothing lies at a multiple of its size: a tensor of one byte comes first."""
     tensors: dict[str, torch.Tensor] = {"a": torch.zeros(1, dtype=torch.uint8)}
     tensors.update({name: p.detach().clone() for name, p in model.named_parameters()})
     header, payload = {}, b""
     for name, tensor in tensors.items():
         data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-        kind = {torch.float32: "F32", torch.uint8: "U8"}[tensor.dtype]
+        kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
         places = [len(payload), len(payload) + len(data)]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": places}
         payload += data
@@ -146,7 +147,7 @@ def test_what_is_compared_would_be_found_if_it_were_copied(tmp_path: Path, twins
 @pytest.mark.parametrize("places", [{"params": "host"}, {"gradients": "nvme"}, {"master": True}])
 def test_wherever_the_rest_lives(tmp_path: Path, twins: MakeTwins, places: dict[str, Any]) -> None:
     model = half_frozen(torch.bfloat16)
-    path = saved(model, tmp_path / "base.safetensors")
+    path = shifted(model, tmp_path / "base.safetensors")
     pair = twins(model, frozen_from=path, commit_every=1, **places)
     pair.train(train_step, steps=3)
     assert found_in(pair.directory, frozen(pair.plain)) == []
@@ -430,6 +431,31 @@ def test_a_read_that_goes_past_the_guard_is_answered_to_the_last_byte(tmp_path: 
     send_away(pair.manager)
     assert torch.equal(alias.clone(), pair.plain.head.weight)
     pair.train(train_step, steps=1)
+
+
+def test_a_snapshot_of_a_file_that_changes_meanwhile_is_none(
+    tmp_path: Path, twins: MakeTwins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    pair = twins(model, frozen_from=path)
+    pair.train(train_step, steps=1)
+    before = path.stat()
+
+    def bring_over(self: Publication, file: Any) -> None:
+        os.utime(path, ns=(1, 1))
+        original(self, file)
+
+    original = Publication._bring_over
+    monkeypatch.setattr(Publication, "_bring_over", bring_over)
+    assert pair.manager is not None
+    ticket = pair.manager.snapshot(tmp_path / "x.pt")
+    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors was changed while frozen parameters"):
+        ticket.wait()
+    assert not (tmp_path / "x.pt").exists()
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
 
 
 # --- a run that goes on -----------------------------------------------------------------------------------------------
