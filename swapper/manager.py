@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.checkpoint.fallback import find_whole_commit
+from swapper.checkpoint.naming import Rename
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.config import parse_choice, parse_host_memory
@@ -126,6 +127,8 @@ class SwapManager:
         update_with: str = "optimizer",
         stochastic_rounding: int | None = None,
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
+        frozen_from: str | os.PathLike[str] | None = None,
+        rename: Rename = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
 
@@ -164,6 +167,12 @@ class SwapManager:
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
+            frozen_from: where the frozen parameters (requires_grad=False) are, all of them: a safetensors file, a Hugging Face
+                directory, a torch checkpoint. They are read from there, in place, and never copied to the run's directory; the
+                files are not written, and must stay as they are for as long as there is a run that reads them. The model may be
+                on the meta device; values that it has are compared with the file's.
+            rename: for `frozen_from`, a map from its names to the model's, or a function that gives the model's name or None
+                (leave out).
 
         Returns:
             `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
@@ -173,7 +182,8 @@ class SwapManager:
             BudgetError: the budget is too small; says the smallest that works.
             UnsupportedError: this model or optimizer cannot be offloaded exactly.
             DirectoryError: the drive has not enough room.
-            CheckpointError: the run to go on from is another one, or what `init` names is no checkpoint, or damaged.
+            CheckpointError: the run to go on from is another one; what `init` or `frozen_from` names is no checkpoint, or damaged;
+                `frozen_from` does not fit the model.
             DeviceError: there is no such device, or it fails.
             IoError: a transfer failed.
             StateError: the manager is closed or has a model already, or the model has another manager.
@@ -186,8 +196,8 @@ class SwapManager:
             )
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
         request = Request.parse(
-            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding
-        )
+            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding, frozen_from, rename
+        )  # fmt: skip
         inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
         try:
             paged = self._opening.open(request, inventory, init)
@@ -213,6 +223,8 @@ class SwapManager:
         update_on: str = "cpu",
         update_with: str = "optimizer",
         stochastic_rounding: int | None = None,
+        frozen_from: str | os.PathLike[str] | None = None,
+        rename: Rename = None,
     ) -> Plan:
         """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
 
@@ -223,8 +235,8 @@ class SwapManager:
         self.current.check_usable()
         asked = params, optimizer_state, gradients, master_weights, update, *self._terms
         request = Request.parse(
-            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding
-        )
+            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding, frozen_from, rename
+        )  # fmt: skip
         return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
 
     def register(self, **objects: Any) -> None:

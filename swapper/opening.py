@@ -19,6 +19,7 @@ from swapper.stats import StepClock
 from swapper.steps import Steps
 from swapper.train.content import GivenContent
 from swapper.train.entrance import Entrance
+from swapper.train.frozen import check_lent
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import Inventory
 from swapper.train.optim import PagedOptimizer
@@ -78,8 +79,11 @@ class Opening:
         """
         self._request = request
         record, model, optimizer = self._record, request.model, request.optimizer
-        run = self._current.run = self._open_run(self._plan(request, inventory), Origin.of(record, self._fallback))
-        values = Values(init, model, run.engine) if init is not None and record is None else None
+        run = self._current.run = self._open_run(
+            self._plan(request, inventory, init is not None), Origin.of(record, self._fallback)
+        )
+        lent = run.plan.inventory.lent
+        values = Values(init, model, run.engine, lent) if init is not None and record is None else None
         if record is not None:
             self._counters.step = record.step
         run.adopt(GivenContent(optimizer) if record is None else None)
@@ -104,13 +108,16 @@ class Opening:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
 
-    def _plan(self, request: Request, inventory: Inventory) -> Plan:
-        record = self._record
+    def _plan(self, request: Request, inventory: Inventory, may_be_meta: bool) -> Plan:
+        record, frozen = self._record, request.frozen
         if record is None:
+            if frozen is not None and not may_be_meta:
+                check_buffers(request.model, "frozen_from")
             return request.plan(inventory)
         check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+        check_lent(record.lent, {} if frozen is None else frozen.stamps(inventory.plans))
         check_same(record, inventory.plans, request.kind)
-        check_buffers(request.model)
+        check_buffers(request.model, "what a run goes on from")
         params = "auto" if request.params == "device" else request.params
         state = "auto" if request.optimizer_state == "device" else request.optimizer_state
         places = follow_placement(record, params, state)
@@ -118,12 +125,13 @@ class Opening:
 
     def _open_run(self, plan: Plan, origin: Origin) -> Run:
         request, directory, current, steps = self._request, self._directory, self._current, self._steps
-        described = describe_plans(plan.inventory.plans)
+        described, frozen = describe_plans(plan.inventory.plans), request.frozen
+        lent = {} if frozen is None else frozen.stamps(plan.inventory.plans)
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
                 Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
-                lambda step: self._user.in_commit(step, directory, request, plan.places, described),
+                lambda step: self._user.in_commit(step, directory, request, plan.places, described, lent),
             ),
             backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
         )  # fmt: skip

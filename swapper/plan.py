@@ -148,19 +148,24 @@ class Plan:
 
     @property
     def space_bytes(self) -> int:
-        """What the swap files take on the drive; a snapshot that is kept takes as much as one of them."""
-        return self.turns * self.layout.tail_offset + self.scratch_bytes
+        """What the swap files take on the drive; a snapshot that is kept takes as much as one of them, and what is lent."""
+        return self.turns * (self.layout.tail_offset - self.lent_bytes) + self.scratch_bytes
+
+    @property
+    def lent_bytes(self) -> int:
+        """What is read from files of the user's, and takes no space of the run's."""
+        return sum(plan.nbytes for plan in self.inventory.plans if plan.lent is not None)
 
     def space_by_drive(self, files: int | None = None) -> list[int]:
         """Return what so many swap files (all of them, if left out) and the gradients take on each drive, in bytes."""
         files = self.turns if files is None else files
-        pages = [page.nbytes for section in self.make_sections() for page in pieces_of(section)]
-        gradients = [page.nbytes for section in self.make_grad_sections(0) for page in section.pages]
+        pages = [page for section in self.make_sections() for page in pieces_of(section)]
+        gradients = [page for section in self.make_grad_sections(0) for page in section.pages]
         taken = [0] * len(self.weights)
-        for sizes, times in ((pages, files), (gradients, 1)):
-            for nbytes, drive in zip(sizes, deal(sizes, self.weights), strict=True):
-                taken[drive] += nbytes * times
-        taken[0] += files * (self.layout.tail_offset - sum(pages))  # headers
+        for pieces, times in ((pages, files), (gradients, 1)):
+            for page, drive in zip(pieces, deal([page.nbytes for page in pieces], self.weights), strict=True):
+                taken[drive] += page.nbytes * times if page.section.plan.lent is None else 0
+        taken[0] += files * (self.layout.tail_offset - sum(page.nbytes for page in pages))  # headers
         return taken
 
     def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
@@ -192,7 +197,8 @@ class Plan:
         if self.commit_every is None:
             return 0
         kept = {id(plan) for plan in self._state_plans if plan.group in self.inventory.staying_state}
-        resident = sum(p.nbytes for p in self.inventory.plans if is_resident(p, self.places) or id(p) in kept)
+        own = [plan for plan in self.inventory.plans if plan.lent is None]
+        resident = sum(p.nbytes for p in own if is_resident(p, self.places) or id(p) in kept)
         return resident + self.traffic.pooled_bytes
 
     @property
@@ -209,6 +215,7 @@ class Plan:
         size, staying = self.inventory.family_bytes, self.inventory.staying_state
         lines = [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
+            *([("frozen", self._frozen())] if self.lent_bytes else []),
             ("optimizer state", self._where("state", [p for p in self._state_plans if p.group not in staying])),
             ("gradients", self._where("grad", self._grad_plans)),
             (
@@ -261,6 +268,10 @@ class Plan:
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
+
+    def _frozen(self) -> str:
+        frozen = self.inventory.frozen
+        return f"{format_bytes(self.lent_bytes)} of the parameters read from {frozen.source.path}" if frozen else ""
 
     def _by_drive(self) -> str:
         if len(self.weights) == 1:

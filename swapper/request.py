@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.checkpoint.naming import Rename
 from swapper.config import PLACEMENTS, UPDATE_PLACES, UPDATERS, UPDATES, parse_choice
 from swapper.device.budget import DeviceBudget
 from swapper.device.device import Device
@@ -18,6 +20,7 @@ from swapper.modules.several import as_one
 from swapper.plan import Plan, plan_run
 from swapper.train.adamw_kernel import AdamWKernel
 from swapper.train.conditions import check_update
+from swapper.train.frozen import FrozenFiles
 from swapper.train.inventory import Inventory, take_inventory
 from swapper.train.optim import NoOptimizer
 from swapper.train.update_rates import faster_place
@@ -36,6 +39,7 @@ class Request:
         device: where forwards and backwards run, if not on the CPU, and of its memory.
         update_on: "cpu", or "device" where the optimizer's update is made there.
         kernel: what updates there in place of the optimizer, or None.
+        frozen: files of the user's that have what is not trained, and keep it; or None.
     """
 
     model: nn.Module
@@ -51,6 +55,7 @@ class Request:
     device: DeviceBudget | None = None
     update_on: str = "cpu"
     kernel: AdamWKernel | None = None
+    frozen: FrozenFiles | None = None
 
     @classmethod
     def parse(
@@ -70,8 +75,10 @@ class Request:
         update_on: str = "cpu",
         update_with: str = "optimizer",
         stochastic_rounding: int | None = None,
+        frozen_from: str | os.PathLike[str] | None = None,
+        rename: Rename = None,
     ) -> Request:
-        """Raises: ConfigError, DeviceError, UnsupportedError."""
+        """Raises: ConfigError, DeviceError, UnsupportedError; CheckpointError, IoError: of `frozen_from`."""
         for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
             parse_choice(value, option, PLACEMENTS)
         parse_choice(update, "update", UPDATES)
@@ -108,8 +115,9 @@ class Request:
             kernel.check(used, master_weights, budget.device.device)
         places = params, optimizer_state, gradients
         return cls(
-            whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on, kernel
-        )
+            whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on, kernel,
+            FrozenFiles.parse(frozen_from, rename),
+        )  # fmt: skip
 
     @property
     def kind(self) -> str:
@@ -119,7 +127,7 @@ class Request:
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List what there is. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
-        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where)
+        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where, self.frozen)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})

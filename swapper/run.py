@@ -159,8 +159,9 @@ class Run:
         self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend)
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
-            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging
-        )
+            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
+            plan.inventory.check_files,
+        )  # fmt: skip
 
     def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
         inventory, page_bytes = plan.inventory, plan.budget.page_bytes
@@ -234,6 +235,10 @@ class Run:
 
     def adopt(self, content: Content | None) -> None:
         """Move the model to its places, which `content` fills; None where they have theirs already."""
+        for section in [s for s in self.sections if content is not None and s.resident and s.plan.lent is not None]:
+            ticket = self._backing.store.read(section.piece, section.memory.data_ptr(), checksum=True)
+            ticket.wait()
+            section.piece.crc32 = section.piece.committed_crc32 = ticket.crc32
         self.model.adopt(content)
         self.pager.flush()
 
@@ -310,6 +315,7 @@ class Run:
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         self.publisher.raise_failure()
+        self.plan.inventory.check_files()
         step = self._counters.step
         with held_back:
             self.model.passes.abandon()

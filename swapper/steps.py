@@ -62,7 +62,9 @@ class Steps:
 
     def begin(self) -> None:
         """Parameters and state are about to be changed; the writes of the step before are long done."""
-        self._current.running("a step").committer.before_step()
+        run = self._current.running("a step")
+        run.plan.inventory.check_files()
+        run.committer.before_step()
 
     def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
         """Updates outside of `optimizer.step()` failed half-way: have groups as before their step. Returns whether they are.

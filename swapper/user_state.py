@@ -80,13 +80,20 @@ class UserState:
         return content if self._rng is None else {**content, "rng": self._rng}
 
     def in_commit(
-        self, step: int, directory: RunDirectory, request: Request, places: dict[str, str], plans: list[str]
+        self,
+        step: int,
+        directory: RunDirectory,
+        request: Request,
+        places: dict[str, str],
+        plans: list[str],
+        lent: dict[str, tuple[int, int]],
     ) -> CommitRecord:
         """Return the record of a commit of `step`, its `files`, `sections` and `state_entries` still empty.
 
         Args:
             places: where each family lives.
             plans: the layout, by `describe_plans`.
+            lent: see CommitRecord.
         """
         return CommitRecord(
             step=step,
@@ -103,4 +110,5 @@ class UserState:
             registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
             extra=copy.deepcopy(self.extra),
             rng=self._rng,
+            lent=lent,
         )

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/align.h"
+
 namespace swapper {
 namespace {
 
@@ -49,7 +51,8 @@ bool read_all(int fd, std::byte* into, std::uint64_t nbytes, std::uint64_t offse
   while (nbytes > 0) {
     const ssize_t got = ::pread(fd, into, nbytes, static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return false;
+    if (got == 0) return nbytes < kPageBytes;  // the file ends within its last page: zeros, as mmap has it
+    if (got < 0) return false;
     into += got;
     offset += static_cast<std::uint64_t>(got);
     nbytes -= static_cast<std::uint64_t>(got);

@@ -11,7 +11,7 @@ import io
 import os
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
 from swapper.core.layout import SectionPlan
+from swapper.core.section import LENT
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 
@@ -29,8 +30,8 @@ _NO_PAYLOAD = ContainerLayout.plan([])
 
 @dataclass(frozen=True)
 class SectionRecord:
-    """Where one section's content is: pieces of `piece_bytes` (the last may be shorter), each with the number of its file and
-    its CRC-32. All together have `nbytes`."""
+    """Where one section's content is: pieces of `piece_bytes` (the last may be shorter), each with the number of its file (LENT:
+    one of the user's) and its CRC-32 (-1: nobody knows it, of what is lent). All together have `nbytes`."""
 
     nbytes: int
     piece_bytes: int
@@ -61,6 +62,8 @@ class CommitRecord:
         registered: state dicts by name.
         extra: the user's own values.
         rng: states of the random number generators, where that was asked for.
+        lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
+            in nanoseconds.
     """
 
     step: int
@@ -77,6 +80,12 @@ class CommitRecord:
     registered: dict[str, Any]
     extra: dict[str, Any]
     rng: dict[str, Any] | None
+    lent: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def files_of(record: CommitRecord) -> frozenset[int]:
+    """Return the numbers of the swap files that have something of the commit."""
+    return frozenset(number for section in record.sections for number in section.files if number != LENT)
 
 
 def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:
@@ -241,6 +250,7 @@ __all__ = [
     "check_trained",
     "describe_plans",
     "encode_commit",
+    "files_of",
     "publish_commit",
     "read_commit",
 ]

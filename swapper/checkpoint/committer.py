@@ -28,7 +28,7 @@ from swapper.checkpoint.snapshot import Publisher, Snapshot
 from swapper.checkpoint.verify import find_losses
 from swapper.core.budget import SMALL_SECTION_BYTES
 from swapper.core.pager import Pager
-from swapper.core.section import Page, Section
+from swapper.core.section import LENT, Page, Section
 from swapper.core.store import Store
 from swapper.directory import FALLBACK_NAME
 from swapper.errors import CheckpointError, IoError, StateError
@@ -43,7 +43,8 @@ def steps_between_commits(
     """Return how many steps there are from commit to commit, None for no commits. [Note: free commits]"""
     if policy == "free":
         large = state_stays_elsewhere or any(
-            section.resident and section.plan.nbytes > SMALL_SECTION_BYTES for section in sections
+            section.resident and section.plan.nbytes > SMALL_SECTION_BYTES and section.plan.lent is None
+            for section in sections
         )
         return None if large else 1
     return policy if isinstance(policy, int) else None
@@ -273,8 +274,11 @@ class Committer:
                 self._store.prefer(None)
 
     def _has_committed(self, section: Section) -> bool:
-        """Whether the last commit is of this very step, as when it is followed by a snapshot, and has what the section is now."""
+        """Whether the last commit has what the section is now: it is of this very step, as when it is followed by a snapshot, or
+        the section is as it was lent."""
         piece, memory = section.piece, section.memory
+        if piece.location == LENT:  # unless it was changed it is where it was read from
+            return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
         if self._committed != self._due or self._due is None or piece.committed is None:
             return False
         return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32

@@ -26,13 +26,14 @@ COPY_BYTES = PIECES * PIECE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Bytes of a file that shall be copied to the same place in another one."""
+    """Bytes of a file that shall be copied into another one."""
 
     source: Any  # swapper._C.File
-    offset: int  # bytes from the start of the file
+    offset: int  # bytes from the start of the file that they are copied into
     nbytes: int
     crc32: int | None  # with which they were written; None: nobody took it
     name: str  # for a person
+    shift: int = 0  # in the source they are so much further on
 
 
 def copy(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
@@ -67,8 +68,9 @@ def _read(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
         if end == run.offset + run.nbytes:
             if run.crc32 is not None and checksum != run.crc32:
                 raise CheckpointError(
-                    f"{run.name}: bytes {run.offset} to {end} of {run.source.path} have not the checksum with which they were "
-                    "written: the drive or memory changed them. Do not trust this run; go back to an earlier snapshot"
+                    f"{run.name}: bytes {run.offset + run.shift} to {end + run.shift} of {run.source.path} have not the "
+                    "checksum with which they were written: the drive or memory changed them. Do not trust this run; go back to "
+                    "an earlier snapshot"
                 )
             checksums[run.offset], checksum = checksum, 0
         write.wait()
@@ -80,7 +82,7 @@ def _read(engine: Any, runs: Iterable[Run], target: Any) -> dict[int, int]:
             if not free:
                 finish_one()
             address = free.pop()
-            read = engine.read(run.source, offset, address, nbytes, keep=view, checksum=True)
+            read = engine.read(run.source, offset + run.shift, address, nbytes, keep=view, checksum=True)
             write = read if target is None else engine.write(target, offset, address, nbytes, keep=view, after=read)
             in_flight.append((run, offset + nbytes, address, read, write))
         while in_flight:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.checkpoint.commit import CommitRecord, encode_commit, publish_commit, read_commit
+from swapper.checkpoint.commit import CommitRecord, encode_commit, files_of, publish_commit, read_commit
 from swapper.checkpoint.verify import Fault, find_damage
 from swapper.directory import FALLBACK_NAME
 from swapper.errors import CheckpointError
@@ -40,11 +40,6 @@ class Commit:
     @classmethod
     def of(cls, record: CommitRecord, data: bytes) -> Commit:
         return cls(record.step, data, files_of(record))
-
-
-def files_of(record: CommitRecord) -> frozenset[int]:
-    """Return the numbers of the swap files that have something of the commit."""
-    return frozenset(number for section in record.sections for number in section.files)
 
 
 def keep_fallback(directory: Path, before: Commit, durable: bool) -> None:

@@ -120,7 +120,7 @@ class Content:
 
     `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
     way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros.
+    checksums in `chunks` are those of zeros. `check_lent` raises where a file of the user's that was read has changed since.
     """
 
     tail: PreparedTail
@@ -131,6 +131,7 @@ class Content:
     everything: Sequence[Run]
     left_out: frozenset[str]
     holes: Sequence[tuple[int, int]]
+    check_lent: Callable[[], None]
 
     def make_tail(self, found: Mapping[int, int]) -> bytes:
         """`found` has, by offset, the CRC-32 of each piece whose own is None."""
@@ -305,6 +306,7 @@ class Publication:
 
     def _end(self, descriptor: int) -> None:
         """Write the tail, cut off what was behind it, and make the whole file durable."""
+        self._content.check_lent()
         for hole in self._content.holes:
             _punch(descriptor, *hole)
         unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]

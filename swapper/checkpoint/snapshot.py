@@ -9,6 +9,9 @@ then on its thread touches those alone, and the engine, which any thread may use
 completes is frozen: the store writes nowhere in it. What it reads from files that are still written in turns is named by the
 last commit, so no step touches it before the next commit, and there is none while `reads_sources`. What came of it is taken
 note of by `settle`, in the thread that trains.
+
+[Note: what was lent] A snapshot is whole: what files of the user's have lent (store.py) is copied into it, unless it is left out
+with the rest of what does not change. Where such a file ends within the last sector of a section the snapshot has zeros.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from swapper.checkpoint.manifest import Chunk, TensorPlace
 from swapper.checkpoint.publication import Base, Content, Publication
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.core.section import Page, Section, pieces_of
+from swapper.core.section import LENT, Page, Section, pieces_of
 from swapper.core.store import Store
 from swapper.errors import CheckpointError, InvariantError, IoError
 
@@ -57,6 +60,7 @@ class Publisher:
         store: has the swap files.
         retention: knows what was published with `keep=`.
         unchanging: numbers of the sections that training does not change.
+        check_lent: raises CheckpointError where a file of the user's that has lent something was changed. Called in any thread.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Publisher:
         store: Store,
         retention: Retention,
         unchanging: frozenset[int],
+        check_lent: Callable[[], None] = lambda: None,
     ) -> None:
         self._sections = sections
         self._layout = layout
@@ -74,6 +79,7 @@ class Publisher:
         self._store = store
         self._retention = retention
         self._unchanging = unchanging
+        self._check_lent = check_lent
         self._publications: list[Publication] = []  # those that `settle` has not seen the end of
         self._tickets: list[SnapshotTicket] = []  # those whose failure may be untold
 
@@ -167,21 +173,25 @@ class Publisher:
         present = [section for section in self._sections if section not in absent]
         number = self._store.newest(without=absent)
         pieces = [piece for section in present for piece in pieces_of(section)]
-        files = {place: self._open(*place) for place in {_place(piece) for piece in pieces}}
+        files = {place: _C.File(self._path(*place), read_only=True) for place in {_place(piece) for piece in pieces}}
         is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
         base = self._replace(number, is_near)
         try:
-            everything = [Run(files[_place(p)], p.file_offset, p.nbytes, p.crc32, repr(p)) for p in pieces]
+            everything = [
+                Run(files[_place(p)], p.file_offset, p.stored_bytes, p.crc32, repr(p), p.stored_offset - p.file_offset)
+                for p in pieces
+            ]
             # The run may need what the frozen file has of them: that stays, though nothing names it.
             kept = [
                 p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
             ]
             holes = [(p.file_offset, p.nbytes) for s in absent for p in pieces_of(s) if p not in kept]
+            holes += [hole for p in pieces for hole in _behind_the_end(p)]  # [Note: what was lent]
             content = Content(
                 snapshot.tail,
                 self._layout,
                 {
-                    r.key: [(p.file_offset, p.nbytes, p.crc32) for p in pieces_of(s)]
+                    r.key: [part for p in pieces_of(s) for part in _parts(p, s in absent)]
                     for r, s in zip(self._layout.records, self._sections, strict=True)
                 },
                 [
@@ -192,6 +202,7 @@ class Publisher:
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
                 holes,
+                self._check_lent,
             )
             predecessor = self._publications[-1] if self._publications else None
             publication = Publication(
@@ -219,15 +230,30 @@ class Publisher:
             raise
         return base
 
-    def _open(self, number: int, drive: int) -> Any:
-        return _C.File(str(self._store.paths[number][drive]), read_only=True)
+    def _path(self, number: int, part: int | Path) -> str:
+        return str(part if isinstance(part, Path) else self._store.paths[number][part])
 
 
-def _place(piece: Page) -> tuple[int, int]:
-    """Return the file and the drive that has the newest content of `piece`."""
+def _place(piece: Page) -> tuple[int, int | Path]:
+    """Return the file that has the newest content of `piece`, and its part: the drive, or, of what is lent, the path."""
     if piece.location is None:
         raise InvariantError(f"{piece} is in no file yet")
-    return piece.location, piece.drive
+    lent = piece.section.plan.lent
+    return piece.location, lent.path if lent is not None and piece.location == LENT else piece.drive
+
+
+def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
+    """Return the (offset, nbytes) of a piece that are behind the end of the file that has it. [Note: what was lent]"""
+    nbytes = piece.nbytes - piece.stored_bytes
+    return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
+
+
+def _parts(piece: Page, is_absent: bool) -> list[tuple[int, int, int | None]]:
+    """Return what a piece is in the payload of a snapshot, as Content has it."""
+    if is_absent and piece.crc32 is None:
+        return [(piece.file_offset, piece.nbytes, zlib.crc32(bytes(piece.nbytes)))]
+    behind = [(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in _behind_the_end(piece)]
+    return [(piece.file_offset, piece.stored_bytes, piece.crc32), *behind]
 
 
 def _checksum_of(piece: Page) -> int:

@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.commit import CommitRecord, read_commit
+from swapper.checkpoint.commit import CommitRecord, files_of, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
-from swapper.core.section import Section
+from swapper.core.section import LENT, Section
 from swapper.core.swap_file import is_frozen
 from swapper.directory import COMMIT_NAME
 from swapper.drives import read_drives
@@ -240,7 +240,7 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
             return report
         if record is None:
             raise CheckpointError(f"{directory} holds no committed run")
-        report.faults += _check(_parts_of_run(directory, record), report, progress)
+        report.faults += _check(_parts_of_run(directory, record), report, progress) + _changed_lent(record)
         return report
 
 
@@ -271,17 +271,37 @@ def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
     return _check(shared, Report(str(directory), "run"), lambda done, total: None)
 
 
+def _changed_lent(record: CommitRecord) -> list[Fault]:
+    """Return the user's files that the run needs and that have another size or time than at the commit."""
+    faults = []
+    for name, (nbytes, changed_ns) in record.lent.items():
+        try:
+            status = Path(name).stat()
+        except OSError as error:
+            faults.append(
+                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}")
+            )
+            continue
+        if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
+            faults.append(
+                Fault(name, 0, nbytes, "frozen parameters are read from it, and it was changed since the commit")
+            )
+    return faults
+
+
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(Chunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
     drives = read_drives(directory)
     dealt = iter(drives.deal([nbytes for section in record.sections for nbytes in section.sizes]))
-    parts = {(number, 0): list(headers) for section in record.sections for number in section.files}
+    parts = {(number, 0): list(headers) for number in files_of(record)}
     for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
         tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
         offset = place.offset
         for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
-            parts.setdefault((number, next(dealt)), []).append(_Part(Chunk(offset, nbytes, crc32), name, tensors))
+            drive = next(dealt)
+            if number != LENT:  # of what is lent nobody has the checksums: _changed_lent
+                parts.setdefault((number, drive), []).append(_Part(Chunk(offset, nbytes, crc32), name, tensors))
             offset += nbytes
     return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
 

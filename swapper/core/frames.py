@@ -400,7 +400,7 @@ class Frames:
         if page.index in self.owed and self.spare is not None:
             source, offset = self.spare.place_of(page)
         else:
-            source, offset = self._store.file_of(page), page.file_offset
+            source, offset = self._store.file_of(page), page.stored_offset
         page.section.window.unmap(page.offset, page.nbytes, source, offset)
 
     # --- for people and tests -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -51,14 +52,27 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
+class Lent:
+    """Bytes [offset, offset + nbytes) of a file of the user's: what a section begins with, byte for byte. Never written."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class SectionPlan:
-    """The tensors of one group, family and dtype, with their places. `nbytes` is a multiple of SECTOR_BYTES."""
+    """The tensors of one group, family and dtype, with their places. `nbytes` is a multiple of SECTOR_BYTES.
+
+    `lent`: where the content lies if it is read from a file of the user's; less than `nbytes` where that file ends before.
+    """
 
     group: int
     family: str
     dtype: torch.dtype
     slots: tuple[Slot, ...]
     nbytes: int
+    lent: Lent | None = None
 
     @property
     def transient(self) -> bool:

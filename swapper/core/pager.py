@@ -213,7 +213,7 @@ class Pager:
                     self._frames.forget(self._pages[index])
 
     def file_of(self, page: Page) -> Any:
-        """Return the file that has what was written of `page` last, at `page.file_offset`."""
+        """Return the file that has what was written of `page` last, at `page.stored_offset`."""
         return self._frames.file_of(page)
 
     def use_spare(self, spare: Spare) -> None:

@@ -15,6 +15,9 @@ from swapper.core.layout import SectionPlan, Slot
 from swapper.core.residency import Residency, check_move
 from swapper.errors import InvariantError, IoError
 
+LENT = -2
+"""In place of the number of a swap file: the content is in the file of the user's that the section's plan names."""
+
 
 class Window(Protocol):
     """What a paged section needs of `swapper._C.Window`."""
@@ -83,10 +86,22 @@ class Page:
         self.heir: Page | None = None  # WRITING: the page that gets this frame when the write is done
         self.predecessor: Page | None = None  # READING: the page whose write the read waits for
         self.drive = 0  # which of the run's drives it belongs to
-        self.location: int | None = None  # which of the store's files has the newest content
+        self.location: int | None = None  # which of the store's files has the newest content; LENT
         self.committed: int | None = None  # which file the last commit names for it
         self.committed_crc32: int | None = None  # of the content there
         self.crc32: int | None = None  # of the content at `location`
+
+    @property
+    def stored_offset(self) -> int:
+        """Where its newest content begins in the file that has it, in bytes."""
+        lent = self.section.plan.lent
+        return self.file_offset if lent is None or self.location != LENT else lent.offset + self.offset
+
+    @property
+    def stored_bytes(self) -> int:
+        """How much of it that file has: a file of the user's may end within the last one."""
+        lent = self.section.plan.lent
+        return self.nbytes if lent is None or self.location != LENT else min(self.nbytes, lent.nbytes - self.offset)
 
     def move(self, new: Residency) -> None:
         check_move(self, self.residency, new)

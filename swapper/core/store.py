@@ -11,6 +11,10 @@ whose first part has no write permission or a second name, so that a run which g
 [Note: checksums] What is written has its CRC-32 taken in passing: a commit names it. In a run that never commits only a snapshot
 would use it, and most of what is written is the optimizer's state, in each step: there the snapshot's own thread takes those
 checksums, by reading. A step whose computing keeps all processors busy is one to two percent shorter without them.
+
+[Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place
+in the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what
+is changed is written to its place. Nobody has their checksums until then; the file's size and time stand for them.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from swapper.core import swap_file
-from swapper.core.section import Page, Section
+from swapper.core.lent import LentFiles
+from swapper.core.section import LENT, Page, Section
 from swapper.core.swap_file import SwapFile
 from swapper.drives import Drives
 from swapper.errors import InvariantError
@@ -66,7 +71,10 @@ class Store:
         self._pieces = pieces
         for piece, drive in zip(pieces, drives.deal([piece.nbytes for piece in pieces]), strict=True):
             piece.drive = drive
+            if piece.section.plan.lent is not None:
+                piece.location = piece.committed = LENT
         self._files: dict[int, SwapFile] = {}
+        self._lent: LentFiles | None = None
         # By number: size and time of last change; None while it is being published, which changes both.
         self._frozen: dict[int, tuple[int, int] | None] = {}
         self._preferred: int | None = None
@@ -75,6 +83,9 @@ class Store:
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[SwapFile] = []
         try:
+            self._lent = LentFiles(
+                engine, [p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None]
+            )
             for number, name in existing.items():
                 self._open(number, name)
             while len(self._files) - len(self._frozen) < turns:
@@ -112,11 +123,15 @@ class Store:
         """Submit a read of `page`, or of a resident section's piece, into memory at `address`; returns its ticket."""
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
+        if page.location == LENT and self._lent is not None:
+            return self._lent.read(page, address, after, checksum)
         file = self._files[page.location].of(page)
         return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, checksum=checksum)
 
     def file_of(self, page: Page) -> Any:
-        """Return the file that has the newest content of `page`, at `page.file_offset`; None if it was never written."""
+        """Return the file that has the newest content of `page`, at `page.stored_offset`; None if it was never written."""
+        if page.location == LENT and self._lent is not None:
+            return self._lent.file_of(page)
         return None if page.location is None else self._files[page.location].of(page)
 
     def write(self, page: Page, address: int) -> Any:
@@ -246,6 +261,8 @@ class Store:
             file.sync()
 
     def close(self) -> None:
+        if self._lent is not None:
+            self._lent.close()
         for file in self._files.values():
             file.close()
 

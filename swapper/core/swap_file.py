@@ -150,10 +150,13 @@ def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
 
 
 def _room(drive: int, nbytes: int, pages: Sequence[Page]) -> list[tuple[int, int]]:
-    """Return the runs (begin, end) of a part that need space: its pages; in the first part, all but the others' pages."""
+    """Return the runs (begin, end) of a part that need space: its pages; in the first part, all but the others' pages.
+
+    What is lent takes none. [Note: what is lent], store.py
+    """
     if drive > 0:
-        return _runs(page for page in pages if page.drive == drive)
-    others = _runs(page for page in pages if page.drive > 0)
+        return _runs(page for page in pages if page.drive == drive and page.section.plan.lent is None)
+    others = _runs(page for page in pages if page.drive > 0 or page.section.plan.lent is not None)
     begins, ends = [0, *(end for _, end in others)], [*(begin for begin, _ in others), nbytes]
     return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
 

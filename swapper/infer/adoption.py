@@ -12,10 +12,10 @@ from itertools import count
 import torch
 from torch import nn
 
+from swapper.checkpoint.runs import Run
 from swapper.checkpoint.stored import StoredTensor
 from swapper.core.section import Section
 from swapper.infer.matching import Weight
-from swapper.infer.runs import Run
 
 
 class Places:

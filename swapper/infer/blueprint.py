@@ -12,13 +12,13 @@ from typing import cast
 
 from torch import nn
 
+from swapper.checkpoint.runs import Run, plan_runs
 from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.device.layout import place_in_storage
 from swapper.infer.cut import PARTS_IN_MEMORY, CutLinear, cut
 from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.matching import Match, Recipe, Weight
 from swapper.infer.rows import can_look_up
-from swapper.infer.runs import Run, plan_runs
 from swapper.modules.groups import Group, Unit, by_module
 
 SLOTS_BYTES = 256 << 10

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from swapper.checkpoint.naming import Rename
 from swapper.checkpoint.sources import Source, open_source
 from swapper.config import parse_host_memory
 from swapper.device.budget import DeviceBudget
@@ -21,7 +22,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.infer.blueprint import draw
 from swapper.infer.fitting import fit, fit_on_device
 from swapper.infer.loaded import KEY, LoadedModel
-from swapper.infer.matching import Match, Rename, match
+from swapper.infer.matching import Match, match
 from swapper.infer.sharing import Room, current_room, noting
 from swapper.interrupts import held_back
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,14 @@ import torch
 from torch import nn
 
 from swapper.checkpoint.chunks import ChunkedTensor
+from swapper.checkpoint.naming import Rename, renamed
 from swapper.checkpoint.quantization import Layout, layouts_of
 from swapper.checkpoint.sources import Source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 
-NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
-"""Where in a training's checkpoint the model is, if it is not all of it; also one in another ("state_dict.model.")."""
 SHOWN_NAMES = 8
-
-Rename = Mapping[str, str] | Callable[[str], str | None] | None
-
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """What gives a tensor from those that the checkpoint has for it. Its result may be a view of them."""
@@ -120,7 +116,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
         parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
     persistent = _persistent_buffers(model)
     wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
-    stored = _renamed(source, wanted, rename)
+    stored = renamed(source, wanted, rename)
     layouts = layouts_of(source.metadata, source.path)
     weights, buffers, missing = [], [], []
     for parameter, names in parameters.values():
@@ -185,30 +181,6 @@ def shape_of(stored: StoredTensor | ChunkedTensor, layout: Layout | None) -> tup
             f"bits it would be of uint8 and have rows of {layout.row_bytes}"
         )
     return (*stored.shape[:-1], layout.columns)
-
-
-def _renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor | ChunkedTensor]:
-    """Return the source's tensors under the model's names."""
-    tensors = source.everything
-    if rename is None:
-        prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))
-        prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
-        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    if not callable(rename) and not isinstance(rename, Mapping):
-        raise ConfigError(
-            f"rename={rename!r} must be a map from the checkpoint's names to the model's, or a function of them"
-        )
-    found: dict[str, StoredTensor | ChunkedTensor] = {}
-    for name, tensor in tensors.items():
-        new = rename(name) if callable(rename) else rename.get(name, name)
-        if new is None:
-            continue
-        if not isinstance(new, str):
-            raise ConfigError(f"rename gives {name!r} the name {new!r}, which is no text")
-        if new in found:
-            raise ConfigError(f"rename gives both {found[new].name!r} and {name!r} the name {new!r}")
-        found[new] = tensor
-    return found
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:

@@ -9,6 +9,7 @@ import torch
 
 from swapper import _C
 from swapper.checkpoint.engines import wait_for_all
+from swapper.checkpoint.runs import Run
 from swapper.checkpoint.sources import Source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SectionPlan
@@ -25,7 +26,6 @@ from swapper.infer.blueprint import Blueprint
 from swapper.infer.files import WeightFiles
 from swapper.infer.matching import Recipe
 from swapper.infer.placement import Placement
-from swapper.infer.runs import Run
 from swapper.io.registered import Registration, slabs
 
 HEAD_BYTES = 32 << 20

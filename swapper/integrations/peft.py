@@ -16,6 +16,9 @@ from swapper.errors import UnsupportedError
 INDEPENDENT = (True, False, "gaussian", "orthogonal")
 """What `init_lora_weights` may be: adapters whose first values do not come from those of the layers that they adapt."""
 
+WRAPPED = (".base_layer.", ".original_module.")
+"""What peft puts into the names of parameters whose modules it wraps."""
+
 
 def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
     """Return what `peft.get_peft_model(model, config, **options)` does, its adapters with their values, in memory.
@@ -65,3 +68,22 @@ def _check_independent(config: Any) -> None:
                 f"{name}={getattr(config, name)!r} needs the model's values, which come in manager.offload: leave it out, or load "
                 "the model with its values (transformers' from_pretrained) before"
             )
+
+
+def base_names(model: nn.Module) -> dict[str, str]:
+    """Return, by the name that a parameter has without adapters, its name in `model`: a `rename` for `manager.offload`.
+
+        base, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
+        model = get_peft_model(base, config)
+        manager.offload(model, optimizer, frozen_from="path/to/base", rename=base_names(model))
+
+    Args:
+        model: what `get_peft_model` has returned, peft's or this module's.
+    """
+    found: dict[str, str] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        plain = name.removeprefix("base_model.model.")
+        for part in WRAPPED:
+            plain = plain.replace(part, ".")
+        found.setdefault(plain, name)
+    return found

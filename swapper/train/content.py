@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from swapper import _C
 from swapper.checkpoint.engines import all_over
-from swapper.core.layout import TensorSpec
-from swapper.core.section import Section
-from swapper.errors import InvariantError
+from swapper.core.layout import SectionPlan, TensorSpec
+from swapper.core.section import LENT, Section
+from swapper.errors import CheckpointError, InvariantError
 from swapper.train.inventory import MASTER
 from swapper.train.slices import Place
 
@@ -38,6 +38,22 @@ class Content(Protocol):
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
         """Give `view`, which is zeros, elements [begin, end) of a tensor. It stays zeros where there is nothing yet."""
+        ...
+
+    def is_lent(self, plan: SectionPlan) -> bool:
+        """Whether the content of a section that a file of the user's lends is that file's: then it is not filled."""
+        ...
+
+    def has(self, spec: TensorSpec) -> bool:
+        """Whether there are values of a tensor that is lent, to compare them with."""
+        ...
+
+    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        """Compare elements [begin, end) of a tensor with `view`, which is what the section was lent.
+
+        Raises:
+            CheckpointError: they are others.
+        """
         ...
 
 
@@ -65,6 +81,25 @@ class GivenContent:
         value = self._values.get(spec.owner) if is_value else self._states[spec.owner].get(spec.kind)
         if value is not None:
             view.copy_(torch.as_tensor(value).reshape(-1)[begin:end])
+
+    def is_lent(self, plan: SectionPlan) -> bool:
+        return True
+
+    def has(self, spec: TensorSpec) -> bool:
+        return spec.owner in self._values
+
+    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        value = self._values.get(spec.owner)
+        if value is None:
+            return
+        ours = value.detach().reshape(-1)[begin:end].cpu().view(torch.uint8)
+        if not torch.equal(ours, view.view(torch.uint8)):
+            path = None if plan.lent is None else plan.lent.path
+            raise CheckpointError(
+                f"frozen parameter {spec.owner} has other values in the model than in {path}, where frozen_from= says that they "
+                "are: load the file's values into the model, or build it on the meta device; or leave frozen_from out, and the "
+                "model's own values are copied to the swap files"
+            )
 
 
 class CarriedContent:
@@ -108,6 +143,18 @@ class CarriedContent:
         else:
             self._given.fill(spec, begin, end, view)
 
+    def is_lent(self, plan: SectionPlan) -> bool:
+        """Unless something of it was changed since."""
+        places = [self._places[slot.spec.owner, "param"] for slot in plan.slots]
+        pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
+        return all(piece.location == LENT for piece in pieces)
+
+    def has(self, spec: TensorSpec) -> bool:
+        return False
+
+    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
+        raise InvariantError(f"{spec.owner} is compared with an earlier layout, which was lent the same")
+
     def _read(self, place: Place, begin: int, end: int, target: torch.Tensor) -> None:
         """Read elements [begin, end) of what is at `place` into `target`, each piece from the file that has its newest content."""
         section, slot = place.section, place.slot
@@ -121,8 +168,9 @@ class CarriedContent:
                     continue
                 if piece.location is None:
                     raise InvariantError(f"{piece} is in no file")
-                address, where = target.data_ptr() + at - first, piece.file_offset + at - piece.offset
-                file = self._file(self._paths[piece.location][piece.drive])
+                address, where = target.data_ptr() + at - first, piece.stored_offset + at - piece.offset
+                lent = section.plan.lent if piece.location == LENT else None
+                file = self._file(self._paths[piece.location][piece.drive] if lent is None else lent.path)
                 tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
 
     def _file(self, path: Path) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 from swapper.core.layout import Slot
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
-from swapper.core.section import Section
+from swapper.core.section import Page, Section
 from swapper.device.tier import Image
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import Keeper, forsake, guard, unguard
@@ -23,7 +23,6 @@ from swapper.modules.groups import Group
 from swapper.train.content import Content
 from swapper.train.on_device import OnDevice
 from swapper.train.storage import GroupParameters, storage_of
-from swapper.train.visit import fill
 
 
 class DeviceGroupParameters(GroupParameters):
@@ -58,8 +57,7 @@ class DeviceGroupParameters(GroupParameters):
 
     def adopt(self, content: Content | None) -> None:
         if content is not None:
-            for section in self._sections:
-                fill(section, self._pager, content)
+            self._fill(content)
         for (_, parameter), view in zip(self.group.parameters, self._views, strict=True):
             if parameter.is_meta:
                 home = nn.Parameter(view, requires_grad=parameter.requires_grad)
@@ -125,6 +123,10 @@ class DeviceGroupParameters(GroupParameters):
 
     def _take_hold(self, access: Access) -> None:
         self._on_device.tier.lease(self.image)
+
+    def _lent_pages(self) -> dict[Page, int]:
+        """They are not in memory: `bring_back` sees whether they change."""
+        return {}
 
     def _bring_home(self) -> None:
         self._on_device.bring_back(self.image)

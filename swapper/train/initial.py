@@ -31,6 +31,7 @@ class Values:
             called with the model first: before anything has a place.
         model: on the meta device, all or in part; then the other part keeps its values.
         engine: reads.
+        lent: names of the parameters that have theirs from a file of the user's.
 
     Raises:
         ConfigError: `init` is neither.
@@ -38,12 +39,15 @@ class Values:
         UnsupportedError: it lacks a parameter, has another shape, or the model has buffers on meta that it does not have.
     """
 
-    def __init__(self, init: Initialise | str | os.PathLike[str], model: nn.Module, engine: Any) -> None:
+    def __init__(
+        self, init: Initialise | str | os.PathLike[str], model: nn.Module, engine: Any, lent: Collection[str] = ()
+    ) -> None:
         self._engine = engine
         self._call: Initialise | None = None
         self._source: Source | None = None
         absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
         self._wanted = absent or {id(parameter) for parameter in model.parameters()}
+        self._wanted -= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in lent}
         if isinstance(init, str | os.PathLike):
             self._source = open_source(init)
             self._stored = _find(self._source, model, self._wanted)
@@ -136,13 +140,17 @@ class Values:
                 file.close()
 
 
-def check_buffers(model: nn.Module) -> None:
-    """Raise UnsupportedError if a buffer is on the meta device: a run that goes on has parameters and state, not buffers."""
+def check_buffers(model: nn.Module, why: str) -> None:
+    """Raise UnsupportedError if a buffer is on the meta device.
+
+    Args:
+        why: whole words, for the error: what has parameters, and not buffers.
+    """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise UnsupportedError(
-                f"buffer {name} is on the meta device, and what a run goes on from does not have it: build the model's buffers on "
-                "the CPU"
+                f"buffer {name} is on the meta device, and {why} does not have it: build the model's buffers on the CPU, as "
+                "`with swapper.without_weights():` does"
             )
 
 

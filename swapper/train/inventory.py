@@ -11,12 +11,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SectionPlan, TensorSpec, plan_group
 from swapper.core.section import Section
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, partition
 from swapper.train.discovery import Discovery, StateForm, is_plain
+from swapper.train.frozen import FrozenFiles
 from swapper.train.refused_optimizers import check_supported
 from swapper.train.slices import ParameterPlaces, Place
 from swapper.train.sweep import Trainable
@@ -39,6 +41,7 @@ class Inventory:
         discovery: finds out what the optimizer keeps.
         master_dtype: dtype of master weights, or None.
         staying_state: groups whose optimizer state stays on a device. Nobody knows before all of it is placed.
+        frozen: the user's files that have frozen parameters, if they stay there.
     """
 
     groups: list[Group]
@@ -50,6 +53,17 @@ class Inventory:
     discovery: Discovery
     master_dtype: torch.dtype | None
     staying_state: frozenset[int] = frozenset()
+    frozen: FrozenFiles | None = None
+
+    @property
+    def lent(self) -> frozenset[str]:
+        """Names of the parameters that are read from files of the user's."""
+        return frozenset(slot.spec.owner for plan in self.plans if plan.lent is not None for slot in plan.slots)
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file of the user's that frozen parameters are read from is not what it was."""
+        if self.frozen is not None:
+            self.frozen.check_unchanged()
 
     @property
     def unchanging(self) -> frozenset[int]:
@@ -72,6 +86,7 @@ def take_inventory(
     may_be_meta: bool = False,
     before: Inventory | None = None,
     device: torch.device | None = None,
+    frozen: FrozenFiles | None = None,
 ) -> Inventory:
     """List what is to be placed.
 
@@ -82,16 +97,18 @@ def take_inventory(
         before: what there is, where the model is offloaded already and its optimizer gets more to train: all that was trained
             is trained still, frozen or not, and so is all that has joined a group since.
         device: where the model is to run, if not on the CPU; it may be there already.
+        frozen: files that have what is not trained, which stays there.
 
     Raises:
-        ConfigError: master_weights is not None or torch.float32.
+        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
+        CheckpointError: `frozen` does not fit the model.
         UnsupportedError: the model or the optimizer cannot be offloaded exactly.
         StateError: the model is offloaded already.
     """
     if master_weights not in (None, torch.float32):
         raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
     if before is None:
-        _check_model(model, may_be_meta, device)
+        _check_model(model, may_be_meta, device, frozen is not None)
     check_supported(optimizer)
     settings = _settings(model, optimizer)
     discovery = Discovery(optimizer) if before is None else before.discovery
@@ -100,6 +117,7 @@ def take_inventory(
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
+    lent = {} if frozen is None else _find_lent(frozen, model, groups, with_gradient, before is not None)
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
     grad_plans: list[SectionPlan] = []
@@ -115,12 +133,27 @@ def take_inventory(
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
             state += _state_specs(name, parameter, updated, forms[name])
         for parameters in _by_training(group.parameters, with_gradient):
-            param_plans += plan_group(group.index, "param", [_spec(n, "param", p) for n, p in parameters])
+            specs = [_spec(n, "param", p) for n, p in parameters]
+            param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in lent])
+            if frozen is not None:
+                param_plans += frozen.plan(group.index, [(s, lent[s.owner]) for s in specs if s.owner in lent])
         state_plans += plan_group(group.index, "state", state)
         trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
         grad_plans += plan_group(group.index, "grad", trained)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
-    return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights)
+    return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen)
+
+
+def _find_lent(
+    frozen: FrozenFiles, model: nn.Module, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
+) -> dict[str, StoredTensor]:
+    wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
+    if not wanted and not may_be_none:
+        raise ConfigError(
+            f"frozen_from={str(frozen.source.path)!r} has frozen parameters, and the model has none: requires_grad_(False) comes "
+            "before manager.offload"
+        )
+    return frozen.find(model, wanted)
 
 
 def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
@@ -207,7 +240,7 @@ def make_sections(
     return sections
 
 
-def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None) -> None:
+def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
@@ -215,7 +248,7 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
             raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
-        if parameter.is_meta and not may_be_meta:
+        if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
             raise UnsupportedError(
                 f"parameter {name} is on the meta device and has no values: say where they come from, "
                 "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"

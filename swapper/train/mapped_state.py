@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from swapper.core.layout import SECTOR_BYTES
 from swapper.core.pager import Pager
-from swapper.core.section import Page
+from swapper.core.section import LENT, Page
 from swapper.errors import IoError, StateError
 from swapper.modules.cold import METADATA, tensors_among, written_among
 from swapper.train.slices import Place
@@ -105,13 +106,17 @@ class MappedState:
             return self._copy(place, pages)
         if place.section.resident:
             flat = torch.from_numpy(place.section.memory[place.slot.offset : place.slot.end].numpy())
-        elif len({(page.location, page.drive) for page in pages}) > 1:
+        elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == LENT for p in pages):
+            at = pages[0].stored_offset - pages[0].offset + place.slot.offset
+            if at % spec.dtype.itemsize:  # a file of the user's may have it anywhere
+                return self._copy(place, pages)
+            flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
+        elif any(page.stored_offset % SECTOR_BYTES for page in pages):
+            return self._copy(place, pages)
+        else:
             flat = torch.frombuffer(
                 self._patchwork(pages), dtype=torch.uint8, count=spec.nbytes, offset=place.slot.offset - pages[0].offset
             )
-        else:
-            at = pages[0].file_offset - pages[0].offset + place.slot.offset
-            flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
         shown = flat.view(spec.dtype).view(spec.shape)
         self._places[shown.data_ptr()] = place
         shown.__class__ = StateTensor
@@ -156,19 +161,19 @@ class MappedState:
         base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
         for page in pages:
             _map_over(
-                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.file_offset
+                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.stored_offset
             )
         return patchwork
 
     def _copy(self, place: Place, pages: Iterable[Page]) -> torch.Tensor:
-        """A small tensor."""
+        """A small tensor, or one that cannot be mapped."""
         section, slot = place.section, place.slot
         if section.resident:
             return section.tensor(slot).clone()
         copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
         for page in pages:
             begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
-            at = page.file_offset + begin - page.offset
+            at = page.stored_offset + begin - page.offset
             mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
             copied[begin - slot.offset : end - slot.offset] = mapped
         return copied.view(slot.spec.dtype).view(slot.spec.shape)

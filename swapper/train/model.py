@@ -14,9 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper import _C
 from swapper.core.layout import Slot
 from swapper.core.pager import Pager
-from swapper.core.section import Section
+from swapper.core.residency import Residency
+from swapper.core.section import LENT, Page, Section, pieces_of
 from swapper.counters import Counters
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
@@ -116,7 +118,10 @@ class OffloadedModel:
         self.undoing = Undoing(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
         self._begin_step = begin_step
         self.updates = self._make_updates(update, entrance)
-        self.passes = Passes(self.groups, self.updates, self._sweep, pager, self.keeper, entrance, clock, on_device)
+        check_files = inventory.check_files
+        self.passes = Passes(
+            self.groups, self.updates, self._sweep, pager, self.keeper, entrance, clock, on_device, check_files
+        )  # fmt: skip
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
@@ -202,6 +207,24 @@ class OffloadedModel:
                 with self.gathering.gather(values.owners(missing), write=True):
                     values.fill(missing)
         values.finish()
+        self._check_lent()
+
+    def _check_lent(self) -> None:
+        """Raise StateError if first values were made for a parameter that has its own from a file of the user's."""
+        for section in self._sections:
+            changed = [page for page in pieces_of(section) if section.plan.lent is not None and self._is_changed(page)]
+            if changed:
+                names = ", ".join(slot.spec.owner for slot in section.plan.slots)
+                raise StateError(
+                    f"init= changed {names}, which frozen_from= has: let the function leave frozen parameters as they are"
+                )
+
+    def _is_changed(self, page: Page) -> bool:
+        """Whether something was written to a page that was lent."""
+        if page.location != LENT or page.residency in (Residency.DIRTY, Residency.WRITING):
+            return True
+        memory = page.section.memory if page.section.resident else None
+        return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32
 
     def move_buffers(self) -> None:
         """What the model has besides parameters is whole: it goes where forwards run."""

@@ -19,6 +19,7 @@ from torch import nn
 
 from swapper.config import format_bytes
 from swapper.core.layout import Slot
+from swapper.core.lent import checksum_of
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Section
@@ -196,10 +197,13 @@ class OnDevice:
             self._pager.acquire(access)
             try:
                 memory = self.host.of(copy.page)
+                lent = checksum_of(copy.page, memory.data_ptr())
                 self.downloads.send(
                     [(memory[s.begin : s.begin + s.nbytes], image.storage.read(s.target, s.nbytes)) for s in copy.spans]
                 )
                 self.downloads.finish()
+                if lent is not None and lent == checksum_of(copy.page, memory.data_ptr()):
+                    only = frozenset()  # it stays where it was lent
             finally:
                 self._pager.release(access, only)
 

@@ -38,6 +38,7 @@ class Passes:
         entrance: where the user comes in.
         clock: told what phase of a step begins.
         on_device: where forwards and backwards run on an accelerator.
+        check_files: raises where files that parameters are read from were changed.
     """
 
     _hooks: Hooks | None = None
@@ -53,8 +54,10 @@ class Passes:
         entrance: Entrance,
         clock: StepClock,
         on_device: OnDevice | None,
+        check_files: Callable[[], None],
     ) -> None:
         self._groups = groups
+        self._check_files = check_files
         self._updates = updates
         self._sweep = sweep
         self._pager = pager
@@ -115,6 +118,7 @@ class Passes:
             self._entrance.enter_to_write()
         self._entrance.enter()
         if not is_backward:
+            self._check_files()
             self._gradients.entered()
         if self._on_device is not None and not is_backward and not self.is_open:
             self._on_device.pass_begins()

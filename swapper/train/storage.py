@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from swapper.core.layout import Slot
+from swapper.core.lent import checksum_of
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
 from swapper.core.section import Page, Section
@@ -15,7 +16,7 @@ from swapper.errors import StateError
 from swapper.modules.cold import Keeper, forsake, guard, set_cold, set_warm, unguard
 from swapper.modules.groups import Group
 from swapper.train.content import Content
-from swapper.train.visit import fill
+from swapper.train.visit import compare, fill
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -60,6 +61,7 @@ class GroupParameters:
         self._leases = 0  # of passes; they share one lease of the pager's
         self.catch_up: Callable[[Access | None], None] | None = None  # see `put_off`
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
+        self._lent: list[dict[Page, int]] = []  # of each hold to write: checksums of the pages that are lent
         self._addresses: list[int] = []
         self._versions: list[int] = []  # of the parameters when they were leased
 
@@ -83,8 +85,7 @@ class GroupParameters:
         `content`: fills the slots; None where they have their content already.
         """
         if content is not None:
-            for section in self._sections:
-                fill(section, self._pager, content)
+            self._fill(content)
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
             if parameter.is_meta:
                 home = nn.Parameter(section.tensor(slot), requires_grad=parameter.requires_grad)
@@ -95,6 +96,13 @@ class GroupParameters:
             guard(parameter, self._keeper)
         if self.paged:
             self._chill()
+
+    def _fill(self, content: Content) -> None:
+        for section in self._sections:
+            if section.plan.lent is not None and content.is_lent(section.plan):
+                compare(section, self._pager, content)
+            else:
+                fill(section, self._pager, content)
 
     def put_off(self, catch_up: Callable[[Access | None], None]) -> None:
         """Nobody shall see the group as it is: it is in the middle of a step.
@@ -198,18 +206,34 @@ class GroupParameters:
         self.holds.append(access)
         try:
             self._warm()
+            if write:
+                self._lent.append(self._lent_pages())
         except BaseException:
             self._drop_hold(access, frozenset())
             raise
 
     def let_go(self, write: bool) -> None:
         access = self._write_access if write else self._read_access
+        before = self._lent.pop() if write else {}
+        same: set[int] = set()
         try:
             if write:
                 self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
                 self._bring_home()
+                now = self._lent_pages()
+                same = {page.index for page, checksum in before.items() if now.get(page) == checksum}
         finally:
-            self._drop_hold(access, access.writes)
+            self._drop_hold(access, access.writes - same)
+
+    def _lent_pages(self) -> dict[Page, int]:
+        """Checksums of the pages that are lent, which are in memory: those that stay so need no place in the swap files."""
+        found = {}
+        for section in self._sections if self.paged else ():
+            for page in section.pages:
+                checksum = checksum_of(page, section.memory.data_ptr() + page.offset)
+                if checksum is not None:
+                    found[page] = checksum
+        return found
 
     def _take_hold(self, access: Access) -> None:
         if self.paged:
@@ -262,6 +286,7 @@ class GroupParameters:
         """The memory is about to go: leave the parameters warm and without data, until they are adopted again."""
         self._leases = 0
         self.holds.clear()
+        self._lent.clear()
         for parameter in self.parameters:
             unguard(parameter)
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)

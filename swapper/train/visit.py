@@ -56,6 +56,18 @@ def visit(
             pager.release(access, access.writes)
 
 
+def compare(section: Section, pager: Pager, content: Content) -> None:
+    """Have `content` compare what it has of the section, which lies where it was lent, with what that is.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not any(content.has(slot.spec) for slot in section.plan.slots):
+        return
+    for slot, begin, end, view in visit(section, pager):
+        content.compare(section.plan, slot.spec, begin, end, view)
+
+
 def fill(section: Section, pager: Pager, content: Content) -> None:
     """Have `content` make all that the section holds."""
     for slot, begin, end, view in visit(section, pager, fresh=True):
