@@ -18,6 +18,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False  # each of many processes would compile all of swapper, and the tests
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell that starts this in the background has it so, and what tests start
