@@ -2,6 +2,7 @@
 #include "io/ticket.h"
 
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <utility>
@@ -12,10 +13,13 @@
 namespace swapper {
 namespace {
 
+// A full eventfd is ringing already, and a write to it could wait for good: the I/O thread must not.
 void ring(const UniqueFd& listener) {
+  pollfd room{listener.get(), POLLOUT, 0};
+  if (::poll(&room, 1, 0) <= 0) return;
   const std::uint64_t one = 1;
   const ssize_t written = ::write(listener.get(), &one, sizeof one);
-  static_cast<void>(written);  // a full eventfd is ringing already; anything else is the listener's affair
+  static_cast<void>(written);  // what fails is the listener's affair
 }
 
 }  // namespace

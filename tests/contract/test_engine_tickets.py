@@ -133,6 +133,22 @@ def test_an_event_loop_awaits_tickets(
     assert asyncio.run(settle([early])) == 1
 
 
+def test_a_full_eventfd_does_not_hold_up_the_engine(
+    engine: _C.Engine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
+) -> None:
+    fd = os.eventfd(0, os.EFD_CLOEXEC)  # type: ignore[attr-defined]
+    os.eventfd_write(fd, 2**64 - 2)  # type: ignore[attr-defined]  # one more, and a write waits
+    file = make_file(PAGE)
+    engine.read(file, 0, arena.address, PAGE, after=gate).notify(fd)
+    behind = engine.read(file, 0, arena.address, PAGE, after=gate)
+    open_gate()
+    try:
+        assert behind.wait(timeout_s=60)
+    finally:
+        os.eventfd_read(fd)  # type: ignore[attr-defined]
+        os.close(fd)
+
+
 def test_the_eventfd_may_be_closed_and_must_be_one(
     engine: _C.Engine,
     arena: _C.Arena,
