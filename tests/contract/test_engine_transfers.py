@@ -184,21 +184,15 @@ def test_operations_that_wait_let_later_ones_pass(
 def test_neither_direction_starves_the_other(
     make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
-    """A small write behind thousands of pieces to read, all let loose at one instant, begins beside the first of them."""
-    ends = os.pipe()
-    with os.fdopen(ends[0], "rb"), os.fdopen(ends[1], "wb"):  # nothing transferred is over before the latter is closed
-        engine = make_engine(depth=8, piece_bytes=16 * PAGE, arena=arena, chaos={"until": ends[0]})
-        file = make_file(17 * MIB)
-        start = engine.read(file, 0, 0, 0, after=gate)
-        reads = [engine.read(file, 0, arena.address, 16 * MIB, after=start) for _ in range(40)]
-        write = engine.write(file, 16 * MIB, arena.address + 16 * MIB, 16 * PAGE, after=start)
-        taken_in = engine.read(file, 0, 0, 0, after=start)
-        begun = engine.read(file, 0, 0, 0, after=taken_in)  # once what may begin has
-        open_gate()
-        assert begun.wait()
-        assert [read.cancel() for read in reads] == [False] + 39 * [True]
-        assert not write.cancel()
-    assert write.wait()
+    """A small write behind hundreds of reads, all let loose at one instant, is done long before the last of them."""
+    engine = make_engine(depth=8, piece_bytes=16 * PAGE, arena=arena)
+    file = make_file(os.urandom(17 * MIB))
+    start = engine.read(file, 0, arena.address, PAGE, after=gate)
+    reads = [engine.read(file, 0, arena.address, 16 * MIB, after=start) for _ in range(40)]
+    write = engine.write(file, 16 * MIB, arena.address + 16 * MIB, 16 * PAGE, after=start)
+    open_gate()
+    engine.drain()
+    assert sum(read.completed_s < write.completed_s for read in reads) < 30
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

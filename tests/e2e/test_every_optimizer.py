@@ -38,7 +38,9 @@ from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
 
-Muon = getattr(torch.optim, "Muon", None)  # torch 2.9
+Muon = getattr(
+    torch.optim, "Muon", None
+)  # torch 2.9; with few of its products in bf16, which some processors make slowly
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
     # Its maker, and how it can work: s(ingle), f(oreach), F(used).
@@ -62,7 +64,7 @@ OPTIMIZERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
     "a rebinding one": (third_party.Rebinding, ""),
     "a factored one": (third_party.FactoredRms, ""),
     "a subclass of AdamW": (third_party.Scaled, ""),
-} | ({"Muon": (partial(Muon, lr=1e-2), "")} if Muon else {})
+} | ({"Muon": (partial(Muon, lr=1e-2, ns_steps=1), "")} if Muon else {})
 
 WAYS = {"s": {"foreach": False}, "f": {"foreach": True}, "F": {"fused": True}}
 KINDS = ("fp32", "bf16", "masters")

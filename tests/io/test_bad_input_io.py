@@ -249,7 +249,10 @@ fuse.FUSE(Faulty(), sys.argv[1], foreground=True, direct_io=True, nothreads=True
 @pytest.fixture
 def faulty_drive(tmp_path: Path):
     """A filesystem with one file whose second MiB begins with a bad sector."""
-    pytest.importorskip("mfusepy", reason="mfusepy is not installed")
+    try:
+        import mfusepy  # noqa: F401
+    except (ImportError, OSError) as error:
+        pytest.skip(f"FUSE cannot be used here: {error} (Debian: apt install fuse3)")
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("/dev/fuse cannot be used here")
     mount_point = tmp_path / "faulty"
