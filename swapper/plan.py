@@ -29,7 +29,14 @@ from swapper.train.adamw_kernel import AdamWKernel
 from swapper.train.device_sweep import ring_bytes
 from swapper.train.expected import ORDER_TOLERANCE, expected_cycle
 from swapper.train.inventory import Inventory, find_places, find_trainables, make_sections
-from swapper.train.placement import choose_placement, is_resident, place_on_accelerator, state_bytes, without_gradients
+from swapper.train.placement import (
+    choose_placement,
+    groups_in_memory,
+    is_resident,
+    place_on_accelerator,
+    state_bytes,
+    without_gradients,
+)
 from swapper.train.spare import find_rooms
 from swapper.train.sweep import Trainable
 
@@ -100,7 +107,7 @@ class Plan:
         Args:
             first_page: index of their first page.
         """
-        plans = self._grad_plans
+        plans = self._placed_grad_plans
         offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
         return make_sections(
             plans,
@@ -123,6 +130,14 @@ class Plan:
         """Sections of the gradients that do not stay on a device."""
         kept = self.on_device.gradients if self.on_device is not None else ()
         return without_gradients(self.inventory, kept).grad_plans
+
+    @property
+    def _placed_grad_plans(self) -> list[SectionPlan]:
+        """Those of them that have a place of ours. Others stay where autograd makes them (train/kept_grads.py)."""
+        if self.device is not None or self.places["grad"] == "nvme":
+            return self._grad_plans
+        always_there = groups_in_memory(self.inventory, self.places)
+        return [plan for plan in self._grad_plans if plan.group not in always_there]
 
     @property
     def lazy(self) -> bool:

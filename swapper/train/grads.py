@@ -1,11 +1,11 @@
-"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py),
-or there (kept_grads.py).
+"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py).
 
-In host memory: when autograd has accumulated a parameter's gradient, it is copied to its place in a resident section and the tensor
-that autograd made is let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an
-ordinary tensor for everything that looks at it: clipping, scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values:
-before the place is used again, that tensor gets memory of its own. While nothing has a tensor there, the place is the pager's spare
-memory (spare.py).
+Those of parameters that are always in memory, and on an accelerator those that are updated there, stay where autograd made them
+(kept_grads.py). Where parameters are on NVMe, and their gradients in host memory, each gradient has a place in a resident section:
+when autograd has accumulated one, it is copied there and the tensor that autograd made is let go; `parameter.grad` is a tensor at
+that place. A later backward accumulates into it. So `grad` is an ordinary tensor for everything that looks at it: clipping,
+scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values: before the place is used again, that tensor gets memory of
+its own. While nothing has a tensor there, the place is the pager's spare memory (spare.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.device_grads import DeviceGradients
 from swapper.train.grad_home import Content
-from swapper.train.kept_grads import KeptGradients
+from swapper.train.kept_grads import GradientsOnDevice, KeptGradients
 from swapper.train.on_device import OnDevice
 from swapper.train.paged_grads import PagedGradients
 from swapper.train.slices import Place
@@ -42,7 +42,7 @@ class Gradients:
         pager: what leases go to.
         rooms: by index of a page of parameters, where in `sections` it may wait.
         on_device: where parameters are on an accelerator; brings gradients down.
-        kept: names of parameters whose gradients stay there.
+        kept: names of parameters whose gradients stay where autograd made them: there, or in host memory.
     """
 
     def __init__(
@@ -57,14 +57,16 @@ class Gradients:
         parameters = list(parameters)
         places = {slot.spec.owner: Place(section, slot) for section in sections for slot in section.plan.slots}
         trained = [(name, parameter, places[name]) for name, parameter in parameters if name in places]
+        stay = [(name, parameter) for name, parameter in parameters if name in kept]
+        self._kept: KeptGradients
         self.paged: PagedGradients
-        self._kept: KeptGradients | None = None
+        self._there: GradientsOnDevice | None = None
         if on_device is not None:
-            stay = [(name, parameter) for name, parameter in parameters if name in kept]
-            self._kept = KeptGradients(stay, on_device)
+            self._kept = self._there = GradientsOnDevice(stay, on_device)
             self.paged = DeviceGradients(trained, pager, on_device)
             at_hand = []
         else:
+            self._kept = KeptGradients(stay)
             self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
             at_hand = [entry for entry in trained if entry[2].section.resident]
         self._host = HostGradients(
@@ -74,26 +76,25 @@ class Gradients:
     def remove(self) -> None:
         self.paged.remove()
         self._host.remove()
-        if self._kept is not None:
-            self._kept.remove()
+        self._kept.remove()
 
     # --- when the layout changes: those that are on NVMe or on a device ---------------------------------------------
 
     def present(self) -> list[str]:
         """Return the names of the parameters that have a gradient there."""
-        return [*self.paged.present(), *(self._kept.present() if self._kept is not None else ())]
+        return [*self.paged.present(), *(self._there.present() if self._there is not None else ())]
 
     def content(self, name: str) -> Content:
-        return Content() if self._kept is not None and name in self._kept else self.paged.content(name)
+        return Content() if self._there is not None and name in self._there else self.paged.content(name)
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
         """Yield what a gradient is, or its pages hold, in order, flat, piece by piece: to be read, or to be made anew."""
-        return self._kept.parts(name) if self._kept is not None and name in self._kept else self.paged.parts(name)
+        return self._there.parts(name) if self._there is not None and name in self._there else self.paged.parts(name)
 
     def present_again(self, name: str, content: Content) -> None:
         """With what was put into its `parts`, `content` is the parameter's gradient."""
-        if self._kept is not None and name in self._kept:
-            self._kept.present_again(name, content)
+        if self._there is not None and name in self._there:
+            self._there.present_again(name, content)
         else:
             self.paged.present_again(name, content)
 

@@ -1,7 +1,8 @@
-"""Gradients that stay on an accelerator until the update, which is made there: `parameter.grad` is what autograd made.
+"""Gradients that stay where autograd made them until the update: `parameter.grad` is what autograd made.
 
-It is an ordinary tensor: clipping, scaling, accumulating and looking at it are torch's own, and nothing of it goes to host memory.
-What the plan has set aside for it on the device is as much as all of these gradients take; `zero_grad` gives it back.
+It is an ordinary tensor: clipping, scaling, accumulating and looking at it are torch's own, nothing of it is copied, and
+`zero_grad` gives its memory back. The plan sets aside as much as all of these gradients take. On an accelerator they stay for
+updates that are made there; in host memory, where parameters are always there (others wait in their gradients' room: spare.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,31 @@ from swapper.train.on_device import OnDevice
 
 
 class KeptGradients:
-    """Sees to it that each gradient has memory of its own there.
+    """Sees to it that each gradient has memory of its own.
+
+    Args:
+        parameters: whose gradients stay, with their qualified names.
+        came: called with a parameter that got one, if anybody wants to know.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], came: Callable[[nn.Parameter], None] | None = None
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._handles: list[Any] = []
+        for name, parameter in self._parameters.items():
+            with hookable(parameter):
+                hook = _make_hook(name, parameter, came)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class GradientsOnDevice(KeptGradients):
+    """Those that stay on an accelerator.
 
     Args:
         parameters: whose gradients stay, with their qualified names.
@@ -30,23 +55,23 @@ class KeptGradients:
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: OnDevice) -> None:
         self._device = on_device.device.device
-        self._parameters = dict(parameters)
         self._arriving: dict[str, torch.Tensor] = {}  # flat, in host memory
-        self._handles: list[Any] = []
-        for name, parameter in self._parameters.items():
+        where = weakref.ref(on_device)  # hooks are not looked through for cycles
+
+        def came(parameter: nn.Parameter) -> None:
+            if (there := where()) is not None:
+                there.gradient_came(id(parameter))
+
+        super().__init__(parameters, came)
+        for parameter in self._parameters.values():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to(self._device)
-            with hookable(parameter):
-                hook = _make_hook(name, parameter, on_device)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def __contains__(self, name: str) -> bool:
         return name in self._parameters
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().remove()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -71,9 +96,11 @@ class KeptGradients:
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
 
-def _make_hook(name: str, parameter: nn.Parameter, on_device: OnDevice) -> Callable[[torch.Tensor], None]:
-    """Make a hook of the parameter. Hooks are not looked through for cycles: it keeps neither of the two alive."""
-    of, where = weakref.ref(parameter), weakref.ref(on_device)
+def _make_hook(
+    name: str, parameter: nn.Parameter, came: Callable[[nn.Parameter], None] | None
+) -> Callable[[torch.Tensor], None]:
+    """Make a hook of the parameter. Hooks are not looked through for cycles: it does not keep it alive."""
+    of = weakref.ref(parameter)
 
     def own(_: torch.Tensor) -> None:
         """Have a gradient not keep more memory than its own."""
@@ -87,7 +114,7 @@ def _make_hook(name: str, parameter: nn.Parameter, on_device: OnDevice) -> Calla
             )
         if gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES:
             parameter.grad = gradient.clone()
-        if (there := where()) is not None:
-            there.gradient_came(id(parameter))
+        if came is not None:
+            came(parameter)
 
     return own

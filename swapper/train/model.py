@@ -195,9 +195,10 @@ class OffloadedModel:
             self._on_device.start()
 
     def _kept_gradients(self) -> frozenset[str]:
-        """Names of the parameters whose gradients stay on the device."""
-        kept = self._on_device.kept_gradients if self._on_device is not None else ()
-        return frozenset(s.spec.owner for p in self._inventory.grad_plans if p.group in kept for s in p.slots)
+        """Names of the parameters whose gradients have no place of ours."""
+        placed = {slot.spec.owner for section in self._grad_sections for slot in section.plan.slots}
+        trained = {slot.spec.owner for plan in self._inventory.grad_plans for slot in plan.slots}
+        return frozenset(trained - placed)
 
     def initialise(self, values: Values) -> None:
         """Give a model that was on the meta device its first values, group by group."""

@@ -72,6 +72,12 @@ def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
     return places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
 
 
+def groups_in_memory(inventory: Inventory, places: dict[str, str]) -> frozenset[int]:
+    """Return the groups whose parameters are always in memory, all of them."""
+    paged = {plan.group for plan in inventory.plans if plan.family == "param" and not is_resident(plan, places)}
+    return frozenset(group.index for group in inventory.groups if group.index not in paged)
+
+
 def _divide(
     inventory: Inventory,
     places: dict[str, str],
