@@ -148,6 +148,14 @@ class GdsHandle(AioHandle):
         is_there = self._cufile is not None and tensor.device.type == self._cufile.device_type
         return is_there and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
+    def _base(self, flat: torch.Tensor) -> int:
+        """The address by which cuFile knows memory. It copies once more what is not named by the one that was registered."""
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel()
+        for address, registered in list(self._pinned.items()):
+            if address <= begin and end <= address + byte_count(registered):
+                return address
+        return begin
+
     def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
         if self._threads is None or not self._is_device_run(tensor) or len(opened.files) > 1:
             return self._stage(kind, tensor, offset, opened)
@@ -160,7 +168,7 @@ class GdsHandle(AioHandle):
             return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
 
         try:
-            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, offset, stage))
+            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, self._base(flat), offset, stage))
         finally:
             file.close()  # pieces that have begun use it until they are over
 

@@ -33,21 +33,23 @@ def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
 
 
 def begin_pieces(
-    threads: ThreadPoolExecutor, file: CuFileFile, kind: str, flat: torch.Tensor, offset: int, stage: Stage
+    threads: ThreadPoolExecutor, file: CuFileFile, kind: str, flat: torch.Tensor, base: int, offset: int, stage: Stage
 ) -> list[StagedTransfer]:
     """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued.
 
-    Each piece uses `file` until it is over.
+    `base` is the address of the registered memory that it is a part of; its own if it is of none. Each piece uses `file` until
+    it is over.
     """
     ready = event_of(flat)
+    within = flat.data_ptr() - base
 
     def move(begin: int, nbytes: int) -> None:
         if ready is None:
-            file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
+            file.transfer(kind, base, within + begin, offset + begin, nbytes)
             return
         with torch.cuda.device(flat.device), device_errors(flat.device, "what was queued before a transfer"):
             ready.synchronize()
-            file.transfer(kind, flat.data_ptr(), begin, offset + begin, nbytes)
+            file.transfer(kind, base, within + begin, offset + begin, nbytes)
 
     def pieces() -> Iterator[StagedTransfer]:
         begin, end = whole_sectors(offset, flat.numel())

@@ -29,6 +29,7 @@ typedef struct {
 typedef struct {
   char op;
   long at, size, in_memory;
+  const void* base;
 } Call;
 
 enum Mode { WORKS, DRIVER_REFUSES, COMPATIBILITY, PEER_TO_PEER, FILES_REFUSED };
@@ -97,9 +98,9 @@ Status cuFileBufDeregister(const void* base) {
   return (Status){0, 0};
 }
 
-static int refused(void* handle, char op, size_t size, off_t at, off_t in_memory) {
+static int refused(void* handle, char op, const void* base, size_t size, off_t at, off_t in_memory) {
   pthread_mutex_lock(&lock);
-  if (calls_made < MOST_CALLS) calls[calls_made++] = (Call){op, at, (long)size, in_memory};
+  if (calls_made < MOST_CALLS) calls[calls_made++] = (Call){op, at, (long)size, in_memory, base};
   pthread_mutex_unlock(&lock);
   if (!files[(long)handle - 1]) return -5011;
   if (at % SECTOR || size % SECTOR) return -5022;
@@ -123,11 +124,11 @@ static ssize_t through(int fd, char* memory, size_t size, off_t at, int writing)
 }
 
 ssize_t cuFileRead(void* handle, void* base, size_t size, off_t at, off_t in_memory) {
-  int error = refused(handle, 'r', size, at, in_memory);
+  int error = refused(handle, 'r', base, size, at, in_memory);
   return error ? error : through((int)(long)handle - 1, (char*)base + in_memory, size, at, 0);
 }
 
 ssize_t cuFileWrite(void* handle, const void* base, size_t size, off_t at, off_t in_memory) {
-  int error = refused(handle, 'w', size, at, in_memory);
+  int error = refused(handle, 'w', base, size, at, in_memory);
   return error ? error : through((int)(long)handle - 1, (char*)base + in_memory, size, at, 1);
 }

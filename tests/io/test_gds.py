@@ -30,7 +30,13 @@ OFFSETS = [0, 4096, 4095, 1, 123_457]
 
 
 class Call(ctypes.Structure):
-    _fields_ = (("op", ctypes.c_char), ("at", ctypes.c_long), ("size", ctypes.c_long), ("in_memory", ctypes.c_long))
+    _fields_ = (
+        ("op", ctypes.c_char),
+        ("at", ctypes.c_long),
+        ("size", ctypes.c_long),
+        ("in_memory", ctypes.c_long),
+        ("base", ctypes.c_void_p),
+    )
 
 
 @pytest.fixture
@@ -103,6 +109,23 @@ def test_a_large_tensor_is_many_pieces_of_one_operation(library: ctypes.CDLL, gd
     assert torch.equal(source, back)
 
 
+def test_a_part_of_registered_memory_is_named_by_the_whole(library: ctypes.CDLL, gds: GdsHandle, path: Path) -> None:
+    """cuFile knows memory by the address that was registered, and copies once more what is named by another."""
+    other, whole, loose = noise(40_960, 1), noise(40_960, 2), noise(40_960, 3)
+    gds.pin_device_tensor(other)
+    gds.pin_device_tensor(whole)
+    part = whole[100:20_580]
+    gds.submit_write(part, path).wait()
+    gds.submit_write(whole, path, 20_480).wait()
+    gds.submit_write(loose, path, 61_440).wait()
+    gds.submit_read(part.zero_(), path, 20_480).wait()
+    assert path.read_bytes() == raw(noise(40_960, 2)[100:20_580]) + raw(noise(40_960, 2)) + raw(loose)
+    assert torch.equal(part, noise(40_960, 2)[:20_480])
+    bases = {(call.op, call.at): call.base for call in calls(library)}
+    assert {bases[b"w", 0], bases[b"w", 20_480], bases[b"r", 20_480]} == {whole.data_ptr()}
+    assert bases[b"w", 61_440] == loose.data_ptr()
+
+
 def test_a_failure_in_one_piece_is_the_operations_and_all_of_it_is_over(gds: GdsHandle, path: Path) -> None:
     path.write_bytes(bytes(1 << 20))
     operation = gds.submit_read(torch.zeros(8192, dtype=torch.uint8), path, 78 * 4096)
@@ -125,7 +148,7 @@ def test_pieces_that_have_begun_keep_the_file_when_the_rest_cannot_begin(
         threads.submit(may_go_on.wait)
         file = cufile.open(str(path), writing=False)
         with pytest.raises(RuntimeError, match="no thread for 808 bytes at 8192"):
-            begin_pieces(threads, file, "read", back, 0, stage)
+            begin_pieces(threads, file, "read", back, back.data_ptr(), 0, stage)
         file.close()
         assert library.registered_files() == 1, "the piece that waits for the thread uses it"
         may_go_on.set()
