@@ -163,8 +163,11 @@ class CuFileFile:
         """cuFile's own."""
         return self._handle.value or 0
 
-    def transfer(self, op: str, base: int, base_offset: int, offset: int, nbytes: int) -> None:
-        """Moves all `nbytes` between the file and the memory at `base` + `base_offset`, however often it comes up short.
+    def transfer(self, op: str, address: int, offset: int, nbytes: int, registered: int | None = None) -> None:
+        """Moves all `nbytes` between the file and the memory at `address`, however often it comes up short.
+
+        Memory that is registered is named by the address that was, `registered`, and an offset, or it is not known again; other
+        memory takes no offset.
 
         Raises:
             IoError: as cuFile says; errno 0 where the file ends too early.
@@ -173,7 +176,9 @@ class CuFileFile:
         moved = 0
         while moved < nbytes:
             ctypes.set_errno(0)
-            count = call(self._handle, base, nbytes - moved, offset + moved, base_offset + moved)
+            here = address + moved
+            base = here if registered is None else registered
+            count = call(self._handle, base, nbytes - moved, offset + moved, here - base)
             if count > 0:
                 moved += count
             elif count == 0:

@@ -148,13 +148,13 @@ class GdsHandle(AioHandle):
         is_there = self._cufile is not None and tensor.device.type == self._cufile.device_type
         return is_there and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
-    def _base(self, flat: torch.Tensor) -> int:
-        """The address by which cuFile knows memory. It copies once more what is not named by the one that was registered."""
+    def _registered_memory(self, flat: torch.Tensor) -> int | None:
+        """The address of the registered memory that bytes are a part of; None if they are of none."""
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        for address, registered in list(self._pinned.items()):
-            if address <= begin and end <= address + byte_count(registered):
+        for address, tensor in list(self._pinned.items()):
+            if address <= begin and end <= address + byte_count(tensor):
                 return address
-        return begin
+        return None
 
     def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Part:
         if self._threads is None or not self._is_device_run(tensor) or len(opened.files) > 1:
@@ -168,7 +168,8 @@ class GdsHandle(AioHandle):
             return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
 
         try:
-            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, self._base(flat), offset, stage))
+            registered = self._registered_memory(flat)
+            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, registered, offset, stage))
         finally:
             file.close()  # pieces that have begun use it until they are over
 

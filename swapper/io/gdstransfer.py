@@ -33,23 +33,28 @@ def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
 
 
 def begin_pieces(
-    threads: ThreadPoolExecutor, file: CuFileFile, kind: str, flat: torch.Tensor, base: int, offset: int, stage: Stage
+    threads: ThreadPoolExecutor,
+    file: CuFileFile,
+    kind: str,
+    flat: torch.Tensor,
+    registered: int | None,
+    offset: int,
+    stage: Stage,
 ) -> list[StagedTransfer]:
     """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued.
 
-    `base` is the address of the registered memory that it is a part of; its own if it is of none. Each piece uses `file` until
-    it is over.
+    `registered` is the address of the registered memory that it is a part of, if it is. Each piece uses `file` until it is over.
     """
     ready = event_of(flat)
-    within = flat.data_ptr() - base
+    address = flat.data_ptr()
 
     def move(begin: int, nbytes: int) -> None:
         if ready is None:
-            file.transfer(kind, base, within + begin, offset + begin, nbytes)
+            file.transfer(kind, address + begin, offset + begin, nbytes, registered)
             return
         with torch.cuda.device(flat.device), device_errors(flat.device, "what was queued before a transfer"):
             ready.synchronize()
-            file.transfer(kind, base, within + begin, offset + begin, nbytes)
+            file.transfer(kind, address + begin, offset + begin, nbytes, registered)
 
     def pieces() -> Iterator[StagedTransfer]:
         begin, end = whole_sectors(offset, flat.numel())

@@ -1,6 +1,7 @@
 // What the tests take for NVIDIA's libcufile: it moves host memory, by plain files, and is stricter than the
-// real one: it takes whole sectors only, files opened for direct I/O only, and no handle that is not
-// registered. It counts and notes all calls. How it is to behave is said by set_mode.
+// real one: it takes whole sectors only, files opened for direct I/O only, no handle that is not registered,
+// and an offset in registered memory only. It counts and notes all calls. How it is to behave is said by
+// set_mode.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -33,11 +34,12 @@ typedef struct {
 } Call;
 
 enum Mode { WORKS, DRIVER_REFUSES, COMPATIBILITY, PEER_TO_PEER, FILES_REFUSED };
-enum { SECTOR = 4096, MOST_CALLS = 4096, MOST_FILES = 1024, SHORT = 24 * SECTOR };
+enum { SECTOR = 4096, MOST_CALLS = 4096, MOST_FILES = 1024, MOST_BUFFERS = 64, SHORT = 24 * SECTOR };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static enum Mode mode;
-static int buffers, files[MOST_FILES], calls_made;
+static int files[MOST_FILES], calls_made;
+static const void* buffers[MOST_BUFFERS];
 static Call calls[MOST_CALLS];
 
 void set_mode(int wanted) {
@@ -45,7 +47,9 @@ void set_mode(int wanted) {
   calls_made = 0;
 }
 int registered_buffers(void) {
-  return buffers;
+  int count = 0;
+  for (int i = 0; i < MOST_BUFFERS; i++) count += buffers[i] != NULL;
+  return count;
 }
 int registered_files(void) {
   int count = 0;
@@ -87,14 +91,24 @@ void cuFileHandleDeregister(void* handle) {
   files[(long)handle - 1] = 0;
 }
 
+static const void** buffer_at(const void* base) {
+  for (int i = 0; i < MOST_BUFFERS; i++)
+    if (buffers[i] == base) return &buffers[i];
+  return NULL;
+}
+
 Status cuFileBufRegister(const void* base, size_t size, int flags) {
+  const void** free_place = buffer_at(NULL);
   if (size == 13) return (Status){5033, 1};
-  buffers++;
+  if (buffer_at(base) || !free_place) return (Status){5034, 0};
+  *free_place = base;
   return (Status){0, 0};
 }
 
 Status cuFileBufDeregister(const void* base) {
-  buffers--;
+  const void** place = buffer_at(base);
+  if (!place) return (Status){5035, 0};
+  *place = NULL;
   return (Status){0, 0};
 }
 
@@ -104,6 +118,7 @@ static int refused(void* handle, char op, const void* base, size_t size, off_t a
   pthread_mutex_unlock(&lock);
   if (!files[(long)handle - 1]) return -5011;
   if (at % SECTOR || size % SECTOR) return -5022;
+  if (in_memory && !buffer_at(base)) return -5022;
   if (at == SECTOR * 77) return -5027;
   if (at == SECTOR * 78) {
     errno = EIO;

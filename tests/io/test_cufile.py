@@ -28,8 +28,8 @@ def test_all_bytes_go_however_short_the_calls(library: ctypes.CDLL, path: Path) 
     source.copy_(noise(1 << 20))
     for op, tensor in (("write", source), ("read", back)):
         file = cufile.open(str(path), writing=op == "write")
-        file.transfer(op, tensor.data_ptr(), 0, 8192, 1 << 19)
-        file.transfer(op, tensor.data_ptr(), 1 << 19, 8192 + (1 << 19), 1 << 19)
+        file.transfer(op, tensor.data_ptr(), 8192, 1 << 19)
+        file.transfer(op, tensor.data_ptr() + (1 << 19), 8192 + (1 << 19), 1 << 19)
         file.close()
     assert path.read_bytes() == bytes(8192) + raw(source)
     assert torch.equal(source, back)
@@ -40,10 +40,10 @@ def test_an_error_is_raised_with_its_place(library: ctypes.CDLL, path: Path, sec
     path.write_bytes(bytes(1 << 20))
     file, memory = CuFile(library).open(str(path), writing=False), aligned(4096)
     with pytest.raises(IoError) as raised:
-        file.transfer("read", memory.data_ptr(), 0, sector * 4096, 4096)
+        file.transfer("read", memory.data_ptr(), sector * 4096, 4096)
     assert (raised.value.errno, raised.value.offset, raised.value.path) == (number, sector * 4096, str(path))
     with pytest.raises(IoError, match="ends"):
-        file.transfer("read", memory.data_ptr(), 0, 1 << 20, 4096)
+        file.transfer("read", memory.data_ptr(), 1 << 20, 4096)
     file.close()
 
 
@@ -53,7 +53,7 @@ def test_a_file_is_registered_until_its_last_user_closes_it(library: ctypes.CDLL
     assert file.use() is file
     file.close()
     assert library.registered_files() == 1
-    file.transfer("read", memory.data_ptr(), 0, 4096, 4096)
+    file.transfer("read", memory.data_ptr(), 4096, 4096)
     file.close()
     assert library.registered_files() == 0
     assert torch.equal(memory, noise(4096))

@@ -101,7 +101,7 @@ def test_neighbours_within_a_sector_written_at_once_keep_all_bytes(gds: GdsHandl
 def test_a_large_tensor_is_many_pieces_of_one_operation(library: ctypes.CDLL, gds: GdsHandle, path: Path) -> None:
     source = noise(2 * PIECE_BYTES + 4096, 8)
     gds.submit_write(source, path).wait()
-    begins = {call.in_memory for call in calls(library)}
+    begins = {call.at for call in calls(library)}
     assert {0, PIECE_BYTES, 2 * PIECE_BYTES} <= begins
     back = torch.zeros_like(source)
     operation = gds.submit_read(back, path)
@@ -110,7 +110,7 @@ def test_a_large_tensor_is_many_pieces_of_one_operation(library: ctypes.CDLL, gd
 
 
 def test_a_part_of_registered_memory_is_named_by_the_whole(library: ctypes.CDLL, gds: GdsHandle, path: Path) -> None:
-    """cuFile knows memory by the address that was registered, and copies once more what is named by another."""
+    """cuFile knows memory by the address that was registered; other memory it takes without an offset only (the stand-in too)."""
     other, whole, loose = noise(40_960, 1), noise(40_960, 2), noise(40_960, 3)
     gds.pin_device_tensor(other)
     gds.pin_device_tensor(whole)
@@ -148,7 +148,7 @@ def test_pieces_that_have_begun_keep_the_file_when_the_rest_cannot_begin(
         threads.submit(may_go_on.wait)
         file = cufile.open(str(path), writing=False)
         with pytest.raises(RuntimeError, match="no thread for 808 bytes at 8192"):
-            begin_pieces(threads, file, "read", back, back.data_ptr(), 0, stage)
+            begin_pieces(threads, file, "read", back, None, 0, stage)
         file.close()
         assert library.registered_files() == 1, "the piece that waits for the thread uses it"
         may_go_on.set()
