@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, DeviceError
-from swapper.io.registered import CUDA
+from swapper.io.registered import CudaRegistrar
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
 
@@ -130,11 +130,10 @@ class Device:
 
     def register(self, address: int, nbytes: int) -> str:
         """Register host memory. Returns "", or why it is not. For `swapper.io.registered.Registration` and its threads."""
-        with self._module.device(self.device):  # a thread begins with the first device, and would use memory there
-            return CUDA.register(address, nbytes)
+        return CudaRegistrar(self.device, self._module).register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        CUDA.unregister(address)
+        CudaRegistrar(self.device, self._module).unregister(address)
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:

@@ -56,38 +56,35 @@ class Memory(Protocol):
 
 
 class CudaRegistrar:
-    """CUDA's own registration, for all of its devices; ROCm's is the same.
+    """CUDA's own registration, which is for all of its devices; ROCm's is the same.
 
     Args:
-        runtime: torch's binding of CUDA's runtime, looked up when it is first needed.
+        device: by way of which it is done: a thread begins with the first one, and its calls would take memory there. None for
+            that one.
+        module: torch's for CUDA.
     """
 
-    def __init__(self, runtime: Any = None) -> None:
-        self._given = runtime
+    def __init__(self, device: torch.device | None = None, module: Any = torch.cuda) -> None:
+        self._device = device
+        self._module = module
 
     @property
     def can_register(self) -> bool:
-        return self._given is not None or torch.cuda.is_available()
-
-    @property
-    def _runtime(self) -> Any:
-        return self._given if self._given is not None else torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return bool(self._module.is_available())
 
     def register(self, address: int, nbytes: int) -> str:
-        status = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        with self._module.device(self._device):
+            status = int(self._module.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         return "" if status == 0 else f"CUDA does not register {nbytes} bytes of host memory: error {status}"
 
     def unregister(self, address: int) -> None:
-        status = int(self._runtime.cudaHostUnregister(address))
+        with self._module.device(self._device):
+            status = int(self._module.cudart().cudaHostUnregister(address))
         if status != 0:
             logger.warning("CUDA does not end the registration of host memory: error %d", status)
 
     def synchronize(self) -> None:
-        if self._given is None:
-            torch.cuda.synchronize()
-
-
-CUDA = CudaRegistrar()
+        self._module.synchronize(self._device)
 
 
 def slabs(offset: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int]]:

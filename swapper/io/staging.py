@@ -20,7 +20,7 @@ import torch
 from swapper import _C
 from swapper.errors import DeviceError, IoError, SwapperError
 from swapper.io.elements import copy_in, copy_out
-from swapper.io.registered import CUDA, Registrar, Registration, slabs
+from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
 SLOTS = 4
 SLOT_BYTES = 4 << 20
@@ -119,10 +119,12 @@ class StagedTransfer:
 class Staging:
     """The ring and its thread. `close` waits for what was submitted. CUDA learns of the slots with the first of its tensors."""
 
-    def __init__(self, registrar: Registrar = CUDA, device_type: str = "cuda") -> None:
+    def __init__(
+        self, registrar_of: Callable[[torch.device], Registrar] = CudaRegistrar, device_type: str = "cuda"
+    ) -> None:
         self._worker = ThreadPoolExecutor(1, "swapper-staging")
         self._slots: list[Slot] = []
-        self._registrar = registrar
+        self._registrar_of = registrar_of
         self._device_type = device_type
         self._registration: Registration | None = None
 
@@ -197,7 +199,8 @@ class Staging:
             starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
             self._slots = [Slot(self._arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
         if device.type == self._device_type and self._registration is None:
-            self._registration = Registration(self._registrar, self._arena, slabs(0, SLOTS * SLOT_BYTES, SLOT_BYTES))
+            parts = slabs(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
+            self._registration = Registration(self._registrar_of(device), self._arena, parts)
             self._registration.wait()
         return self._slots
 

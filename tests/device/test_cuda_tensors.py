@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swapper import _C, AioHandle, GdsFile, GdsHandle, checkpoint
-from swapper.io.registered import CUDA, Registration, slabs
+from swapper.io.registered import CudaRegistrar, Registration, slabs
 
 pytestmark = pytest.mark.gpu
 
@@ -107,7 +107,7 @@ def test_checkpoints_of_device_tensors_are_torchs(tmp_path: Path, is_pinned: boo
 def test_an_arena_is_registered_and_copied_from_at_once() -> None:
     nbytes = 8 << 20
     arena = _C.Arena(nbytes)
-    registration = Registration(CUDA, arena, slabs(0, nbytes, 4096))
+    registration = Registration(CudaRegistrar(), arena, slabs(0, nbytes, 4096))
     registration.wait()
     assert registration.describe() == "registered"
     memory = torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8)
@@ -126,7 +126,7 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind() -> None:
 
         def wait_taken(self, nbytes: int, /) -> None: ...
 
-    registration = Registration(CUDA, Nowhere(), [(0, 4096)])
+    registration = Registration(CudaRegistrar(), Nowhere(), [(0, 4096)])
     registration.wait()
     assert "error" in registration.describe()
     assert torch.ones(10, device="cuda").sum().item() == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -165,13 +166,33 @@ def test_memory_that_the_system_refuses_is_not_registered():
     registration.close()
 
 
-class Runtime:
-    """CUDA's runtime as torch binds it; `refused` registrations get an error."""
+DEVICE = torch.device("cuda:1")
+
+
+class Cuda:
+    """In place of torch.cuda, with CUDA's runtime as torch binds it; `refused` registrations get an error."""
 
     def __init__(self, refused=frozenset(), foreign=frozenset()):
         self.refused, self.foreign = refused, foreign
         self.registered = {}
         self.threads = set()
+        self.current = threading.local()
+
+    def is_available(self):
+        return True
+
+    def cudart(self):
+        assert getattr(self.current, "device", None) == DEVICE, "the first device would take memory"
+        return self
+
+    @contextmanager
+    def device(self, device):
+        self.current.device = device
+        yield
+        del self.current.device
+
+    def synchronize(self, device):
+        assert device == DEVICE
 
     def cudaHostRegister(self, address, nbytes, flags):
         self.threads.add(threading.current_thread())
@@ -187,8 +208,8 @@ class Runtime:
 
 
 def test_what_cuda_refuses_is_told_by_its_number_and_no_error_stays_in_the_users_thread(caplog):
-    runtime = Runtime(refused={Memory.address + SLAB_BYTES}, foreign={Memory.address})
-    registration = Registration(CudaRegistrar(runtime), Memory(), slabs(0, 3 * SLAB_BYTES, 4096))
+    runtime = Cuda(refused={Memory.address + SLAB_BYTES}, foreign={Memory.address})
+    registration = Registration(CudaRegistrar(DEVICE, runtime), Memory(), slabs(0, 3 * SLAB_BYTES, 4096))
     registration.wait()
     assert registration.describe() == f"CUDA does not register {SLAB_BYTES} bytes of host memory: error 712"
     assert len(runtime.registered) == 2
@@ -200,8 +221,8 @@ def test_what_cuda_refuses_is_told_by_its_number_and_no_error_stays_in_the_users
 
 
 def test_what_nobody_closes_is_forgotten_with_its_owner():
-    runtime = Runtime()
-    registration = Registration(CudaRegistrar(runtime), Memory(), slabs(0, SLAB_BYTES, 4096))
+    runtime = Cuda()
+    registration = Registration(CudaRegistrar(DEVICE, runtime), Memory(), slabs(0, SLAB_BYTES, 4096))
     registration.wait()
     assert len(runtime.registered) == 1
     del registration
@@ -209,8 +230,8 @@ def test_what_nobody_closes_is_forgotten_with_its_owner():
 
 
 def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_path):
-    runtime, engine = Runtime(), _C.Engine(backend="threads")
-    staging = Staging(CudaRegistrar(runtime), device_type="cpu")
+    runtime, engine = Cuda(), _C.Engine(backend="threads")
+    staging = Staging(lambda device: CudaRegistrar(DEVICE, runtime), device_type="cpu")
     file = _C.File(str(tmp_path / "x"), create=True)
 
     def move(offset, address, nbytes):

@@ -8,7 +8,7 @@ import torch
 
 from gpu.bench import Bench, Row, check_equal, ratio
 from swapper import _C
-from swapper.io.registered import CUDA, Registration, slabs
+from swapper.io.registered import CudaRegistrar, Registration, slabs
 
 UP, DOWN = "arena -> device", "device -> arena"
 BAR = 0.95
@@ -22,7 +22,7 @@ def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
 def arena_copies(bench: Bench) -> Iterator[Row]:
     nbytes = bench.size(1 << 30, 1 << 20)
     arena = _C.Arena(nbytes)
-    registration = Registration(CUDA, arena, slabs(0, nbytes, nbytes))  # one slab: the copy is one
+    registration = Registration(CudaRegistrar(), arena, slabs(0, nbytes, nbytes))  # one slab: the copy is one
     registration.wait()
     if not bench.is_rehearsal and registration.describe() != "registered":
         reason = registration.describe()
