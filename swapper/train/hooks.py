@@ -8,6 +8,8 @@ run leases the groups again.
 Autograd runs the nodes that are ready in decreasing order of creation, so when the backward of a call begins, every node
 created after that call's end has run: the leases of all calls that *started* after it *ended* can go. This holds for frozen
 parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and keeps its lease).
+A tensor that a call was given and returns is not its own: it was made before, and its gradient comes when the call is long done
+with (T5's layers all return the position bias that the first one makes).
 Counting gradients instead would let a frozen weight go that a later node still multiplies with. What is left goes when the
 backward is over.
 """
@@ -35,7 +37,7 @@ from swapper.train.updates import Updates
 class Call:
     """One forward of one unit, and what it leases."""
 
-    __slots__ = ("backward_task", "end", "groups", "start", "unit", "use")
+    __slots__ = ("backward_task", "end", "given", "groups", "start", "unit", "use")
 
     def __init__(self, unit: Unit, groups: list[GroupParameters], start: int) -> None:
         self.unit = unit
@@ -44,6 +46,7 @@ class Call:
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
         self.use = -1  # see Uses
+        self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
 
     @property
     def group_indices(self) -> list[int]:
@@ -102,7 +105,7 @@ class Hooks:
                 if parameter is not None and id(parameter) in needed
             ]
             before, after = OwnHook(self._before_forward(unit)), OwnHook(self._after_forward(unit))
-            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(unit.module.register_forward_hook(after, always_call=True))
 
     def remove(self) -> None:
@@ -143,7 +146,7 @@ class Hooks:
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._check_usable()
             self._check_members(unit, module)
             if self._is_stale(unit):
@@ -159,6 +162,8 @@ class Hooks:
                 self.check_inputs(module, args)
                 self._enter_phase("forward")
             call = Call(unit, [], self._tick())
+            if torch.is_grad_enabled():
+                call.given = [tensor.grad_fn for tensor in tensors_of((args, kwargs))[0] if tensor.grad_fn is not None]
             self._forward.append(call)
             for index in unit.groups:
                 self._groups[index].lease()
@@ -181,6 +186,7 @@ class Hooks:
                 if output is not None and not self._homes and not self._forward:
                     self._check_at_backward(output)
             finally:
+                call.given = []
                 self._release(call)
                 if not self._forward and not _in_backward():
                     self._enter_phase("between")
@@ -212,7 +218,8 @@ class Hooks:
         changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
         if followed and torch.is_grad_enabled():
             watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
-            for tensor in watched:
+            own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
+            for tensor in own or watched:
                 tensor.register_hook(OwnHook(self._before_backward(call)))  # type: ignore[no-untyped-call]
             if not watched and any(p.requires_grad for group in call.groups for p in group.parameters):
                 held = Call(call.unit, list(call.groups), call.start)

@@ -111,6 +111,29 @@ class Net(nn.Module):
         return self.head(self.norm(hidden_of(hidden)))
 
 
+class Biased(Net):
+    """Its blocks all return, beside their own result, the bias that the first one has made: that is no other's own (as in T5)."""
+
+    class Block(Block):
+        def __init__(self, makes_bias: bool) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(WIDTH) * 0.1) if makes_bias else None
+
+        def forward(self, value: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+            bias = self.bias.tanh() if bias is None else bias
+            return super().forward(value) + bias, bias
+
+    def __init__(self, depth: int = 10) -> None:
+        super().__init__(depth=0)
+        self.blocks.extend(Biased.Block(makes_bias=number == 0) for number in range(depth))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden, bias = self.embedding(tokens) + self.position(tokens.shape[1]), None
+        for block in self.blocks:
+            hidden, bias = block(hidden, bias=bias)
+        return self.head(self.norm(hidden))
+
+
 class Halves(nn.Module):
     """Of its layers a forward uses one half, 0 or 1."""
 

@@ -17,6 +17,7 @@ import swapper
 from e2e.models import (
     VOCABULARY,
     WIDTH,
+    Biased,
     Block,
     Net,
     Output,
@@ -41,6 +42,16 @@ WRAPPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 def test_outputs_of_any_structure_are_found(twins: MakeTwins, kind: str) -> None:
     pair = twins(Net(make_block=partial(Block, WRAPPERS[kind])))
     pair.train(train_step, steps=4)
+    pair.finish()
+
+
+def test_what_a_module_was_given_and_returns_brings_it_no_second_time(twins: MakeTwins) -> None:
+    pair = twins(Biased())
+    pair.train(train_step, steps=2)
+    before = pair.manager.counters.read_bytes["param"]
+    pair.train(train_step, steps=3)
+    read = (pair.manager.counters.read_bytes["param"] - before) / 3
+    assert read == pytest.approx(pair.manager.current.run.plan.traffic.read_bytes["param"], rel=0.1)
     pair.finish()
 
 

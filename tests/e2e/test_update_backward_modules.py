@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from e2e.early import train
-from e2e.models import WIDTH, Net, finish_step, train_step
+from e2e.models import WIDTH, Biased, Net, finish_step, train_step
 from e2e.twins import Twins
 
 pytestmark = pytest.mark.large_table
@@ -133,6 +133,7 @@ WAYS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "segments of several modules": (lambda: Segments(depth=6), 4),
     "nested, reentrant": (lambda: Nested(True), 2),
     "nested": (lambda: Nested(False), 4),
+    "blocks that pass on what the first has made": (lambda: Biased(depth=5), 4),
 }
 
 
