@@ -27,6 +27,7 @@ from swapper.core.heap import note_used
 from swapper.core.schedule import Access
 from swapper.errors import StateError
 from swapper.interrupts import held_back
+from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
@@ -163,7 +164,7 @@ class Hooks:
                 self._enter_phase("forward")
             call = Call(unit, [], self._tick())
             if torch.is_grad_enabled():
-                call.given = [tensor.grad_fn for tensor in tensors_of((args, kwargs))[0] if tensor.grad_fn is not None]
+                call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
             self._forward.append(call)
             for index in unit.groups:
                 self._groups[index].lease()
