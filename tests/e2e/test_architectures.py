@@ -54,6 +54,13 @@ def combinations(shift: int = 0) -> list[Any]:
     return everything[::7]
 
 
+def deep() -> list[Any]:
+    updates = ("backward", "deferred", "step")
+    if os.environ.get("SWAPPER_TEST_ALL"):
+        return list(itertools.product(MODELS, updates))
+    return list(zip(MODELS, itertools.cycle(updates)))
+
+
 def make_pair(
     twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, checkpointing: bool | None, **options: Any
 ) -> Twins:
@@ -114,4 +121,25 @@ def test_training_with_updates_during_backward_is_bit_equal(
 
     pair.train(step, steps=3)
     assert min(early) > 0
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize(("model", "update"), deep())
+def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, update: str) -> None:
+    """Whatever its modules hand on to each other, no parameters come more often than they are used."""
+    make, loss_of = MODELS[model]
+    pair = twins(make(Size(layers=8)).train(), update=update, room_bytes=1 << 19)
+
+    def step(net: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_of(net)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    pair.train(step, steps=2)
+    before = pair.manager.counters.read_bytes["param"]
+    pair.train(step, steps=3)
+    read = (pair.manager.counters.read_bytes["param"] - before) / 3
+    assert read <= 1.1 * pair.manager.current.run.plan.traffic.read_bytes["param"]
     pair.finish(paged=False)
