@@ -8,6 +8,9 @@ cycle at the end of the step.
 [Note: before its turn] Where several things go on at one time, as copies to an accelerator beside updates, who of them comes first
 is another in each step. With a `tolerance` an access that comes before its turn is no departure: the place stays what it is, and
 the turn is left out when it comes. A step with nothing else in it teaches nothing: the next one would have another order again.
+
+[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step. So a step that only leaves
+something out teaches nothing, unless the next one is the same: what did not come is passed over, and read ahead where it comes.
 """
 
 from __future__ import annotations
@@ -54,6 +57,7 @@ class Schedule:
         self._position = 0
         self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
+        self._shorter: list[Access] = []  # the last step that left a part of the cycle out
         self._install(cycle)
 
     @property
@@ -111,9 +115,17 @@ class Schedule:
                 return False
             recorded = list(self._cycle)
         elif not recorded or recorded == list(self._cycle) or in_order:
+            self._shorter = []
             return False
+        elif self._leaves_out(recorded) and recorded != self._shorter:
+            self._shorter, recorded = recorded, list(self._cycle)
         self._install(recorded)
         return True
+
+    def _leaves_out(self, recorded: Sequence[Access]) -> bool:
+        """Whether what was recorded is the cycle without some of its accesses."""
+        expected = iter(self._cycle)
+        return all(access in expected for access in recorded)
 
     def follow(self, cycle: Sequence[Access]) -> None:
         """Expect `cycle` from here on, whatever was recorded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +132,22 @@ class Biased(Net):
         hidden, bias = self.embedding(tokens) + self.position(tokens.shape[1]), None
         for block in self.blocks:
             hidden, bias = block(hidden, bias=bias)
+        return self.head(self.norm(hidden))
+
+
+class Dropping(Net):
+    """Each forward leaves out a few blocks by chance, as models do that are trained with layerdrop."""
+
+    def __init__(self, depth: int, seed: int = 0) -> None:
+        super().__init__(depth)
+        self.chance = random.Random(seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        left_out = set(self.chance.sample(range(len(self.blocks)), k=self.chance.randint(0, 2)))
+        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
+        for number, block in enumerate(self.blocks):
+            if number not in left_out:
+                hidden = block(hidden)
         return self.head(self.norm(hidden))
 
 

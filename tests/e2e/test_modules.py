@@ -19,6 +19,7 @@ from e2e.models import (
     WIDTH,
     Biased,
     Block,
+    Dropping,
     Net,
     Output,
     finish_step,
@@ -53,6 +54,18 @@ def test_what_a_module_was_given_and_returns_brings_it_no_second_time(twins: Mak
     read = (pair.manager.counters.read_bytes["param"] - before) / 3
     assert read == pytest.approx(pair.manager.current.run.plan.traffic.read_bytes["param"], rel=0.1)
     pair.finish()
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_blocks_left_out_by_chance_are_expected_still(twins: MakeTwins, update: str) -> None:
+    """What comes is read ahead, and nothing twice: what a step leaves out says nothing of the next one."""
+    pair = twins(Dropping(depth=12), update=update, room_bytes=4 << 20)
+    pair.train(train_step, steps=2)
+    before = pair.manager.counters.read_bytes["param"]
+    pair.train(train_step, steps=10)
+    read = (pair.manager.counters.read_bytes["param"] - before) / 10
+    assert read <= 1.05 * pair.manager.current.run.plan.traffic.read_bytes["param"]
+    pair.finish(paged=False)
 
 
 def test_tied_weights_are_one(twins: MakeTwins) -> None:

@@ -109,9 +109,10 @@ def test_what_was_put_off_is_written_when_the_run_takes_another_way():
 def test_pages_of_a_new_order_are_asked_for_as_soon_as_it_is_known():
     cycle = [use(index, index) for index in range(8)]
     run = make(8, 4, tuple(cycle), EAGER)
-    pass_over(run, cycle[4:])
-    assert {4, 5, 6}.isdisjoint(in_memory(run))
-    run.pager.end_step()
+    for _ in range(2):  # once it may be chance that the others did not come
+        assert not {4, 5, 6} <= in_memory(run)
+        pass_over(run, cycle[4:])
+        run.pager.end_step()
     assert {4, 5, 6} <= in_memory(run)
 
 
