@@ -7,6 +7,7 @@ other: by the end of its interpreter.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
-import torch._dynamo
 
 import swapper
 from e2e import twins
@@ -25,6 +25,8 @@ __all__ = ["swapper", "torch", "twins"]
 
 def serve() -> list[str]:
     """Return, in a forked process, what it is to run; ends this one when nothing more comes."""
+    gc.freeze()  # what is there now is neither looked through nor copied by the forked ones
+    importlib.import_module("torch._dynamo")  # every optimizer does; and Triton tells of what a frozen one would leave
     answers = os.dup(1)
     while line := sys.stdin.readline():
         order = json.loads(line)
