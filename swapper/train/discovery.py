@@ -17,6 +17,9 @@ AdamW, Adam and Adagrad. All others are updated whole there.
 
 [Note: shapes of state] A tensor of state has its shape by the parameter's: each of its dimensions is one of the parameter's or a
 constant (Adafactor's factors). Which, is read off two tensors all of whose dimensions have different sizes.
+
+[Note: tried once] What a class of torch's own does follows from its settings: one trial of them serves all of its instances. What
+anybody else's does may depend on the instance, and each has trials of its own.
 """
 
 from __future__ import annotations
@@ -52,6 +55,9 @@ CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
 """[Note: bf16 and fp16]"""
 
 PLAIN = (int, float, bool, str, type(None))
+
+_of_torch: dict[Any, StateForm] = {}
+"""[Note: tried once]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,8 @@ class Discovery:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._forms: dict[Any, StateForm] = {}
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        self._forms: dict[Any, StateForm] = _of_torch if is_of_torch else {}
 
     def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
@@ -110,8 +117,13 @@ class Discovery:
             UnsupportedError: the optimizer cannot be paged; says why.
         """
         group = self._optimizer.param_groups[settings]
-        chosen = sorted((key, repr(value)) for key, value in group.items() if key not in {"params", NAMES, *LR_NAMES})
-        key = (tuple(chosen), dtype, ndim)
+        chosen = sorted(
+            (key, type(value).__name__ if key in LR_NAMES else repr(value))
+            for key, value in group.items()
+            if key not in {"params", NAMES}
+        )
+        optimizer = self._optimizer
+        key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim)
         if key not in self._forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")

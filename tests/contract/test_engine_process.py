@@ -180,20 +180,20 @@ def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_pyth
         from swapper import _C
         directory, *backends = sys.argv[1:]
         for backend in backends:
-            arena = _C.Arena(64 << 20, lock=False)
+            arena = _C.Arena(16 << 20, lock=False)
             engine = _C.Engine(backend=backend, arena=arena)
             file = _C.File(os.path.join(directory, backend), create=True)
-            memory = torch.frombuffer(arena.view(0, 64 << 20), dtype=torch.uint8)
-            memory[: 32 << 20].random_()
-            engine.write(file, 0, arena.address, 32 << 20).wait()
-            for _ in range(5):
-                memory[32 << 20 :].zero_()
-                tickets = [engine.read(file, n << 20, arena.address + (32 + n << 20), 1 << 20) for n in range(32)]
+            memory = torch.frombuffer(arena.view(0, 16 << 20), dtype=torch.uint8)
+            memory[: 8 << 20].random_()
+            engine.write(file, 0, arena.address, 8 << 20).wait()
+            for _ in range(2):
+                memory[8 << 20 :].zero_()
+                tickets = [engine.read(file, n << 20, arena.address + (8 + n << 20), 1 << 20) for n in range(8)]
                 loader = DataLoader(range(64), batch_size=8, num_workers=2, multiprocessing_context="fork")
                 assert sum(int(batch.sum()) for batch in loader) == 2016
                 for ticket in tickets:
                     ticket.wait()
-                assert torch.equal(memory[: 32 << 20], memory[32 << 20 :])
+                assert torch.equal(memory[: 8 << 20], memory[8 << 20 :])
             print(backend, "ok", flush=True)
         """,
         tmp_path,
@@ -211,7 +211,7 @@ def test_an_engine_left_open_finishes_its_writes_at_exit(
         import os, sys
         from swapper import _C
         backend, directory = sys.argv[1:]
-        arena = _C.Arena(32 << 20, lock=False)
+        arena = _C.Arena(8 << 20, lock=False)
         memoryview(arena.view(0, arena.nbytes))[:] = b"x" * arena.nbytes
         keep_cycle = []
         keep_cycle.append(keep_cycle)
@@ -219,14 +219,14 @@ def test_an_engine_left_open_finishes_its_writes_at_exit(
         view = arena.view(0, 1)
         engine = _C.Engine(backend=backend, piece_bytes=4096)
         file = _C.File(os.path.join(directory, "file"), create=True)
-        tickets = [engine.write(file, n << 20, address + (n << 20), 1 << 20, checksum=True) for n in range(32)]
+        tickets = [engine.write(file, n << 20, address + (n << 20), 1 << 20, checksum=True) for n in range(8)]
         {ending}
         """,
         backend,
         tmp_path,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "file").read_bytes() == b"x" * (32 * MIB)
+    assert (tmp_path / "file").read_bytes() == b"x" * (8 * MIB)
 
 
 def test_a_dropped_engine_finishes_its_operations(

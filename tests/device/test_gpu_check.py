@@ -29,37 +29,50 @@ def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
     assert (ran.returncode, "there is no CUDA device" in ran.stdout) == (3, True), ran.stderr
 
 
-def test_a_rehearsal_gives_every_figure_marked_as_one(tmp_path: Path) -> None:
+def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All measurements in one process, which the tool would give one each."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    out = tmp_path / "out"
-    out.mkdir()
-    ran = gpu_check("--rehearse", "--no-build", "--directory", tmp_path, "--json", tmp_path / "x.json", OUT=str(out))
+    monkeypatch.syspath_prepend(str(TOOL.parent))
+    from gpu.figures import FIGURES
+
+    ran = gpu_check("--rehearse", "--directory", tmp_path, "--measure", *FIGURES, TRITON_INTERPRET="1")
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    report: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
-    assert report == json.loads((out / "gpu_check.json").read_text())
-    assert report["rehearsal"] and "REHEARSAL" in ran.stdout and "MET" not in ran.stdout
-    assert {"GPU", "CPU", "drive", "versions"} <= set(report["hardware"])
-    if torch.cuda.is_available():
-        return  # what is skipped and what cannot be measured is another matter there
-    status = {row["figure"]: row["status"] for row in report["rows"]}
-    unmeasured = {figure for figure, found in status.items() if found != "rehearsed"}
-    assert unmeasured == {"drive -> device, GdsHandle", "device -> drive, GdsHandle"}
-    assert {status[figure] for figure in unmeasured} == {"open"} and len(status) == 42
-    tests = next(row for row in report["rows"] if row["figure"] == "tests that need a GPU")
-    assert "skipped" in tests["number"]
-    assert sorted(tmp_path.iterdir()) == [out, tmp_path / "x.json"], "something was left on the drive"
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    promised = [name for figures in FIGURES.values() for name in figures.names]
+    assert len(rows) == len(promised) == 41
+    assert all(any(row["figure"].startswith(name) for row in rows) for name in promised)
+    if not torch.cuda.is_available():  # what cannot be measured is another matter there
+        unmeasured = {row["figure"]: row["is_open"] for row in rows if not row["number"]}
+        assert unmeasured == {"drive -> device, GdsHandle": True, "device -> drive, GdsHandle": True}
+    assert list(tmp_path.iterdir()) == [], "something was left on the drive"
 
 
-def test_a_measurement_that_fails_is_told_and_costs_no_other(tmp_path: Path) -> None:
-    stub = tmp_path / "triton"
-    stub.mkdir()
+def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path: Path) -> None:
+    """And a measurement that fails is told, and costs no other."""
+    stub, out, drive = tmp_path / "triton", tmp_path / "out", tmp_path / "drive"
+    for directory in (stub, out, drive):
+        directory.mkdir()
     (stub / "__init__.py").write_text("raise ImportError('not on this machine', name='triton')")
     ran = gpu_check(
-        *("--rehearse", "--no-build", "--directory", tmp_path, "--only", "norm", "copies"), PYTHONPATH=str(tmp_path)
+        *("--rehearse", "--no-build", "--directory", drive, "--json", tmp_path / "x.json"),
+        *("--only", "tests", "norm", "copies"),
+        PYTHONPATH=str(tmp_path),
+        OUT=str(out),
     )
     assert ran.returncode == 1
     assert "gradient norm and overflow: FAILED: swapper.errors.UnsupportedError" in ran.stdout
     assert "arena -> device: " in ran.stdout and "1 FAILED" in ran.stdout
+    report: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
+    assert report == json.loads((out / "gpu_check.json").read_text())
+    assert report["rehearsal"] and "REHEARSAL" in ran.stdout and "MET" not in ran.stdout
+    assert {"GPU", "CPU", "drive", "versions"} <= set(report["hardware"])
+    status = {row["figure"]: row["status"] for row in report["rows"]}
+    tests, norm, *copies = status
+    assert (tests, norm, len(copies)) == ("tests that need a GPU", "gradient norm and overflow", 2)
+    assert status == {tests: "rehearsed", norm: "FAILED", **dict.fromkeys(copies, "rehearsed")}
+    if not torch.cuda.is_available():
+        assert "skipped" in report["rows"][0]["number"]
+    assert list(drive.iterdir()) == [], "something was left on the drive"
 
 
 def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> None:

@@ -89,12 +89,13 @@ class Shapes(nn.Module):
     def __init__(self, dtype: torch.dtype, only_matrices: bool) -> None:
         super().__init__()
         shapes = [(512, 448), (2000,), (64, 32, 3, 3), (513, 257), (), (1,), (37, 5, 7), *[(448, 512)] * 4]
+        if only_matrices:  # Muon, whose products have the square of the shorter side in them
+            shapes = [(2048, 64), (513, 57), *[(64, 2048)] * 4]
         self.layers = nn.ModuleList()
         for shape in shapes:
-            if len(shape) == 2 or not only_matrices:
-                layer = nn.Module()  # a group of its own
-                layer.weight = nn.Parameter((torch.randn(shape) * 0.1).to(dtype))
-                self.layers.append(layer)
+            layer = nn.Module()  # a group of its own
+            layer.weight = nn.Parameter((torch.randn(shape) * 0.1).to(dtype))
+            self.layers.append(layer)
 
 
 NOISE = torch.randn(1 << 19, generator=torch.Generator().manual_seed(1))

@@ -117,6 +117,7 @@ def lent_pages(manager: swapper.SwapManager) -> int:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_training_is_that_of_plain_torch_and_the_directory_has_nothing_of_the_base(

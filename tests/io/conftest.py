@@ -5,12 +5,20 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from e2e import processes
 
 from swapper import AioHandle
+
+
+@pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """As in all tests, with torch imported already."""
+    return lambda script, *arguments: processes.run_python("-c", textwrap.dedent(script), *arguments)
 
 
 @pytest.fixture(params=["uring", "threads"])

@@ -26,7 +26,7 @@ from swapper.cli.plain import PlainTraining
 from swapper.errors import DirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ["--parameters", "2M", "--steps", "4", "--batch", "2", "--context", "32", "--budget", "64MB"]
+SMALL = ["--parameters", "1M", "--steps", "4", "--batch", "1", "--context", "16", "--budget", "64MB"]
 SMALL += ["--drive-seconds", "0.05"]
 
 # On a busy machine, threads that wait for each other in every kernel take minutes for a model this small.

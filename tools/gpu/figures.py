@@ -37,5 +37,6 @@ FIGURES: dict[str, Figures] = {
     "gdsfile": Figures(drive.by_gds_file, drive.FILE, 45),
     "checkpoints": Figures(checkpoints.saves_and_loads, (*checkpoints.SAVES, *checkpoints.LOADS), 60),
 }
-"""In the order of what must not be lost when time runs out."""
-TESTS_BEFORE, TESTS_S = "norm", 150
+TESTS, TESTS_BEFORE, TESTS_S = "tests", "norm", 150
+ORDER = [name for before in FIGURES for name in ((TESTS, before) if before == TESTS_BEFORE else (before,))]
+"""Of what must not be lost when time runs out."""

@@ -26,7 +26,7 @@ BY_KERNEL = "update of streamed state by the kernel, of the link"
 
 
 def placed(bench: Bench) -> Iterator[Row]:
-    layers, width = bench.size(8, 2), bench.size(1536, 64)
+    layers, width = bench.size(8, 2), bench.size(1536, 32)
     value = torch.randn(bench.size(4, 1), bench.size(1024, 16), width, dtype=torch.bfloat16, device=bench.device)
     microbatches, plain_s = plain_step(bench, layers, width, value, SHORT_STEP_S)
     with tempfile.TemporaryDirectory(dir=bench.directory) as place:

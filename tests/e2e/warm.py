@@ -1,0 +1,63 @@
+"""A process that has imported what tests' processes begin with, and forks each: most of them would import longer than they run.
+
+What it is told is in a line of its input: the arguments of Python, and files for output and errors. It answers with the number of
+the forked process, and with its exit code when it has ended. The forked one runs the program as its `__main__` and ends as any
+other: by the end of its interpreter.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+import swapper
+from e2e import twins
+
+__all__ = ["swapper", "torch", "twins"]
+
+
+def serve() -> list[str]:
+    """Return, in a forked process, what it is to run; ends this one when nothing more comes."""
+    gc.freeze()  # what is there now is neither looked through nor copied by the forked ones
+    importlib.import_module("torch._dynamo")  # every optimizer does; and Triton tells of what a frozen one would leave
+    answers = os.dup(1)
+    while line := sys.stdin.readline():
+        order = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os.close(answers)
+            for descriptor, path in enumerate((os.devnull, order["output"], order["errors"])):
+                opened = os.open(path, os.O_RDWR)
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            arguments: list[str] = order["arguments"]
+            return arguments
+        os.write(answers, b"%d\n" % child)
+        _, status = os.waitpid(child, 0)
+        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
+    raise SystemExit
+
+
+def execute(arguments: list[str]) -> None:
+    """Do what `python ARGUMENTS` does, of -c, -m and a file."""
+    first, *rest = arguments
+    main = ModuleType("__main__")
+    if first == "-c":
+        name, code = "<string>", rest.pop(0)
+    else:
+        spec = importlib.util.find_spec(rest.pop(0)) if first == "-m" else None
+        name = str(first if spec is None else spec.origin)
+        main.__file__, code = name, Path(name).read_text()
+    sys.argv, sys.modules["__main__"] = [name, *rest], main
+    exec(compile(code, name, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    execute(serve())
