@@ -18,8 +18,8 @@ AdamW, Adam and Adagrad. All others are updated whole there.
 [Note: shapes of state] A tensor of state has its shape by the parameter's: each of its dimensions is one of the parameter's or a
 constant (Adafactor's factors). Which, is read off two tensors all of whose dimensions have different sizes.
 
-[Note: tried once] What a class of torch's own does follows from its settings: one trial of them serves all of its instances. What
-anybody else's does may depend on the instance, and each has trials of its own.
+[Note: tried once] What a class of torch's own does follows from its settings, and from torch's default dtype (counters): one trial
+of them serves all of its instances. What anybody else's does may depend on the instance, and each has trials of its own.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Discovery:
             if key not in {"params", NAMES}
         )
         optimizer = self._optimizer
-        key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim)
+        key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype())
         if key not in self._forms:
             if ndim >= len(SHAPES):
                 raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
