@@ -1,9 +1,10 @@
 """Which parameters are used together. Pure: looks at a module tree, changes nothing.
 
 A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a
-ModuleList or Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree;
-elsewhere each module is a unit with its own direct parameters. A *group* holds the parameters that a unit is the first to
-need; small neighbours share one. A tied parameter belongs to the first unit that needs it, and the others lease that group too.
+ModuleList or Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree,
+unless it has no forward: nobody calls a list in a list (PoolFormer's stages). Elsewhere each module is a unit with its own
+direct parameters. A *group* holds the parameters that a unit is the first to need; small neighbours share one. A tied
+parameter belongs to the first unit that needs it, and the others lease that group too.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, lis
     )
     for child_name, child in module.named_children():
         name = f"{prefix}.{child_name}" if prefix else child_name
-        if repeats:
+        if repeats and type(child).forward is not nn.Module.forward:
             subtree = list(child.parameters())
             if subtree:
                 yield name, child, subtree, True

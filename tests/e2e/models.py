@@ -135,6 +135,22 @@ class Biased(Net):
         return self.head(self.norm(hidden))
 
 
+class Staged(Net):
+    """Its blocks are in lists in a list, as those of PoolFormer."""
+
+    def __init__(self, depth: int = 10) -> None:
+        super().__init__(depth)
+        blocks = list(self.blocks)
+        self.blocks = nn.ModuleList(nn.ModuleList(blocks[n : n + 5]) for n in range(0, depth, 5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
+        for stage in self.blocks:
+            for block in stage:
+                hidden = block(hidden)
+        return self.head(self.norm(hidden))
+
+
 class Dropping(Net):
     """Each forward leaves out a few blocks by chance, as models do that are trained with layerdrop."""
 

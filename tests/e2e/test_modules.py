@@ -22,6 +22,7 @@ from e2e.models import (
     Dropping,
     Net,
     Output,
+    Staged,
     finish_step,
     hidden_of,
     loss_of,
@@ -46,8 +47,9 @@ def test_outputs_of_any_structure_are_found(twins: MakeTwins, kind: str) -> None
     pair.finish()
 
 
-def test_what_a_module_was_given_and_returns_brings_it_no_second_time(twins: MakeTwins) -> None:
-    pair = twins(Biased())
+@pytest.mark.parametrize("make", [Staged, Biased])
+def test_parameters_come_when_their_module_runs_and_not_again(twins: MakeTwins, make: Callable[[], nn.Module]) -> None:
+    pair = twins(make())
     pair.train(train_step, steps=2)
     before = pair.manager.counters.read_bytes["param"]
     pair.train(train_step, steps=3)

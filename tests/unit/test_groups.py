@@ -23,6 +23,8 @@ class Leaf(nn.Module):
         for number, nbytes in enumerate(sizes):
             self.register_parameter(f"w{number}", nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), False))
 
+    def forward(self) -> None: ...
+
 
 class OtherLeaf(Leaf):
     pass
@@ -37,6 +39,8 @@ class Branch(nn.Module):
             self.add_module(f"c{number}", child)
         for number, nbytes in enumerate(sizes):
             self.register_parameter(f"w{number}", nn.Parameter(torch.empty(nbytes, dtype=torch.uint8), False))
+
+    def forward(self) -> None: ...
 
 
 sizes = st.lists(st.one_of(st.just(1), st.integers(1, 700 * KIB)), max_size=3)
@@ -82,10 +86,11 @@ def repeats(module: nn.Module) -> bool:
 
 
 def list_children(model: nn.Module) -> list[nn.Module]:
-    """The outermost children of lists of like children."""
+    """The outermost children of lists of like children, without those that are lists themselves."""
     found: list[nn.Module] = []
     for child in model.children():
-        found += [child] if repeats(model) else list_children(child)
+        is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        found += [child] if repeats(model) and is_called else list_children(child)
     return found
 
 
@@ -232,3 +237,11 @@ def test_the_largest_working_set_is_a_unit_with_all_the_units_around_it(model, r
     found, where = largest_working_set(units, pages)
     assert found == worst
     assert not groups or any(unit.name == where for unit in units)
+
+
+def test_lists_in_a_list_are_no_units_but_what_is_in_them() -> None:
+    """Nobody calls a list: what it has would be brought when it is touched, and kept to the end."""
+    stages = [nn.ModuleList([Leaf(KIB), Leaf(KIB)]), nn.ModuleList([Leaf(KIB), Leaf(KIB)])]
+    groups, units = partition(Branch([nn.ModuleList(stages)]))
+    assert [unit.name for unit in units] == ["", "c0.0.0", "c0.0.1", "c0.1.0", "c0.1.1"]
+    assert [group.name for group in groups] == ["c0.0.0", "c0.0.1", "c0.1.0", "c0.1.1"]
