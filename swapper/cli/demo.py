@@ -55,7 +55,10 @@ def demo(
     parameters: Annotated[str, typer.Option(help='Size of the model: "100M".')] = "100M",
     batch: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 2,
     context: Annotated[int, typer.Option(min=8, help="Bytes in a sequence.")] = 128,
-    precision: Annotated[str, typer.Option(help="bf16 (with fp32 master weights) or fp32.")] = "bf16",
+    precision: Annotated[
+        str | None,
+        typer.Option(help="bf16 (with fp32 master weights) or fp32. [default: bf16 where the processor is fast at it]"),
+    ] = None,
     snapshot: Annotated[Path | None, typer.Option(help="Keep the snapshot under this name.")] = None,
     drive_seconds: Annotated[float, typer.Option(min=0.05, help="Time for each measurement of the drive.")] = 1.0,
 ) -> None:
@@ -84,11 +87,19 @@ def demo(
 
 
 def _make_task(
-    steps: int, parameters: int, batch: int, context: int, precision: str, budget: str | None, drive_seconds: float
+    steps: int,
+    parameters: int,
+    batch: int,
+    context: int,
+    precision: str | None,
+    budget: str | None,
+    drive_seconds: float,
 ) -> DemoTask:
     from swapper.cli.demo_run import DemoTask
     from swapper.cli.gpt import GptConfig
 
+    if precision is None:
+        precision = "bf16" if _is_fast_at_bf16() else "fp32"
     if precision not in ("bf16", "fp32"):
         raise ConfigError(f"--precision {precision} is not known: use bf16 or fp32")
     masters = precision == "bf16"
@@ -97,6 +108,14 @@ def _make_task(
     default_bytes = DemoTask.state_bytes_of(config, masters) // (4 if masters else 2)
     budget_bytes = parse_bytes(budget, "--budget") if budget else default_bytes
     return DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
+
+
+def _is_fast_at_bf16() -> bool:
+    """Whether torch multiplies bf16 by the processor's wide instructions: without them a step takes minutes, not seconds."""
+    import torch
+
+    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # none in a torch without oneDNN
+    return is_fast is not None and bool(is_fast())
 
 
 def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
