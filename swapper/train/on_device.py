@@ -79,7 +79,6 @@ class OnDevice:
         tier: has the images.
         downloads: bring gradients down, and what was changed on the device.
         order: of the streams that gradients come on, and those that use them.
-        kept_gradients: groups whose gradients stay.
 
     Raises:
         BudgetError: with what other runs have of the device it is more than there is.
@@ -102,7 +101,6 @@ class OnDevice:
         _check_others(budget)
         self.host = host
         self._staying = placement.staying
-        self.kept_gradients = placement.gradients
         self._pager = pager
         self._uploads = Uploads(device, pager, host.of, counters)
         self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, goes_round=False)

@@ -19,6 +19,7 @@ from torch import nn
 from e2e import third_party
 from e2e.architectures import MODELS, Size
 from e2e.early import updated_early
+from e2e.models import finish_step
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -130,16 +131,6 @@ def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, updat
     make, loss_of = MODELS[model]
     pair = twins(make(Size(layers=8)).train(), update=update, room_bytes=1 << 19)
 
-    def step(net: Any, optimizer: Any) -> torch.Tensor:
-        loss = loss_of(net)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    pair.train(step, steps=2)
-    before = pair.manager.counters.read_bytes["param"]
-    pair.train(step, steps=3)
-    read = (pair.manager.counters.read_bytes["param"] - before) / 3
+    read = pair.read_bytes_a_step(lambda net, optimizer: finish_step(loss_of(net), optimizer), steps=3)
     assert read <= 1.1 * pair.manager.current.run.plan.traffic.read_bytes["param"]
     pair.finish(paged=False)

@@ -18,6 +18,7 @@ import transformers as hf
 from torch import nn
 from transformers.models.auto import modeling_auto as auto
 
+from e2e.models import finish_step
 from e2e.twins import Twins
 
 MakeTwins = Callable[..., Twins]
@@ -131,12 +132,5 @@ def test_training_is_bit_equal_within_the_smallest_budget(twins: MakeTwins, name
     check_plain(model)
     pair = twins(model, update=update, room_bytes=1 << 19)
 
-    def step(net: Any, optimizer: Any) -> torch.Tensor:
-        loss = loss_of(net)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    pair.train(step, steps=3)
+    pair.train(lambda net, optimizer: finish_step(loss_of(net), optimizer), steps=3)
     pair.finish(paged=False)

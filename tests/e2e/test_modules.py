@@ -50,10 +50,7 @@ def test_outputs_of_any_structure_are_found(twins: MakeTwins, kind: str) -> None
 @pytest.mark.parametrize("make", [Staged, Biased])
 def test_parameters_come_when_their_module_runs_and_not_again(twins: MakeTwins, make: Callable[[], nn.Module]) -> None:
     pair = twins(make())
-    pair.train(train_step, steps=2)
-    before = pair.manager.counters.read_bytes["param"]
-    pair.train(train_step, steps=3)
-    read = (pair.manager.counters.read_bytes["param"] - before) / 3
+    read = pair.read_bytes_a_step(train_step, steps=3)
     assert read == pytest.approx(pair.manager.current.run.plan.traffic.read_bytes["param"], rel=0.1)
     pair.finish()
 
@@ -62,10 +59,7 @@ def test_parameters_come_when_their_module_runs_and_not_again(twins: MakeTwins, 
 def test_blocks_left_out_by_chance_are_expected_still(twins: MakeTwins, update: str) -> None:
     """What comes is read ahead, and nothing twice: what a step leaves out says nothing of the next one."""
     pair = twins(Dropping(depth=12), update=update, room_bytes=4 << 20)
-    pair.train(train_step, steps=2)
-    before = pair.manager.counters.read_bytes["param"]
-    pair.train(train_step, steps=10)
-    read = (pair.manager.counters.read_bytes["param"] - before) / 10
+    read = pair.read_bytes_a_step(train_step, steps=10)
     assert read <= 1.05 * pair.manager.current.run.plan.traffic.read_bytes["param"]
     pair.finish(paged=False)
 

@@ -170,6 +170,13 @@ class Twins:
             self.check_pager()
         return results
 
+    def read_bytes_a_step(self, run: Callable[[Any, Any], Any], steps: int) -> float:
+        """Return how many bytes of parameters a step reads, after two that do not count."""
+        self.train(run, steps=2)
+        before = self.manager.counters.read_bytes["param"]
+        self.train(run, steps)
+        return (self.manager.counters.read_bytes["param"] - before) / steps
+
     def check_pager(self) -> None:
         """Assert that no lease is left and that every frame is accounted for."""
         assert self.manager is not None
