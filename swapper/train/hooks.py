@@ -12,10 +12,15 @@ A tensor that a call was given and returns is not its own: it was made before, a
 with (T5's layers all return the position bias that the first one makes).
 Counting gradients instead would let a frozen weight go that a later node still multiplies with. What is left goes when the
 backward is over.
+
+[Note: what a graph holds] Autograd's nodes hold their hooks, and Python's collector does not look through nodes for cycles. A
+module that keeps a tensor with a graph on itself (RecurrentGemma its state) would so keep itself, and the memory of a run that
+is closed. So a hook on a tensor has a weak reference to `Hooks`, and a `Call`, which only names what it means.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,26 +41,18 @@ from swapper.train.updates import Updates
 
 
 class Call:
-    """One forward of one unit, and what it leases."""
+    """One forward of one unit, and the groups that it leases: by name and by index, see [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "end", "given", "groups", "start", "unit", "use")
+    __slots__ = ("backward_task", "end", "given", "groups", "module", "start", "use")
 
-    def __init__(self, unit: Unit, groups: list[GroupParameters], start: int) -> None:
-        self.unit = unit
+    def __init__(self, module: str, groups: list[int], start: int) -> None:
+        self.module = module
         self.groups = groups
         self.start = start
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
         self.use = -1  # see Uses
         self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
-
-    @property
-    def group_indices(self) -> list[int]:
-        return [group.group.index for group in self.groups]
-
-    @property
-    def module(self) -> str:
-        return self.unit.name
 
 
 class Hooks:
@@ -96,8 +93,10 @@ class Hooks:
         self._handles: list[Any] = []
         self._group_of = {id(p): group for group in groups for p in group.parameters}
         self._homes = {home for group in groups for home in group.homes}
-        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
+        self._modules: dict[str, nn.Module] = {}  # by the unit's name, as the next
+        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}
         for unit in units:
+            self._modules[unit.name] = unit.module
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
             self._members[unit.name] = [
                 (owner, name, parameter)
@@ -136,10 +135,10 @@ class Hooks:
         if not self._forward or _in_backward():
             return False
         for call in reversed(self._forward):
-            if any(parameter is inside for inside in call.unit.module.parameters()):
+            if any(parameter is inside for inside in self._modules[call.module].parameters()):
                 with held_back:
                     group.lease()
-                    call.groups.append(group)
+                    call.groups.append(group.group.index)
                     self._updates.uses.brought(call, group.group.index)
                 return True
         return False
@@ -152,7 +151,7 @@ class Hooks:
             self._check_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
-            if any(call.unit is unit for call in self._held) and not _in_backward():
+            if any(call.module == unit.name for call in self._held) and not _in_backward():
                 self._let_go_of_held()  # that forward was never followed by a backward
             in_backward = _in_backward()
             if in_backward:
@@ -162,13 +161,13 @@ class Hooks:
                 self._tasks.clear()
                 self.check_inputs(module, args)
                 self._enter_phase("forward")
-            call = Call(unit, [], self._tick())
+            call = Call(unit.name, [], self._tick())
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
             self._forward.append(call)
             for index in unit.groups:
                 self._groups[index].lease()
-                call.groups.append(self._groups[index])
+                call.groups.append(index)
             count = self._updates.uses.called_again if in_backward else self._updates.uses.called
             count(call, torch.is_grad_enabled())
 
@@ -176,9 +175,9 @@ class Hooks:
 
     def _after_forward(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if all(call.unit is not unit for call in self._forward):
+            if all(call.module != unit.name for call in self._forward):
                 return None  # the pre-hook itself failed, or the pass was abandoned
-            while (call := self._forward.pop()).unit is not unit:
+            while (call := self._forward.pop()).module != unit.name:
                 self._release(call)  # stopped by an exception that went past its hooks
             call.end = self._tick()
             try:
@@ -208,12 +207,13 @@ class Hooks:
         """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
         if _in_backward():
             return False
-        return bool(self._backward) or any(call.unit is unit for call in self._forward)
+        return bool(self._backward) or any(call.module == unit.name for call in self._forward)
 
     def _watch(self, call: Call, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
         tensors, rebuild = tensors_of(output)
-        paged = any(group.paged for group in call.groups)
+        groups = self._leased_by(call)
+        paged = any(group.paged for group in groups)
         followed = paged or self._updates.follows_backward
         replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
         changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
@@ -221,10 +221,10 @@ class Hooks:
             watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
             own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
             for tensor in own or watched:
-                tensor.register_hook(OwnHook(self._before_backward(call)))  # type: ignore[no-untyped-call]
-            if not watched and any(p.requires_grad for group in call.groups for p in group.parameters):
-                held = Call(call.unit, list(call.groups), call.start)
-                for group in held.groups:
+                tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+            if not watched and any(p.requires_grad for group in groups for p in group.parameters):
+                held = Call(call.module, list(call.groups), call.start)
+                for group in groups:
                     group.lease()
                 self._held.append(held)
         return rebuild(replaced) if changed else output
@@ -233,11 +233,7 @@ class Hooks:
         """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
         for tensor in tensors_of(output)[0]:
             if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(lambda _: self._begin_backward())  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self) -> None:
-        self._check_usable()
-        self._note_backward()
+                tensor.register_hook(_when_backward_reaches(weakref.ref(self)))  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
@@ -246,39 +242,43 @@ class Hooks:
 
     # --- backward -------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, call: Call) -> Callable[[torch.Tensor], None]:
-        def hook(gradient: torch.Tensor) -> None:
-            if call.backward_task is not None and call in self._backward:
-                for group in call.groups:
-                    group.let_use()  # this output may be another stream's than the first one
-                return
-            self._check_usable()
-            task = torch._C._current_graph_task_id()
-            if all(other.backward_task != task for other in self._backward):
-                torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
-            for other in list(self._backward):  # [Note: when a backward lease ends]
-                if other.start > call.end:
-                    self._end_call(other)
-            self._note_backward()
-            self._updates.backward_goes_on()
-            self._updates.uses.begin(call)
-            call.backward_task = task
-            self._backward.append(call)
-            leased = []
-            try:
-                for group in call.groups:
-                    if torch.is_grad_enabled():
-                        group.check_graph_of_backward()
-                    group.lease()
-                    leased.append(group)
-            except BaseException:
-                for group in leased:
-                    group.release()
-                self._backward.remove(call)
-                call.backward_task = None
-                raise
+    def backward_begins(self) -> None:
+        """The backward of an output begins, and nothing is paged."""
+        self._check_usable()
+        self._note_backward()
 
-        return hook
+    def backward_reaches(self, call: Call) -> None:
+        """A gradient of one of the call's outputs is there: the first one leases its groups."""
+        groups = self._leased_by(call)
+        if call.backward_task is not None and call in self._backward:
+            for group in groups:
+                group.let_use()  # this output may be another stream's than the first one
+            return
+        self._check_usable()
+        task = torch._C._current_graph_task_id()
+        if all(other.backward_task != task for other in self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+        for other in list(self._backward):  # [Note: when a backward lease ends]
+            if other.start > call.end:
+                self._end_call(other)
+        self._note_backward()
+        self._updates.backward_goes_on()
+        self._updates.uses.begin(call)
+        call.backward_task = task
+        self._backward.append(call)
+        leased = []
+        try:
+            for group in groups:
+                if torch.is_grad_enabled():
+                    group.check_graph_of_backward()
+                group.lease()
+                leased.append(group)
+        except BaseException:
+            for group in leased:
+                group.release()
+            self._backward.remove(call)
+            call.backward_task = None
+            raise
 
     def _end_backward(self, task: int) -> None:
         for call in list(self._backward):
@@ -317,12 +317,33 @@ class Hooks:
 
     # --------------------------------------------------------------------------------------------------------------
 
+    def _leased_by(self, call: Call) -> list[GroupParameters]:
+        return [self._groups[index] for index in call.groups]
+
     def _release(self, call: Call) -> None:
-        end_all(group.release for group in call.groups)
+        end_all(group.release for group in self._leased_by(call))
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _when_backward_reaches(hooks: weakref.ref[Hooks], call: Call | None = None) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor: on an output of `call`, or of a model of which nothing is paged. [Note: what a graph holds]"""
+
+    def hook(gradient: torch.Tensor) -> None:
+        alive = hooks()
+        if alive is None:
+            raise StateError(
+                "this backward is of a forward from before the manager was closed, and its weights are gone. "
+                "Run the forward again"
+            )
+        if call is None:
+            alive.backward_begins()
+        else:
+            alive.backward_reaches(call)
+
+    return hook
 
 
 def _in_backward() -> bool:

@@ -10,7 +10,7 @@ stay in use until `clear`. So no use is ever forgotten too early, and some are k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Protocol
 
 
@@ -19,12 +19,11 @@ class Caller(Protocol):
 
     Attributes:
         use: in which period it was counted as a use; -1 if it is not.
+        groups: the indices of those that it uses.
     """
 
     use: int
-
-    @property
-    def group_indices(self) -> Iterable[int]: ...
+    groups: list[int]
 
     @property
     def module(self) -> Hashable: ...
@@ -69,10 +68,10 @@ class Uses:
         """A use begins, if it has not: a call, or the backward of one that is from before the last `clear`."""
         if call.use != self._period:
             call.use = self._period
-            self._of_group.update(call.group_indices)
+            self._of_group.update(call.groups)
 
     def end(self, call: Caller) -> None:
         """A backward has done with a call."""
         if call.use == self._period:
             call.use = -1
-            self._of_group.subtract(call.group_indices)
+            self._of_group.subtract(call.groups)

@@ -143,6 +143,35 @@ def test_again_and_again_nothing_piles_up(tmp_path: Path) -> None:
     assert len(set(counts[1:])) == 1, counts
 
 
+class Keeping(Net):
+    """Keeps what it returned last, with its graph."""
+
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        self.last: torch.Tensor = super().forward(*inputs)
+        return self.last
+
+
+@pytest.mark.parametrize("params", ["nvme", "host"])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_model_that_keeps_a_graph_on_itself_keeps_nothing_of_the_run(
+    tmp_path: Path, params: str, update: str
+) -> None:
+    before = held_by_swapper()
+    with swapper.SwapManager(tmp_path, host_memory="32MiB") as manager:
+        model = Keeping(depth=2)
+        model, optimizer = manager.offload(
+            model, adamw(model.parameters()), params=params, optimizer_state="nvme", update=update
+        )
+        train_step(model, optimizer)
+        model(tokens())
+        loss = model.last.sum()
+    with pytest.raises(swapper.StateError, match="the manager is closed"):
+        loss.backward()
+    del manager, model, optimizer, loss
+    gc.collect()
+    assert held_by_swapper() == before
+
+
 def test_failed_offloads_leave_nothing(tmp_path: Path) -> None:
     model = Net()
     before = held_by_swapper()
