@@ -1,7 +1,4 @@
-"""One of several processes that save or load one sharded state together, over gloo: started by test_dcp.py.
-
-python dcp_process.py RANK WORLD PORT DIRECTORY save|load ours|stock
-"""
+"""One of several processes that save or load one sharded state together, over gloo: forked by test_dcp.py."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ def sharded(state: dict[str, torch.Tensor], mesh: Any) -> dict[str, DTensor]:
     return {name: distribute_tensor(tensor, mesh, [placements[name]]) for name, tensor in state.items()}
 
 
-def run(rank: int, world: int, port: int, directory: Path, action: str, whose: str) -> None:
-    """Save, or load and compare; `whose` is "ours" or "stock"."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+def run(rank: int, world: int, meeting: Path, directory: Path, action: str, whose: str) -> None:
+    """Save, or load and compare; `whose` is "ours" or "stock". The processes find each other by the file `meeting`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (world,))
     expected = whole_state()
     if action == "save":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import socket
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -85,8 +85,7 @@ def test_large_tensors_are_aligned(tmp_path: Path) -> None:
 
 
 def test_async_save_works_as_with_torchs_own(tmp_path: Path) -> None:
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
     try:
         state = make_state()
         future = dcp.async_save(state, storage_writer=StorageWriter(tmp_path / "x"))
@@ -98,21 +97,15 @@ def test_async_save_works_as_with_torchs_own(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def run_together(world: int, directory: Path, action: str, whose: str) -> None:
     """Run `dcp_process.run` in `world` forked processes, which have torch imported: that saves most of the time."""
-    port = free_port()
+    meeting = Path(tempfile.mkdtemp(dir=directory.parent)) / "meeting"
     children = []
     for rank in range(world):
         child = os.fork()
         if child == 0:
             try:
-                dcp_process.run(rank, world, port, directory, action, whose)
+                dcp_process.run(rank, world, meeting, directory, action, whose)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,13 @@ WORLD = {"rows": 3, "fsdp": 2, "columns": 2, "mesh": 4}
 
 def save_together(how: str, model: nn.Module, directory: Path, whose: str) -> None:
     """Save `model` in as many processes as `how` takes, which are forked: they have torch imported."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
+    meeting = directory.with_name(f"{directory.name}-meeting")  # of the processes: a port could be taken by others
     children = []
     for rank in range(WORLD[how]):
         child = os.fork()
         if child == 0:
             try:
-                _save(how, model, directory, whose, rank, port)
+                _save(how, model, directory, whose, rank, meeting)
                 os._exit(0)
             except BaseException:
                 traceback.print_exc()
@@ -40,10 +37,10 @@ def save_together(how: str, model: nn.Module, directory: Path, whose: str) -> No
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)
 
 
-def _save(how: str, model: nn.Module, directory: Path, whose: str, rank: int, port: int) -> None:
+def _save(how: str, model: nn.Module, directory: Path, whose: str, rank: int, meeting: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD[how])
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD[how])
     writer: Any = StorageWriter(directory) if whose == "ours" else dcp.FileSystemWriter(directory)
     dcp.save({"model": _sharded(how, model)}, storage_writer=writer)
     dist.destroy_process_group()
