@@ -12,11 +12,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from swapper.core.frames import Frames, Spare
 from swapper.core.pool import Pool
+from swapper.core.reach import Reach
 from swapper.core.residency import Residency
 from swapper.core.schedule import NEVER, Access, Schedule
 from swapper.core.section import Page
@@ -68,6 +69,7 @@ class Pager:
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, most_owed)
         self._lock = SteadyLock()
         self._ahead = 0  # all accesses before this position have been asked for
+        self._reach = Reach()
         self._held: dict[int, tuple[Access, float]] = {}  # by identity: what is leased, and since when; for people
         self._choose_staying()
 
@@ -91,8 +93,8 @@ class Pager:
         with self._lock:
             self._frames.settle()
             self._frames.raise_failure()
-            if access.key is not None and not self._schedule.advance(access):
-                self._lost_the_place()
+            if access.key is not None:
+                self._follow(access)
             missed = self._count_leases(access)
             if access.key is not None:
                 self.counters.pages_used += len(access.pages)
@@ -250,6 +252,11 @@ class Pager:
                 self._lost_the_place()
                 self._read_ahead()
 
+    def expected_before(self, key: Hashable) -> list[Any]:
+        """Return the keys of what is expected in what is left of this step before `key`; of nothing if that is not."""
+        with self._lock:
+            return self._schedule.expected_before(key)
+
     def read_ahead(self) -> None:
         """Begin with the schedule's first accesses before anybody asks for them."""
         with self._lock:
@@ -375,7 +382,7 @@ class Pager:
     def _read_ahead(self) -> None:
         """Claim frames along the schedule for as long as there are pages that are needed later than those wanted."""
         self._ahead = max(self._ahead, self._schedule.position)
-        end = self._schedule.position + len(self._schedule.cycle)
+        end = self._schedule.position + self._reach.accesses(len(self._schedule.cycle))
         while self._ahead < end:
             access = self._schedule.at(self._ahead)
             for index in () if self._schedule.is_over(self._ahead) else access.pages:
@@ -510,6 +517,16 @@ class Pager:
                 self._end_lease(self._pages[index])
 
     # --- when things are not as expected --------------------------------------------------------------------------
+
+    def _follow(self, access: Access) -> None:
+        """`access` happens now: find the place in the schedule."""
+        before = self._schedule.position
+        if self._schedule.advance(access):
+            self._reach.came()
+            return
+        if not before <= self._schedule.position <= max(self._ahead, before + 1):
+            self._reach.jumped()
+        self._lost_the_place()
 
     def _choose_staying(self) -> None:
         pages = self._pages

@@ -9,14 +9,15 @@ cycle at the end of the step.
 is another in each step. With a `tolerance` an access that comes before its turn is no departure: the place stays what it is, and
 the turn is left out when it comes. A step with nothing else in it teaches nothing: the next one would have another order again.
 
-[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step. So a step that only leaves
-something out teaches nothing, unless the next one is the same: what did not come is passed over, and read ahead where it comes.
+[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or each step takes one of
+two ways. So what the step before had is expected still, at the place where it came: only what two steps in a row left out is
+forgotten.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +58,7 @@ class Schedule:
         self._position = 0
         self._tolerance = tolerance
         self._recording: deque[Access] = deque(maxlen=LONGEST_STEP)
-        self._shorter: list[Access] = []  # the last step that left a part of the cycle out
+        self._left_out: Counter[Hashable] = Counter()  # keys that the last step left out of the cycle
         self._install(cycle)
 
     @property
@@ -101,6 +102,15 @@ class Schedule:
         places = self._page_places.get(page)
         return NEVER if places is None else self._next_of(places, self._position - 1)
 
+    def expected_before(self, key: Hashable) -> list[Hashable]:
+        """Return the keys of what is expected in what is left of this cycle before `key`; of nothing if that is not."""
+        if not self._cycle:
+            return []
+        now = (self._position - self._origin) % len(self._cycle)
+        places = self._places.get(key, [])
+        found = bisect_left(places, now)
+        return [access.key for access in self._cycle[now : places[found]]] if found < len(places) else []
+
     def end_step(self, learn: bool = True) -> bool:
         """The step is over: what was recorded becomes the cycle. Returns True if that changed anything.
 
@@ -110,26 +120,37 @@ class Schedule:
         recorded, in_order = list(self._recording), self._tolerance is not None and not self._has_departed
         self._recording.clear()
         self._has_departed = False
-        if not learn:
-            if not self._cycle or (self._position - self._origin) % len(self._cycle) == 0:
-                return False
-            recorded = list(self._cycle)
-        elif not recorded or recorded == list(self._cycle) or in_order:
-            self._shorter = []
+        expected = list(self._cycle)
+        if learn and recorded and not in_order:
+            expected = self._with_left_out(recorded)
+        is_at_its_end = not self._cycle or (self._position - self._origin) % len(self._cycle) == 0
+        if expected == list(self._cycle) and is_at_its_end:
             return False
-        elif self._leaves_out(recorded) and recorded != self._shorter:
-            self._shorter, recorded = recorded, list(self._cycle)
-        self._install(recorded)
+        self._install(expected)
         return True
 
-    def _leaves_out(self, recorded: Sequence[Access]) -> bool:
-        """Whether what was recorded is the cycle without some of its accesses."""
-        expected = iter(self._cycle)
-        return all(access in expected for access in recorded)
+    def _with_left_out(self, step: Sequence[Access]) -> list[Access]:
+        """Return the accesses of `step`, and behind what they come behind in the cycle those that it is the first to leave out."""
+        places: dict[Hashable, deque[int]] = {}
+        for place, access in enumerate(step):
+            places.setdefault(access.key, deque()).append(place)
+        before, self._left_out = self._left_out, Counter()
+        kept: dict[int, list[Access]] = {}  # by the place that they come behind
+        last = -1
+        for access in self._cycle:
+            if places.get(access.key):
+                last = places[access.key].popleft()
+            elif before[access.key] > 0:
+                before[access.key] -= 1
+            else:
+                self._left_out[access.key] += 1
+                kept.setdefault(last, []).append(access)
+        return kept.get(-1, []) + [one for place, access in enumerate(step) for one in (access, *kept.get(place, ()))]
 
     def follow(self, cycle: Sequence[Access]) -> None:
         """Expect `cycle` from here on, whatever was recorded."""
         self._recording.clear()
+        self._left_out.clear()
         self._install(cycle)
 
     def _install(self, cycle: Sequence[Access]) -> None:

@@ -2,8 +2,8 @@
 
 Fixed are the optimizer's settings, which parameters have a gradient, and the gradients. The next forward then updates each group
 when it leases it and uses the fresh parameters at once, so that they need not be read back: the optimizer's sweep is spread over
-the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 are left. What the forward does not reach
-is updated before the next backward.
+the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 are left. What the forward passes over
+(layerdrop) is updated in passing, for it was read ahead; what it does not reach, before the next backward.
 
 [Note: who may not see an open step] Between `step()` and the last update there are parameters, state and gradients that plain torch
 would show otherwise. So whoever looks finishes the step first:
@@ -18,7 +18,7 @@ Versions of parameters are counted up at `step()`: an old graph finds out as in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -130,6 +130,16 @@ class DeferredStep(Updates):
             self._update(group)
         with self._undoing_failure(None):
             self._sweep.give_back()
+
+    def forward_reaches(self, groups: Collection[int]) -> None:
+        passed_over = [
+            expected
+            for group in (groups if self._left else ())
+            for expected in self._groups[group].expected_before()
+            if expected in self._left and expected not in groups
+        ]
+        for group in dict.fromkeys(passed_over):
+            self.catch_up(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
         """Update a group if it was not yet.

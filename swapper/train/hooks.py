@@ -161,6 +161,8 @@ class Hooks:
                 self._tasks.clear()
                 self.check_inputs(module, args)
                 self._enter_phase("forward")
+            if not in_backward:
+                self._updates.forward_reaches(unit.groups)
             call = Call(unit.name, [], self._tick())
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
@@ -335,8 +337,8 @@ def _when_backward_reaches(hooks: weakref.ref[Hooks], call: Call | None = None) 
         alive = hooks()
         if alive is None:
             raise StateError(
-                "this backward is of a forward from before the manager was closed, and its weights are gone. "
-                "Run the forward again"
+                "this graph was made before the manager was closed, or before the optimizer got more to train "
+                "(add_param_group), which moved what it refers to: run the forward again"
             )
         if call is None:
             alive.backward_begins()

@@ -123,6 +123,11 @@ class GroupParameters:
             for parameter in self.parameters:
                 set_warm(parameter)
 
+    def expected_before(self) -> list[int]:
+        """Return the groups that are expected to be leased in what is left of this step before this one is."""
+        keys = self._pager.expected_before(self.access.key)
+        return [group for kind, group, *_ in keys if kind == "param"]
+
     def lease(self) -> None:
         """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
         if self._leases == 0:

@@ -90,6 +90,9 @@ class Updates:
     def pass_begins(self) -> None:
         """Something begins outside of any backward; if one was running, it has failed."""
 
+    def forward_reaches(self, groups: Collection[int]) -> None:
+        """A module that needs `groups` is about to be called outside of any backward."""
+
     def backward_begins(self, task: int) -> None:
         """A backward, autograd's graph task `task`, has begun, perhaps within another one."""
 

@@ -167,6 +167,20 @@ class Dropping(Net):
         return self.head(self.norm(hidden))
 
 
+class Shuffled(Net):
+    """Each forward has its blocks in another order."""
+
+    def __init__(self, depth: int, seed: int = 0) -> None:
+        super().__init__(depth)
+        self.chance = random.Random(seed)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden: Any = self.embedding(tokens) + self.position(tokens.shape[1])
+        for number in self.chance.sample(range(len(self.blocks)), k=len(self.blocks)):
+            hidden = self.blocks[number](hidden)
+        return self.head(self.norm(hidden))
+
+
 class Halves(nn.Module):
     """Of its layers a forward uses one half, 0 or 1."""
 

@@ -185,7 +185,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("pager_class", BROKEN, ids=lambda pager_class: pager_class.__name__)
 def test_a_pager_that_breaks_a_rule_is_noticed(pager_class):
-    for seed in SEEDS:
+    for seed in range(400):
         for program in (train, wander):
             try:
                 program(seed, 0.05, pager_class=pager_class)
