@@ -112,7 +112,7 @@ class Schedule:
         return [access.key for access in self._cycle[now : places[found]]] if found < len(places) else []
 
     def end_step(self, learn: bool = True) -> bool:
-        """The step is over: what was recorded becomes the cycle. Returns True if that changed anything.
+        """The step is over: what was recorded becomes the cycle, with what it left out. Returns True if that changed anything.
 
         Args:
             learn: False where what was recorded is no step like the next one: the cycle that there is begins anew.

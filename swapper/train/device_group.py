@@ -80,6 +80,10 @@ class DeviceGroupParameters(GroupParameters):
                 "`with manager.gather(model):`"
             )
 
+    def expected_before(self) -> list[int]:
+        """Copies come before their turn: what the schedule expects before them says nothing of what is passed over."""
+        return []
+
     def put_off(self, catch_up: Callable[[Access | None], None]) -> None:
         super().put_off(catch_up)
         self.image.waits = True
