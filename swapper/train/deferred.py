@@ -80,6 +80,7 @@ class DeferredStep(Updates):
         self._groups = groups
         self._undo = undo
         self._left: dict[int, GroupUpdate] = {}  # by group
+        self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
         self._handles: list[Any] = []
         self.in_order = False
@@ -114,6 +115,7 @@ class DeferredStep(Updates):
         """
         self._sweep.begin()
         self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
+        self._reached.clear()
         self.in_order = True
         for index, update in self._left.items():
             self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
@@ -132,14 +134,14 @@ class DeferredStep(Updates):
             self._sweep.give_back()
 
     def forward_reaches(self, groups: Collection[int]) -> None:
-        passed_over = [
-            expected
-            for group in (groups if self._left else ())
-            for expected in self._groups[group].expected_before()
-            if expected in self._left and expected not in groups
-        ]
+        if not self._left:
+            return
+        new = [group for group in groups if group not in self._reached]  # what is expected of others is a later use
+        self._reached.update(new)
+        passed_over = [expected for group in new for expected in self._groups[group].expected_before()]
         for group in dict.fromkeys(passed_over):
-            self.catch_up(group)
+            if group not in groups:
+                self.catch_up(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
         """Update a group if it was not yet.
