@@ -4,11 +4,14 @@ Slices are taken hand over hand: the next one is leased before the last one is r
 share never leaves in between and is written once. The reads and writes themselves go on in the engine meanwhile.
 
 [Note: small updates] A slice is updated in runs of UPDATE_ELEMENTS: what a run touches then stays in the processor's cache
-between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice.
+between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice. An
+optimizer that makes one pass (torch's fused ones, where no master has to be widened for and rounded) has the slice as one run:
+each costs it some 0.2 ms of Python, with caches that the run before has filled, while the other processors wait.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -221,17 +224,26 @@ class Sweep:
     def _update(self, update: GroupUpdate, part: Slice) -> None:
         run: list[Update] = []
         run_elements = 0
+        most_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
         for piece in part.pieces:
             # An empty parameter has nothing to update but its step counter.
-            step = UPDATE_ELEMENTS if update.trainable.places[piece.parameter].may_cut else piece.end
+            step = most_elements if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
                 end = min(begin + step, piece.end)
-                if run and run_elements + end - begin > UPDATE_ELEMENTS:
+                if run and run_elements + end - begin > most_elements:
                     self._apply(run)
                     run, run_elements = [], 0
                 run.append(self._prepare(update, piece.parameter, begin, end))
                 run_elements += end - begin
         self._apply(run)
+
+    def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
+        """Return whether memory is gone through once when the slice is updated. [Note: small updates]"""
+        return all(
+            self._shadow.settings(trainable.settings[piece.parameter]).get("fused")
+            and not trainable.places[piece.parameter].has_master
+            for piece in part.pieces
+        )
 
     def _apply(self, run: list[Update]) -> None:
         self._shadow.update([update.work for update in run])
