@@ -30,7 +30,7 @@ from swapper.checkpoint.snapshot import Publisher
 from swapper.checkpoint.ticket import SnapshotTicket
 from swapper.closing import end_all
 from swapper.config import format_bytes
-from swapper.core.heap import watch_free_memory
+from swapper.core.heap import Watch, watch_free_memory
 from swapper.core.pager import Pager
 from swapper.core.schedule import Schedule
 from swapper.core.scratch import Stores
@@ -117,6 +117,7 @@ class Run:
 
     _model: OffloadedModel | None = None
     _watchdog: Watchdog | None = None
+    _free_memory: Watch | None = None
     on_device: OnDevice | None = None
 
     def __init__(
@@ -290,7 +291,9 @@ class Run:
 
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
-        watch_free_memory(self.plan.host_bytes)  # without the parameters; the gradients' memory comes where they were
+        self._free_memory = watch_free_memory(
+            self.plan.host_bytes
+        )  # without the parameters; the gradients' memory comes where they were
         self._backing.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:
@@ -386,4 +389,7 @@ class Run:
         if self._model is not None:
             endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
             endings.append(self.pager.discard)
-        end_all([*endings, self.count_bytes, *self._backing.endings])
+        endings += [self.count_bytes, *self._backing.endings]
+        if self._free_memory is not None:
+            endings.append(self._free_memory.end)
+        end_all(endings)

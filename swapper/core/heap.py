@@ -6,12 +6,17 @@ back whenever there is some, and to take it again, costs up to a tenth of a step
 activations were, and the next forward needs it. So it goes back only where the process has more memory than what was in use at one
 time (as when a backward begins) and a share of that: what is beyond are holes; or where the system or a control group has come
 close to its limit.
+
+[Note: who gives back] glibc gives back by itself too, with each free that leaves enough of the heap's end free: gradients that go
+one after the other in a forward went back so, and the next backward took them anew, 80,000 pages in a step of 2.6 s and a tenth of
+its time. So while there is a run glibc leaves that to the looks here, and has all that it can from the heap.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from typing import ClassVar
 
 from swapper.headroom import UNLIMITED, headroom_bytes, read_kernel
 
@@ -26,7 +31,12 @@ HOLES_SHARE = 2
 """One so-many-th of what is freed between looks may lie in holes, or, if that is more, of what the run has in use at one time:
 activations and temporaries of all sizes never lie without gaps, and what goes back of these is taken again by the next forward."""
 HEAP_TENSOR_BYTES = 32 << 20
-"""glibc takes larger ones from the system, and gives them back (mallopt(3), M_MMAP_THRESHOLD)."""
+"""glibc takes larger ones from the system, and gives them back: the most that M_MMAP_THRESHOLD of mallopt(3) may be."""
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+NEVER = -1
+"""A threshold of trimming that nothing reaches."""
+USERS_OWN = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Who has any of these in the environment has set the heap up, and it stays as it is."""
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None)
@@ -62,8 +72,10 @@ class _Heap:
         began_bytes: in use when the run began.
         most_used_bytes: the most that was found in use.
         other_bytes: what the process has besides its heap.
+        watches: of the runs that there are.
     """
 
+    watches: ClassVar[list[Watch]] = []
     freed_bytes = 0
     look_bytes = MOST_FREE_BYTES
     least_room_bytes = UNLIMITED
@@ -72,13 +84,31 @@ class _Heap:
     other_bytes = 0
 
 
-def watch_free_memory(budget_bytes: int) -> None:
+class Watch:
+    """A run's, from `watch_free_memory` until it is closed: what is free goes back by looks. [Note: who gives back]"""
+
+    def __init__(self) -> None:
+        _Heap.watches.append(self)
+        _set_thresholds(NEVER)
+
+    def end(self) -> None:
+        """The run is closed. The last one has all free memory given back, and glibc does that by itself again."""
+        if self in _Heap.watches:
+            _Heap.watches.remove(self)
+            if not _Heap.watches:
+                _set_thresholds(2 * HEAP_TENSOR_BYTES)  # as glibc comes to do where tensors of that size come and go
+                return_free_memory()
+
+
+def watch_free_memory(budget_bytes: int) -> Watch:
     """A run with this budget begins. The newest run's counts: a process has one heap."""
+    watch = Watch()
     return_free_memory()
     _Heap.look_bytes = min(max(budget_bytes // FREE_SHARE, LEAST_FREE_BYTES), MOST_FREE_BYTES)
     _Heap.least_room_bytes = UNLIMITED
     _Heap.began_bytes = _Heap.most_used_bytes = _used_bytes()
     _Heap.other_bytes = max(_anonymous_bytes() - _Heap.began_bytes, 0)
+    return watch
 
 
 def note_used() -> None:
@@ -110,6 +140,14 @@ def return_free_memory() -> None:
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _set_thresholds(trim_bytes: int) -> None:
+    """Have glibc keep so much at the heap's end, and take no memory elsewhere that it can have there. [Note: who gives back]"""
+    set_option = getattr(_libc, "mallopt", None)
+    if set_option is not None and not any(name in os.environ for name in USERS_OWN):
+        set_option(M_MMAP_THRESHOLD, HEAP_TENSOR_BYTES)
+        set_option(M_TRIM_THRESHOLD, trim_bytes)
 
 
 def _used_bytes() -> int:
