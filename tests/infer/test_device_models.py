@@ -16,6 +16,8 @@ from infer.test_transformers_inference import ARCHITECTURES, GENERATING, folders
 from swapper.checkpoint.exporting import export
 from swapper.integrations.transformers import from_pretrained
 
+pytestmark = pytest.mark.large_table
+
 __all__ = ["folders"]  # a fixture
 
 

@@ -149,6 +149,7 @@ def half(cls, folder, **options):
     return from_pretrained(cls, folder, host_memory=weights_bytes // 2 + (2 << 20), **options)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("dtype, load", [(torch.float32, half), (torch.bfloat16, half), (torch.bfloat16, smallest)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_outputs_are_those_in_memory(folders, name, dtype, load):
