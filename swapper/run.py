@@ -291,9 +291,8 @@ class Run:
 
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
-        self._free_memory = watch_free_memory(
-            self.plan.host_bytes
-        )  # without the parameters; the gradients' memory comes where they were
+        # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
+        self._free_memory = watch_free_memory(self.plan.host_bytes)
         self._backing.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:

@@ -8,8 +8,8 @@ time (as when a backward begins) and a share of that: what is beyond are holes; 
 close to its limit.
 
 [Note: who gives back] glibc gives back by itself too, with each free that leaves enough of the heap's end free: gradients that go
-one after the other in a forward went back so, and the next backward took them anew, 80,000 pages in a step of 2.6 s and a tenth of
-its time. So while there is a run glibc leaves that to the looks here, and has all that it can from the heap.
+one after the other in a forward went back so, and the next backward took them anew, 80,000 pages in a step of 2.6 s.
+So while there is a run glibc leaves that to the looks here, and has all that it can from the heap.
 """
 
 from __future__ import annotations

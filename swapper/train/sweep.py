@@ -6,7 +6,7 @@ share never leaves in between and is written once. The reads and writes themselv
 [Note: small updates] A slice is updated in runs of UPDATE_ELEMENTS: what a run touches then stays in the processor's cache
 between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice. An
 optimizer that makes one pass (torch's fused ones, where no master has to be widened for and rounded) has the slice as one run:
-each costs it some 0.2 ms of Python, with caches that the run before has filled, while the other processors wait.
+each run costs some 0.2 ms of Python, with caches that the one before has filled, while the other processors wait.
 """
 
 from __future__ import annotations
