@@ -7,6 +7,7 @@ number, so that a run, and its continuation in another process, see the same dat
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -51,7 +52,10 @@ class Corpus:
 
 def _sources() -> list[Path]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = [path for path in library.rglob("*.py") if not LEFT_OUT & set(path.relative_to(library).parts)]
+    found: list[Path] = []
+    for directory, below, files in os.walk(library):
+        below[:] = [name for name in below if name not in LEFT_OUT]  # site-packages has more files than all else
+        found += [Path(directory, name) for name in files if name.endswith(".py")]
     if not found:
         raise FileNotFoundError(f"{library} holds no Python sources to train on")
     return sorted(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 from e2e.leaks import held_by_swapper, held_since
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.processes import environment
+from e2e.processes import started_python
 from e2e.twins import Twins, adamw
 
 import swapper
@@ -141,16 +141,12 @@ sys.stdin.readline()
 
 
 def test_a_directory_in_use_by_another_process_is_refused_until_it_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        assert process.stdout is not None
+    with started_python("-c", HOLDER, tmp_path) as process:
         assert process.stdout.readline() == "holding\n"
         for resume in ("error", "auto", "discard"):
             with pytest.raises(swapper.DirectoryError, match=rf"in use by another run \(process {process.pid}\)"):
                 swapper.SwapManager(tmp_path, host_memory=BUDGET, resume=resume)
-        process.kill()  # a lock does not outlive its holder, however it ends
+        process.send_signal(signal.SIGKILL)  # a lock does not outlive its holder, however it ends
         process.wait()
     swapper.SwapManager(tmp_path, host_memory=BUDGET).close()
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from e2e.processes import LONG_S, environment, run_python
+from e2e.processes import run_python, started_python
 
 
 def test_ctrl_c_at_any_place_of_a_step_leaves_it_whole_or_untaken(tmp_path: Path) -> None:
@@ -60,14 +57,11 @@ print("closed", flush=True)
 
 @pytest.mark.parametrize(("where", "then"), [("forward", "closes"), ("backward", "goes on")])
 def test_ctrl_c_from_outside_while_user_code_runs(tmp_path: Path, where: str, then: str) -> None:
-    command = [sys.executable, "-c", LOOP, where, str(tmp_path), then]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        os.kill(process.pid, signal.SIGINT)
-        rest, _ = process.communicate(timeout=LONG_S)
+    with started_python("-c", LOOP, where, tmp_path, then) as process:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
+        process.send_signal(signal.SIGINT)
+        process.stdin.close()
+        rest = process.stdout.read()
+        assert process.wait() == 0, process.stderr.read()
     expected = ["interrupted", *(["went on 2 True"] if then == "goes on" else []), "closed"]
     assert rest.splitlines() == expected
-    assert process.returncode == 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from e2e.processes import run_python
 from typer.testing import CliRunner
 
 import swapper
@@ -219,15 +218,11 @@ def test_a_damaged_dcp_directory_is_refused(tmp_path: Path) -> None:
         read_directory(tmp_path / "dcp")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swapper.cli", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-
-
 def test_the_commands(tmp_path: Path) -> None:
     save({"model": model_state(), "step": 4}, tmp_path / "x.pt")
-    done = run("export", tmp_path / "x.pt", tmp_path / "y.safetensors", "--to", "safetensors")
+    shown_as = {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
+    arguments = ["export", tmp_path / "x.pt", tmp_path / "y.safetensors", "--to", "safetensors"]
+    done = run_python("-m", "swapper.cli.__main__", *arguments, **shown_as)
     assert done.returncode == 0 and "16 tensors" in done.stderr and "left out: 1 (step)" in done.stderr
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(tmp_path / "x.pt")])
     assert shown.exit_code == 0 and "step 4" in shown.stdout and "model.layers.0.weight" in shown.stdout
@@ -256,7 +251,7 @@ def test_an_interrupted_export_leaves_nothing(how: signal.Signals, tmp_path: Pat
         "from swapper.cli import app\n"
         f"app(['export', {str(tmp_path / 'x.pt')!r}, {str(tmp_path / 'hf')!r}, '--to', 'huggingface'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = run_python("-c", script)
     assert done.returncode == 130, done.stderr
     assert names_in(tmp_path) == ["x.pt"]
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import swapper
 from e2e.models import Net, train_step
-from e2e.processes import LONG_S, environment
+from e2e.processes import run_python
 from e2e.twins import Twins
+from swapper.cli import app
 from swapper.run import Run
 from swapper.trace import LANES, TRACKS, Trace
 
@@ -147,22 +147,11 @@ def test_the_command_runs_a_script_and_leaves_a_trace_of_each_manager(tmp_path: 
     for directory in runs:
         directory.mkdir()
     output = tmp_path / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "swapper.cli",
-        "trace",
-        "-o",
-        str(output),
-        str(script),
-        *map(str, runs),
-        "--code",
-        "3",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=LONG_S, check=False)
+    arguments = ["trace", "-o", str(output), str(script), *map(str, runs), "--code", "3"]
+    done = run_python("-m", "swapper.cli.__main__", *arguments)
     assert done.returncode == 3, done.stderr
     assert "out-2.json, out.json" in done.stderr
     for name in ("out.json", "out-2.json"):
         assert {span["cat"] for span in spans_of(tmp_path / name)} >= {"phases", "updates", "leases", "writes"}
-    again = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=LONG_S, check=False)
-    assert again.returncode == 2 and "exists" in again.stderr
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 2 and "exists" in again.stderr

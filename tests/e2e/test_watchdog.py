@@ -13,7 +13,7 @@ import pytest
 
 import swapper
 from e2e.models import Net
-from e2e.processes import LONG_S, environment
+from e2e.processes import LONG_S, environment, started_python
 from e2e.twins import adamw
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,12 +52,7 @@ def dump_from(stream: IO[str]) -> list[str]:
 
 
 def test_a_training_process_that_is_sent_sigusr1_says_where_it_stands_and_goes_on(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TRAIN, str(tmp_path), "1000", str(1 << 30)]
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-    )
-    with child:
-        assert child.stdin and child.stdout and child.stderr
+    with started_python("-c", TRAIN, tmp_path, 1000, 1 << 30) as child:
         assert child.stdout.readline() == "trains\n"
         for _ in range(2):
             child.send_signal(signal.SIGUSR1)
@@ -69,7 +64,7 @@ def test_a_training_process_that_is_sent_sigusr1_says_where_it_stands_and_goes_o
         child.stdin.write("stop\n")
         child.stdin.flush()
         assert child.stdout.read() == "closed\n"
-        assert child.wait(LONG_S) == 0
+        assert child.wait() == 0
 
 
 def test_a_wait_that_is_too_long_is_told_with_names_and_ages(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A process that has imported what tests' processes begin with, and forks each: most of them would import longer than they run.
 
-What it is told is in a line of its input: the arguments of Python, and files for output and errors. It answers with the number of
-the forked process, and with its exit code when it has ended. The forked one runs the program as its `__main__` and ends as any
-other: by the end of its interpreter.
+What it is told comes by a socket, whose number is its argument: the arguments of Python, variables for its environment, and open
+files for input, output and errors. It answers with the number of the forked process, and with its exit code when it has ended. The
+forked one runs the program as its `__main__` and ends as any other: by the end of its interpreter.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,22 +28,26 @@ def serve() -> list[str]:
     """Return, in a forked process, what it is to run; ends this one when nothing more comes."""
     gc.freeze()  # what is there now is neither looked through nor copied by the forked ones
     importlib.import_module("torch._dynamo")  # every optimizer does; and Triton tells of what a frozen one would leave
-    answers = os.dup(1)
-    while line := sys.stdin.readline():
-        order = json.loads(line)
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 1 << 20, 3)
+        if not message:
+            raise SystemExit
         child = os.fork()
         if child == 0:
-            os.close(answers)
-            for descriptor, path in enumerate((os.devnull, order["output"], order["errors"])):
-                opened = os.open(path, os.O_RDWR)
-                os.dup2(opened, descriptor)
-                os.close(opened)
+            channel.close()
+        for number, file in enumerate(files):
+            if child == 0:
+                os.dup2(file, number)
+            os.close(file)
+        if child == 0:
+            order = json.loads(message)
+            os.environ.update(order["variables"])
             arguments: list[str] = order["arguments"]
             return arguments
-        os.write(answers, b"%d\n" % child)
+        channel.send(b"%d" % child)
         _, status = os.waitpid(child, 0)
-        os.write(answers, b"%d\n" % os.waitstatus_to_exitcode(status))
-    raise SystemExit
+        channel.send(b"%d" % os.waitstatus_to_exitcode(status))
 
 
 def execute(arguments: list[str]) -> None:

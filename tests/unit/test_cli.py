@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from e2e.processes import run_python, started_python
 from typer.testing import CliRunner
 
 from swapper.cli import app
@@ -28,16 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--parameters", "1M", "--steps", "4", "--batch", "1", "--context", "16", "--budget", "64MB"]
 SMALL += ["--drive-seconds", "0.05"]
 
-# On a busy machine, threads that wait for each other in every kernel take minutes for a model this small.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-LONG_S = 240
-"""Nothing here takes this long: what does hangs."""
 
-
-def run(*arguments, **options):
-    command = [sys.executable, "-m", "swapper.cli", *map(str, arguments)]
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", **ONE_THREAD}
-    return subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=environment, **options)
+def run(*arguments):
+    return run_python("-m", "swapper.cli.__main__", *arguments, COLUMNS="200", NO_COLOR="1", TERM="dumb")
 
 
 def run_here(*arguments):
@@ -107,17 +98,14 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
-    command = [sys.executable, "-m", "swapper.cli", "demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
-    environment = {**os.environ, **ONE_THREAD}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
+    arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
+    with started_python("-m", "swapper.cli.__main__", *arguments) as process:
         while not list(tmp_path.glob("*/run/*/commit.pt")):  # a step is done, and the next ones are under way
-            assert process.poll() is None, process.communicate()[0]
+            assert process.is_running(), process.stdout.read() + process.stderr.read()
             time.sleep(0.05)
         process.send_signal(number)
-        shown = process.communicate(timeout=LONG_S)[0]
-    assert process.returncode == 130, shown
+        shown = process.stdout.read() + process.stderr.read()
+        assert process.wait() == 130, shown
     assert "Interrupted" in shown
     assert "Traceback" not in shown
     assert list(tmp_path.iterdir()) == []
@@ -132,9 +120,8 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
 
 
 def test_the_example_runs_as_it_is(tmp_path):
-    command = [sys.executable, ROOT / "examples" / "train.py", "--directory", tmp_path / "run", "--steps", "3"]
-    command += ["--parameters", "2000000", "--context", "32"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env={**os.environ, **ONE_THREAD})
+    size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
+    done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
     assert done.returncode == 0, done.stdout + done.stderr
     swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
     assert swapped == plain
