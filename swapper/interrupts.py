@@ -3,15 +3,20 @@
 Python runs the handler of SIGINT between any two instructions of the main thread, so that KeyboardInterrupt may come up in
 the middle of a list being changed. Within `held_back` the first Ctrl-C is only noted, and takes effect at the end; a second
 one goes through at once, for whoever cannot wait.
+
+[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, three quarters of what it
+takes to hold back, which the pager does some times for each page: the functions that they wrap are used instead.
 """
 
 from __future__ import annotations
 
-import signal
+import _signal as unnamed  # [Note: signals without names]
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+SIGINT: int = unnamed.SIGINT
 
 
 class HeldBack:
@@ -26,10 +31,10 @@ class HeldBack:
         if threading.current_thread() is not threading.main_thread():
             return
         if self._depth == 0:
-            handler = signal.getsignal(signal.SIGINT)
+            handler = unnamed.getsignal(SIGINT)
             self._handler = handler if callable(handler) else None  # ignored, or not Python's
             if self._handler is not None:
-                signal.signal(signal.SIGINT, self._note)
+                unnamed.signal(SIGINT, self._note)
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:
@@ -39,7 +44,7 @@ class HeldBack:
         if self._depth or self._handler is None:
             return
         handler, pending, self._pending = self._handler, self._pending, None
-        signal.signal(signal.SIGINT, handler)
+        unnamed.signal(SIGINT, handler)
         if pending is not None:
             handler(*pending)
 
