@@ -21,6 +21,8 @@ class Residency(Enum):
     WRITING = auto()
     """In a frame, on its way to the store; readable meanwhile, not writable."""
 
+    __hash__ = object.__hash__  # an Enum's own is Python, and each move is looked up by two of them
+
 
 _C, _R, _K, _D, _W = Residency.COLD, Residency.READING, Residency.CLEAN, Residency.DIRTY, Residency.WRITING
 
