@@ -125,6 +125,7 @@ def test_training_with_updates_during_backward_is_bit_equal(
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize(("model", "update"), deep())
 def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, update: str) -> None:
     """Whatever its modules hand on to each other, no parameters come more often than they are used."""

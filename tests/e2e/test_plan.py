@@ -15,6 +15,7 @@ from e2e.twins import Twins, adamw
 MakeTwins = Callable[..., Twins]
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize(
     "options",

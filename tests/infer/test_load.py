@@ -20,6 +20,7 @@ def saved(tmp_path):
     return save
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("padding", range(0, 72, 8))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_equal_wherever_the_file_puts_the_weights(saved, dtype, padding):
