@@ -322,6 +322,8 @@ class Frames:
     def settle(self) -> None:
         """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
         finished = [page for page in self.in_flight.values() if page.ticket.done]
+        if not finished:
+            return
         for page in [page for page in finished if page.residency is Residency.WRITING]:
             self._settle_write(page)  # which may begin with the write of another
         for page in finished:

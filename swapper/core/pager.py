@@ -413,16 +413,21 @@ class Pager:
         return True
 
     def _is_there(self, access: Access) -> bool:
-        """Return whether nothing needs to be waited for, as is usual."""
+        """Return whether nothing needs to be waited for, as is usual. What is to be made anew is made ready for it."""
         with self._lock:
             self._frames.settle()
             pages = self._pages
             for index in access.pages:
-                residency = pages[index].residency
+                page = pages[index]
+                residency = page.residency
+                if residency is Residency.CLEAN or residency is Residency.DIRTY:
+                    continue
                 if residency is Residency.WRITING:
                     if index in access.writes:
                         return False
-                elif residency is not Residency.CLEAN and residency is not Residency.DIRTY:
+                elif _is_to_be_made(page, access):
+                    self._frames.fill_fresh(page)
+                else:
                     return False
             if access.writes:
                 self._frames.raise_failure()
@@ -566,6 +571,13 @@ class Pager:
                 "everything in the pool is in use at one time: raise host_memory, or gather fewer modules at once "
                 f"\n{self.describe()}"
             )
+
+
+def _is_to_be_made(page: Page, access: Access) -> bool:
+    """Return whether `page` has a frame that is free of its past, for content that `access` makes anew."""
+    return (
+        page.residency is Residency.READING and page.fresh and page.predecessor is None and page.index in access.fresh
+    )
 
 
 def _raise_error_of(page: Page) -> None:

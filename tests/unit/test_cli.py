@@ -175,6 +175,8 @@ def test_the_limit_knows_a_drive_that_shares_one_speed_between_reads_and_writes(
 def test_a_step_moves_what_the_documented_formula_says():
     assert step_bytes(1, parameters_on_nvme=False, masters=True) == (12, 12)
     assert step_bytes(1, parameters_on_nvme=True, masters=True) == (16, 14)
+    assert step_bytes(1, parameters_on_nvme=False, masters=False) == (8, 8)
+    assert step_bytes(1, parameters_on_nvme=True, masters=False) == (20, 12)
 
 
 def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
