@@ -15,6 +15,7 @@ import socket
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -36,18 +37,22 @@ def serve() -> list[str]:
         child = os.fork()
         if child == 0:
             channel.close()
-        for number, file in enumerate(files):
-            if child == 0:
-                os.dup2(file, number)
+            return become(json.loads(message), files)
+        for file in files:
             os.close(file)
-        if child == 0:
-            order = json.loads(message)
-            os.environ.update(order["variables"])
-            arguments: list[str] = order["arguments"]
-            return arguments
         channel.send(b"%d" % child)
         _, status = os.waitpid(child, 0)
         channel.send(b"%d" % os.waitstatus_to_exitcode(status))
+
+
+def become(order: dict[str, Any], files: list[int]) -> list[str]:
+    """Be the process that was ordered: with its input, output, errors and environment. Returns what it is to run."""
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.update(order["variables"])
+    arguments: list[str] = order["arguments"]
+    return arguments
 
 
 def execute(arguments: list[str]) -> None:
