@@ -4,9 +4,7 @@ bytes, the file is not written, and training is that of plain torch, bit for bit
 from __future__ import annotations
 
 import copy
-import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,104 +12,21 @@ from typing import Any
 import pytest
 import torch
 from infer.host_device import HostDevice
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import swapper
 from e2e.cold_operations import cold
+from e2e.lent_files import FORMS, bytes_of, found_in, frozen, half_frozen, lent_pages, saved, shifted, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, send_away, smallest_budget
 from swapper.checkpoint.publication import Publication
 from swapper.checkpoint.verify import verify
-from swapper.core.section import LENT
 from swapper.integrations.transformers import for_training
 
 MakeTwins = Callable[..., Twins]
 MIB = 1 << 20
-NEEDLE_BYTES = 48
-
-
-def half_frozen(dtype: torch.dtype = torch.float32) -> Net:
-    """Large weights are frozen; of most modules that have one the bias is trained."""
-    model = Net(depth=8).to(dtype)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.endswith("bias") or "norm" in name)
-    return model
-
-
-def saved(model: nn.Module, path: Path) -> Path:
-    save_file({name: p.detach().clone() for name, p in model.named_parameters()}, path)
-    return path
-
-
-def shifted(model: nn.Module, path: Path) -> Path:
-    """A safetensors file in which nothing lies at a multiple of its size: a tensor of one byte comes first."""
-    tensors: dict[str, torch.Tensor] = {"a": torch.zeros(1, dtype=torch.uint8)}
-    tensors.update({name: p.detach().clone() for name, p in model.named_parameters()})
-    header, payload = {}, b""
-    for name, tensor in tensors.items():
-        data = tensor.view(-1).view(torch.uint8).numpy().tobytes()
-        kind = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8"}[tensor.dtype]
-        places = [len(payload), len(payload) + len(data)]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": places}
-        payload += data
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + payload)
-    return path
-
-
-def torch_file(model: nn.Module, path: Path) -> Path:
-    torch.save({"model": model.state_dict()}, path)
-    return path
-
-
-def sharded(model: nn.Module, path: Path) -> Path:
-    path.mkdir()
-    names: dict[str, str] = {}
-    tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for number in range(3):
-        part = dict(list(tensors.items())[number::3])
-        file = f"model-{number + 1:05}-of-00003.safetensors"
-        save_file(part, path / file)
-        names.update(dict.fromkeys(part, file))
-    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
-    return path
-
-
-FORMS: dict[str, Callable[[nn.Module, Path], Path]] = {
-    "safetensors": saved,
-    "at odd places": shifted,
-    "torch": torch_file,
-    "sharded": sharded,
-}
-
-
-def bytes_of(path: Path) -> dict[str, bytes]:
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
-    return {str(file): file.read_bytes() for file in files if file.is_file()}
-
-
-def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if not p.requires_grad}
-
-
-def found_in(directory: Path, tensors: dict[str, nn.Parameter]) -> list[str]:
-    """Names of the tensors of which some bytes are in the run's files. Those are random: they are nowhere by chance."""
-    content = b"".join(file.read_bytes() for file in directory.rglob("*") if file.is_file())
-    found = []
-    for name, tensor in tensors.items():
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        places = range(0, len(data) - NEEDLE_BYTES, max(len(data) // 16 // NEEDLE_BYTES * NEEDLE_BYTES, NEEDLE_BYTES))
-        needles = [data[at : at + NEEDLE_BYTES] for at in places]
-        if any(len(set(needle)) > 8 and needle in content for needle in needles):  # rows of zeros are everywhere
-            found.append(name)
-    return found
-
-
-def lent_pages(manager: swapper.SwapManager) -> int:
-    sections = manager.current.run.sections
-    return sum(page.location == LENT for section in sections for page in section.pages or [section.piece])
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -187,10 +102,6 @@ def llama(dtype: torch.dtype) -> nn.Module:
         hidden_size=256, intermediate_size=512,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
-
-
-def trained(model: nn.Module) -> torch.optim.Optimizer:
-    return adamw([p for p in model.parameters() if p.requires_grad])
 
 
 def losses(model: Any, optimizer: Any) -> list[float]:
@@ -457,200 +368,3 @@ def test_a_snapshot_of_a_file_that_changes_meanwhile_is_none(
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     pair.train(train_step, steps=1)
     pair.finish(paged=False)
-
-
-# --- a run that goes on -----------------------------------------------------------------------------------------------
-
-
-class Run:
-    """One script that is started again and again."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.model = half_frozen()
-        self.path = saved(self.model, directory / "base.safetensors")
-        self.options: dict[str, Any] = {"frozen_from": self.path}
-
-    def train(self, steps: int) -> list[float]:
-        model = copy.deepcopy(self.model)
-        found = []
-        with swapper.SwapManager(self.directory, "16MiB", resume="auto", rng=True) as manager:
-            torch.manual_seed(0)
-            model, optimizer = manager.offload(model, trained(model), params="nvme", **self.options)
-            while len(found) < steps:
-                found.append(train_step(model, optimizer).item())
-        return found
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
-
-
-def test_a_run_goes_on_wherever_the_file_is_meanwhile(run: Run) -> None:
-    plain = copy.deepcopy(run.model)
-    torch.manual_seed(0)
-    optimizer = trained(plain)
-    expected = [train_step(plain, optimizer).item() for _ in range(4)]
-    found = run.train(2)
-    assert verify(run.directory)[0].faults == []
-    moved = shutil.move(run.path, run.directory / "moved.safetensors")
-    faults = verify(run.directory)[0].faults
-    assert [fault.path for fault in faults] == [str(run.path)]
-    run.options["frozen_from"] = moved
-    assert found + run.train(2) == expected
-    assert found_in(run.directory / "rank-0-of-1", frozen(plain)) == []
-
-
-def test_a_run_that_goes_on_after_a_restart_of_the_system(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All checksums are compared then; what is lent has none."""
-    run.train(1)
-    monkeypatch.setattr("swapper.checkpoint.resume.boot_id", lambda: "another one")
-    assert run.train(1)
-
-
-def test_another_file_is_refused(run: Run) -> None:
-    run.train(1)
-    os.utime(run.path, ns=(1, 1))
-    assert any("changed since the commit" in fault.what for fault in verify(run.directory)[0].faults)
-    with pytest.raises(
-        swapper.CheckpointError, match=r"reads frozen parameters from .*base.safetensors as it was then"
-    ):
-        run.train(1)
-
-
-def test_a_run_that_goes_on_must_be_given_the_file(run: Run) -> None:
-    run.train(1)
-    run.options.clear()
-    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors: say frozen_from="):
-        run.train(1)
-
-
-def test_a_run_that_has_its_own_copy_goes_on_with_that(run: Run) -> None:
-    options, run.options = run.options, {}
-    run.train(1)
-    run.options = options
-    with pytest.raises(swapper.CheckpointError, match=r"leave frozen_from= \(.*base.safetensors\) out"):
-        run.train(1)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def refused(directory: Path, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
-    """Offload; assert that it is refused, that the model is as it was, and that nothing is left in the directory."""
-    before = {name: p if p.is_meta else p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = adamw([p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))])
-    with swapper.SwapManager(directory, "16MiB") as manager:
-        with pytest.raises(error, match=match):
-            manager.offload(model, optimizer if any(p.requires_grad for p in model.parameters()) else None, **options)
-        assert list(manager._directory.path.glob("*.swap")) == []
-    assert {name for name, p in model.named_parameters() if p.is_meta} == {n for n, p in before.items() if p.is_meta}
-
-
-def test_other_values_than_the_file_has_are_refused(tmp_path: Path) -> None:
-    model = half_frozen()
-    path = saved(model, tmp_path / "base.safetensors")
-    with torch.no_grad():
-        model.blocks[2].down.weight.view(-1)[-1] += 1
-    match = r"blocks.2.down.weight has other values in the model than in .*base.safetensors"
-    refused(tmp_path, model, swapper.CheckpointError, match, params="nvme", frozen_from=path)
-
-
-def test_a_file_that_lacks_some_is_refused(tmp_path: Path) -> None:
-    model = half_frozen()
-    saved(model, path := tmp_path / "base.safetensors")
-    tensors = load_file(path)
-    save_file({n: t for n, t in tensors.items() if not n.startswith("blocks.3")}, path)
-    match = r"lacks 2 of the model's 19 frozen parameters: blocks.3.up.weight, blocks.3.down.weight. Map its names"
-    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
-    refused(tmp_path, model, swapper.CheckpointError, "lacks 19", frozen_from=path, rename=lambda name: "x." + name)
-
-
-def test_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
-    model = half_frozen()
-    tensors = load_file(saved(model, path := tmp_path / "base.safetensors"))
-    for wrong in (tensors["head.weight"].bfloat16(), tensors["head.weight"][:-1].clone()):
-        save_file({**tensors, "head.weight": wrong}, path)
-        match = (
-            r"frozen parameter head.weight is of torch.float32 \[512, 128\], and 'head.weight' in .*base.safetensors of"
-        )
-        refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
-
-
-def test_what_is_not_one_run_of_bytes_is_refused(tmp_path: Path) -> None:
-    model = half_frozen()
-    state = {**model.state_dict(), "head.weight": model.head.weight.detach().T.contiguous().T}
-    torch.save(state, path := tmp_path / "base.pt")
-    match = r"'head.weight', frozen parameter head.weight, is not one run of bytes in .*base.pt: make one file"
-    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
-
-
-def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
-    path = saved(model := Net(), tmp_path / "base.safetensors")
-    refused(tmp_path, model, swapper.ConfigError, "the model has none: requires_grad_", frozen_from=path)
-    refused(tmp_path, half_frozen(), swapper.ConfigError, "say both, or none", rename={})
-    refused(
-        tmp_path, half_frozen(), swapper.IoError, "nothing.safetensors", frozen_from=tmp_path / "nothing.safetensors"
-    )
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    model = half_frozen()
-    path = saved(model, tmp_path / "base.safetensors")
-    os.truncate(path, path.stat().st_size - 1)
-    refused(tmp_path, model, swapper.CheckpointError, "base.safetensors", frozen_from=path)
-
-
-def test_what_has_no_values_anywhere_is_refused(tmp_path: Path) -> None:
-    path = saved(half_frozen(), tmp_path / "base.safetensors")
-    with torch.device("meta"):
-        model = half_frozen()
-    refused(tmp_path, model, swapper.UnsupportedError, "norm.weight is on the meta device", frozen_from=path)
-    with swapper.without_weights():
-        model = Net().requires_grad_(False)
-    model.register_buffer("scale", torch.zeros(1, device="meta"))
-    refused(
-        tmp_path,
-        model,
-        swapper.UnsupportedError,
-        "buffer scale is on the meta device, and frozen_from",
-        frozen_from=path,
-    )
-
-
-@pytest.mark.parametrize("change", ["touched", "cut off", "removed"])
-def test_a_file_that_changes_underneath_ends_the_run_at_its_next_use(tmp_path: Path, change: str) -> None:
-    model = half_frozen()
-    path = saved(model, tmp_path / "base.safetensors")
-    with swapper.SwapManager(tmp_path, "8MiB") as manager:
-        model, optimizer = manager.offload(model, trained(model), params="nvme", frozen_from=path)
-        train_step(model, optimizer)
-        loss = loss_of(model, tokens())
-        loss.backward()
-        if change == "touched":
-            os.utime(path, ns=(1, 1))
-        elif change == "cut off":
-            os.truncate(path, path.stat().st_size // 2)
-        else:
-            path.unlink()
-        for use in (optimizer.step, lambda: model(tokens()), lambda: manager.snapshot(tmp_path / "x.pt")):
-            with pytest.raises(swapper.CheckpointError, match=r"base.safetensors .*frozen parameters are read from it"):
-                use()
-        del loss
-        assert manager.step == 1
-
-
-def test_a_read_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut off between the look at it and the read."""
-    model = half_frozen()
-    path = saved(model, tmp_path / "base.safetensors")
-    monkeypatch.setattr("swapper.train.frozen.FrozenFiles.check_unchanged", lambda self: None)
-    optimizer = trained(model)
-    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", frozen_from=path)
-    with swapper.SwapManager(tmp_path, budget, commit_every=None) as manager:
-        model, optimizer = manager.offload(model, optimizer, params="nvme", frozen_from=path)
-        send_away(manager)
-        os.truncate(path, 4096)
-        with pytest.raises(swapper.IoError, match=r"base.safetensors"):
-            model(tokens())

@@ -1,0 +1,136 @@
+"""Files that frozen parameters cannot be read from, at the offload or later, are refused with the reason, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import swapper
+from e2e.lent_files import half_frozen, saved, trained
+from e2e.models import Net, loss_of, tokens, train_step
+from e2e.twins import adamw, send_away, smallest_budget
+
+
+def refused(directory: Path, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
+    """Offload; assert that it is refused, that the model is as it was, and that nothing is left in the directory."""
+    before = {name: p if p.is_meta else p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = adamw([p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))])
+    with swapper.SwapManager(directory, "16MiB") as manager:
+        with pytest.raises(error, match=match):
+            manager.offload(model, optimizer if any(p.requires_grad for p in model.parameters()) else None, **options)
+        assert list(manager._directory.path.glob("*.swap")) == []
+    assert {name for name, p in model.named_parameters() if p.is_meta} == {n for n, p in before.items() if p.is_meta}
+
+
+def test_other_values_than_the_file_has_are_refused(tmp_path: Path) -> None:
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    with torch.no_grad():
+        model.blocks[2].down.weight.view(-1)[-1] += 1
+    match = r"blocks.2.down.weight has other values in the model than in .*base.safetensors"
+    refused(tmp_path, model, swapper.CheckpointError, match, params="nvme", frozen_from=path)
+
+
+def test_a_file_that_lacks_some_is_refused(tmp_path: Path) -> None:
+    model = half_frozen()
+    saved(model, path := tmp_path / "base.safetensors")
+    tensors = load_file(path)
+    save_file({n: t for n, t in tensors.items() if not n.startswith("blocks.3")}, path)
+    match = r"lacks 2 of the model's 19 frozen parameters: blocks.3.up.weight, blocks.3.down.weight. Map its names"
+    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
+    refused(tmp_path, model, swapper.CheckpointError, "lacks 19", frozen_from=path, rename=lambda name: "x." + name)
+
+
+def test_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
+    model = half_frozen()
+    tensors = load_file(saved(model, path := tmp_path / "base.safetensors"))
+    for wrong in (tensors["head.weight"].bfloat16(), tensors["head.weight"][:-1].clone()):
+        save_file({**tensors, "head.weight": wrong}, path)
+        match = (
+            r"frozen parameter head.weight is of torch.float32 \[512, 128\], and 'head.weight' in .*base.safetensors of"
+        )
+        refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
+
+
+def test_what_is_not_one_run_of_bytes_is_refused(tmp_path: Path) -> None:
+    model = half_frozen()
+    state = {**model.state_dict(), "head.weight": model.head.weight.detach().T.contiguous().T}
+    torch.save(state, path := tmp_path / "base.pt")
+    match = r"'head.weight', frozen parameter head.weight, is not one run of bytes in .*base.pt: make one file"
+    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
+
+
+def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    path = saved(model := Net(), tmp_path / "base.safetensors")
+    refused(tmp_path, model, swapper.ConfigError, "the model has none: requires_grad_", frozen_from=path)
+    refused(tmp_path, half_frozen(), swapper.ConfigError, "say both, or none", rename={})
+    refused(
+        tmp_path, half_frozen(), swapper.IoError, "nothing.safetensors", frozen_from=tmp_path / "nothing.safetensors"
+    )
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    os.truncate(path, path.stat().st_size - 1)
+    refused(tmp_path, model, swapper.CheckpointError, "base.safetensors", frozen_from=path)
+
+
+def test_what_has_no_values_anywhere_is_refused(tmp_path: Path) -> None:
+    path = saved(half_frozen(), tmp_path / "base.safetensors")
+    with torch.device("meta"):
+        model = half_frozen()
+    refused(tmp_path, model, swapper.UnsupportedError, "norm.weight is on the meta device", frozen_from=path)
+    with swapper.without_weights():
+        model = Net().requires_grad_(False)
+    model.register_buffer("scale", torch.zeros(1, device="meta"))
+    refused(
+        tmp_path,
+        model,
+        swapper.UnsupportedError,
+        "buffer scale is on the meta device, and frozen_from",
+        frozen_from=path,
+    )
+
+
+@pytest.mark.parametrize("change", ["touched", "cut off", "removed"])
+def test_a_file_that_changes_underneath_ends_the_run_at_its_next_use(tmp_path: Path, change: str) -> None:
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        model, optimizer = manager.offload(model, trained(model), params="nvme", frozen_from=path)
+        train_step(model, optimizer)
+        loss = loss_of(model, tokens())
+        loss.backward()
+        if change == "touched":
+            os.utime(path, ns=(1, 1))
+        elif change == "cut off":
+            os.truncate(path, path.stat().st_size // 2)
+        else:
+            path.unlink()
+        for use in (optimizer.step, lambda: model(tokens()), lambda: manager.snapshot(tmp_path / "x.pt")):
+            with pytest.raises(swapper.CheckpointError, match=r"base.safetensors .*frozen parameters are read from it"):
+                use()
+        del loss
+        assert manager.step == 1
+
+
+def test_a_read_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off between the look at it and the read."""
+    model = half_frozen()
+    path = saved(model, tmp_path / "base.safetensors")
+    monkeypatch.setattr("swapper.train.frozen.FrozenFiles.check_unchanged", lambda self: None)
+    optimizer = trained(model)
+    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", frozen_from=path)
+    with swapper.SwapManager(tmp_path, budget, commit_every=None) as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", frozen_from=path)
+        send_away(manager)
+        os.truncate(path, 4096)
+        with pytest.raises(swapper.IoError, match=r"base.safetensors"):
+            model(tokens())
