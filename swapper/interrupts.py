@@ -4,8 +4,8 @@ Python runs the handler of SIGINT between any two instructions of the main threa
 the middle of a list being changed. Within `held_back` the first Ctrl-C is only noted, and takes effect at the end; a second
 one goes through at once, for whoever cannot wait.
 
-[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, three quarters of what it
-takes to hold back, which the pager does some times for each page: the functions that they wrap are used instead.
+[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, most of what holding back
+took, and the pager does it several times for each page. The functions that they wrap are used instead.
 """
 
 from __future__ import annotations

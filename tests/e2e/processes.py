@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -45,31 +45,29 @@ class Warm:
         """Start a process that has `files` for input, output and errors. Returns its number."""
         order = json.dumps({"arguments": arguments, "variables": variables})
         socket.send_fds(self._channel, [order.encode()], files)
-        return int(self._channel.recv(64))
+        return self._answer()
 
     def has_ended(self) -> bool:
         return bool(select.select([self._channel], [], [], 0)[0])
 
     def wait(self) -> int:
         """Wait for the end of the process. Returns its exit code."""
-        return int(self._channel.recv(64))
+        return self._answer()
+
+    def _answer(self) -> int:
+        answer = self._channel.recv(64)
+        assert answer, "the process that forks those of tests has ended: what it said is above"
+        return int(answer)
 
 
 _warm = functools.cache(Warm)
 
 
-class Started:
-    """A process that runs. `stdin`, `stdout` and `stderr` are pipes."""
+class Forked:
+    """A process that runs Python with `arguments`, for LONG_S at most. `files`: its input, output and errors."""
 
-    def __init__(self, arguments: list[str], variables: dict[str, str]) -> None:
-        pipes = [os.pipe() for _ in range(3)]
-        ends = [(read, write) if number == 0 else (write, read) for number, (read, write) in enumerate(pipes)]
-        self.stdin: IO[str] = os.fdopen(ends[0][1], "w")
-        self.stdout: IO[str] = os.fdopen(ends[1][1])
-        self.stderr: IO[str] = os.fdopen(ends[2][1])
-        self.pid = _warm().start(arguments, variables, [theirs for theirs, _ in ends])
-        for theirs, _ in ends:
-            os.close(theirs)
+    def __init__(self, arguments: Sequence[object], variables: dict[str, str], files: list[int]) -> None:
+        self.pid = _warm().start([*map(str, arguments)], variables, files)
         self._code: int | None = None
         self._stopper = threading.Timer(LONG_S, self.send_signal, [signal.SIGKILL])
         self._stopper.start()
@@ -78,7 +76,7 @@ class Started:
         os.kill(self.pid, number)
 
     def is_running(self) -> bool:
-        return not _warm().has_ended()
+        return self._code is None and not _warm().has_ended()
 
     def wait(self) -> int:
         """Wait for its end. Returns its exit code: below 0, the signal that has killed it."""
@@ -87,11 +85,27 @@ class Started:
             self._stopper.cancel()
         return self._code
 
+
+class Started(Forked):
+    """One that goes on meanwhile. `stdin`, `stdout` and `stderr` are pipes."""
+
+    def __init__(self, arguments: Sequence[object], variables: dict[str, str]) -> None:
+        its_input, stdin = os.pipe()
+        stdout, its_output = os.pipe()
+        stderr, its_errors = os.pipe()
+        self.stdin: IO[str] = os.fdopen(stdin, "w")
+        self.stdout: IO[str] = os.fdopen(stdout)
+        self.stderr: IO[str] = os.fdopen(stderr)
+        theirs = [its_input, its_output, its_errors]
+        super().__init__(arguments, variables, theirs)
+        for file in theirs:
+            os.close(file)
+
     def end(self) -> None:
-        if self._code is None:
+        if self.is_running():
             with contextlib.suppress(ProcessLookupError):
                 self.send_signal(signal.SIGKILL)
-            self.wait()
+        self.wait()
         for pipe in (self.stdout, self.stderr, self.stdin):
             with contextlib.suppress(BrokenPipeError):  # of what it has not read
                 pipe.close()
@@ -100,7 +114,7 @@ class Started:
 @contextlib.contextmanager
 def started_python(*arguments: object, **variables: str) -> Iterator[Started]:
     """Start Python with `arguments`, and with `variables` in its environment; it ends with the block at the latest."""
-    process = Started([*map(str, arguments)], variables)
+    process = Started(arguments, variables)
     try:
         yield process
     finally:
@@ -109,17 +123,12 @@ def started_python(*arguments: object, **variables: str) -> Iterator[Started]:
 
 def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run Python with `arguments`, and with `variables` in its environment, to its end."""
-    command = [*map(str, arguments)]
     with (
         Path(os.devnull).open() as nothing,
         tempfile.TemporaryFile("w+") as output,
         tempfile.TemporaryFile("w+") as errors,
     ):
-        child = _warm().start(command, variables, [file.fileno() for file in (nothing, output, errors)])
-        stopper = threading.Timer(LONG_S, os.kill, (child, signal.SIGKILL))
-        stopper.start()
-        code = _warm().wait()
-        stopper.cancel()
+        code = Forked(arguments, variables, [file.fileno() for file in (nothing, output, errors)]).wait()
         output.seek(0)
         errors.seek(0)
-        return subprocess.CompletedProcess(command, code, output.read(), errors.read())
+        return subprocess.CompletedProcess([*arguments], code, output.read(), errors.read())
