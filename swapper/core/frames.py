@@ -83,7 +83,8 @@ class Frames:
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
         self.staying: frozenset[int] = frozenset()
-        # Pages that may leave, farthest next use first: (-rank, index). Entries may be stale; see _rank and _is_evictable.
+        # Pages that may leave, farthest next use first: (-rank, index). What is a page's `offered_rank` is there; entries of
+        # another rank are stale, and a page that is there may not leave as long as it is leased (_is_evictable).
         self._leavers: list[tuple[int, int]] = []
         self._failure: IoError | None = None  # of a write, not yet told to anyone
         self.owed: dict[int, Page] = {}
@@ -118,8 +119,7 @@ class Frames:
         """
         fresh = fresh and page.index not in self.owed
         if leaver is not None:
-            address = self._pool.address(leaver.frame)  # type: ignore[arg-type]
-            leaver.kept = keep and self.spare is not None and self.spare.keep(leaver, address)
+            leaver.kept = keep and self._keep(leaver)
         page.kept = page.kept and not fresh
         frame: int | None = None
         if leaver is None:
@@ -171,12 +171,16 @@ class Frames:
 
     def owe(self, page: Page) -> bool:
         """Let a DIRTY page go to spare memory and write it when it comes back. False if there is no room for it."""
-        if self.spare is None or not self.spare.keep(page, self._pool.address(page.frame)):  # type: ignore[arg-type]
+        if not self._keep(page):
             return False
         page.kept = True
         self.owed[page.index] = page
         self.evict(page)
         return True
+
+    def _keep(self, page: Page) -> bool:
+        """Copy a page's content to spare memory, if there is room for it."""
+        return self.spare is not None and self.spare.keep(page, self._pool.address(page.frame))  # type: ignore[arg-type]
 
     def drop_kept(self, page: Page) -> None:
         """The spare memory that may have the content of `page` is wanted back."""
@@ -225,6 +229,7 @@ class Frames:
     def evict(self, page: Page) -> None:
         """Let a CLEAN page go, or throw a DIRTY one away."""
         page.move(Residency.COLD)
+        page.offered_rank = None
         self._unmap(page)
         self._pool.give(page.frame)  # type: ignore[arg-type]
         page.frame = None
@@ -242,8 +247,9 @@ class Frames:
 
     def guard(self, page: Page) -> None:
         """Nobody who may change the page has it: a write is to be noted from now on. [Note: writes that nobody announced]"""
-        mapped = page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
-        if mapped and page.section.guards_writes and not page.guarded:
+        if not page.section.guards_writes or page.guarded:
+            return
+        if page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING):  # it is mapped
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
@@ -274,48 +280,53 @@ class Frames:
     # --- who leaves next ------------------------------------------------------------------------------------------
 
     def offer(self, page: Page) -> None:
-        """Note that `page` may leave, if it may."""
-        if self._is_evictable(page):
-            heapq.heappush(self._leavers, (-self._rank(page), page.index))
-        if len(self._leavers) > 8 * self._pool.frame_count + 64:  # mostly stale entries of near uses
-            live = [(-self._rank(p), p.index) for p in self._pages if self._is_evictable(p)]
-            heapq.heapify(live)
-            self._leavers = live
+        """Note that `page` may leave, if it may.
+
+        Its rank is the larger, the sooner it leaves: the next use, but what shall stay makes room only for what is needed at once.
+        """
+        rank = 0 if page.index in self.staying else page.next_use
+        if page.offered_rank == rank or not self._is_evictable(page):
+            return
+        page.offered_rank = rank
+        heapq.heappush(self._leavers, (-rank, page.index))
+        if len(self._leavers) > 4 * self._pool.frame_count + 64:  # mostly stale entries of near uses
+            pages = self._pages
+            self._leavers = list({entry for entry in self._leavers if pages[entry[1]].offered_rank == -entry[0]})
+            heapq.heapify(self._leavers)
 
     def offer_anew(self, next_use: Callable[[int], int]) -> None:
         """All next uses have changed: find them again."""
         self._leavers.clear()
         for page in self._pages:
             if page.residency is not Residency.COLD:
+                page.offered_rank = None
                 page.next_use = next_use(page.index)
                 self.offer(page)
-
-    def _rank(self, page: Page) -> int:
-        """The larger, the sooner it leaves: the next use, but what shall stay makes room only for what is needed at once."""
-        return 0 if page.index in self.staying else page.next_use
 
     def pop_leaver(self, position: int) -> Page | None:
         """Take the page with the farthest next use off the list, if that use is later than `position`."""
         while self._leavers:
-            negated_use, index = self._leavers[0]
-            page = self._pages[index]
-            rank = self._rank(page)
-            if -negated_use != rank or not self._is_evictable(page):
-                heapq.heappop(self._leavers)
-                continue
-            if rank <= position:
+            rank, page = -self._leavers[0][0], self._pages[self._leavers[0][1]]
+            is_stale = page.offered_rank != rank
+            may_leave = not is_stale and self._is_evictable(page)
+            if may_leave and rank <= position:
                 return None
             heapq.heappop(self._leavers)
-            return page
+            if is_stale:
+                continue
+            page.offered_rank = None
+            if may_leave:
+                return page
         return None
 
     def _is_evictable(self, page: Page) -> bool:
         if page.leases:
             return False
-        if page.residency is Residency.DIRTY:
+        residency = page.residency
+        if residency is Residency.DIRTY:
             is_late = self._lazy or page.section.transient
             return is_late and page.index not in self.unsaved and not page.fresh
-        return page.residency is Residency.CLEAN or (page.residency is Residency.WRITING and page.heir is None)
+        return residency is Residency.CLEAN or (residency is Residency.WRITING and page.heir is None)
 
     # --- taking note of what the engine finished ------------------------------------------------------------------
 
@@ -358,6 +369,7 @@ class Frames:
             return
         heir, page.heir = page.heir, None
         page.move(Residency.COLD)
+        page.offered_rank = None
         self._unmap(page)
         heir.frame, page.frame = page.frame, None
         heir.predecessor = None

@@ -344,19 +344,20 @@ class Pager:
     def _bring(self, access: Access) -> None:
         """Claim a frame for each leased page that has none, waiting for frames if need be, then read ahead."""
         wanted = [self._pages[index] for index in reversed(access.pages)]
-        while wanted:
+        while True:
             with self._lock:
                 self._frames.settle()
                 blocker = self._claim_what_is_wanted(wanted, access.fresh)
+                if not wanted:
+                    if access.key is not None:  # outside of a step, what comes next may be far away
+                        self._read_ahead()
+                    return
             if blocker is not None:
                 with self.counters.waiting("frame", blocker):
                     _wait_quietly(blocker.ticket)
-            elif wanted:
+            else:
                 with self.counters.waiting("frame", "memory that is being taken"):
                     self._frames.wait_for_growth()
-        if access.key is not None:  # outside of a step, what comes next may be far away
-            with self._lock:
-                self._read_ahead()
 
     def _claim_what_is_wanted(self, wanted: list[Page], fresh: Collection[int]) -> Page | None:
         """Claim frames for `wanted`, last first, taking them off it. Returns the page in flight to wait for, if any.
@@ -381,23 +382,24 @@ class Pager:
 
     def _read_ahead(self) -> None:
         """Claim frames along the schedule for as long as there are pages that are needed later than those wanted."""
+        pages, cold, ahead = self._pages, Residency.COLD, self._frames.ahead
         self._ahead = max(self._ahead, self._schedule.position)
         end = self._schedule.position + self._reach.accesses(len(self._schedule.cycle))
         while self._ahead < end:
             access = self._schedule.at(self._ahead)
             for index in () if self._schedule.is_over(self._ahead) else access.pages:
-                page = self._pages[index]
-                if page.residency is Residency.COLD and page.leases == 0:
+                page = pages[index]
+                if page.residency is cold and page.leases == 0:
                     fresh = index in access.fresh
                     if not fresh and page.location is None:
                         if page.section.transient:
                             continue  # its content is still to be made
                         return
-                    if not self._frames.has_free() and len(self._frames.ahead) >= self._window_pages:
+                    if len(ahead) >= self._window_pages and not self._frames.has_free():
                         return  # [Note: what stays]
                     if not self._claim(page, fresh, self._ahead):
                         return
-                    self._frames.ahead.add(index)
+                    ahead.add(index)
             self._ahead += 1
 
     def _claim(self, page: Page, fresh: bool, position: int) -> bool:

@@ -37,7 +37,6 @@ class Pool:
         frame_count: int,
         growth: Growth | None = None,
     ) -> None:
-        self._base_address = base_address
         self._arena_offset = arena_offset
         self.frame_bytes = frame_bytes
         self.frame_count = frame_count
@@ -45,6 +44,7 @@ class Pool:
         self._is_free = [True] * frame_count
         self._missing = list(range(frame_count - 1, -1, -1))  # without memory yet; the next one last
         self._growth = growth
+        self._first_address = base_address + arena_offset
         self._grow()
 
     @property
@@ -59,8 +59,7 @@ class Pool:
 
     def has_free(self) -> bool:
         """Whether `take` gives a frame now."""
-        self._grow()
-        return bool(self._free)
+        return bool(self._free or self._grow())
 
     def wait_for_growth(self) -> None:
         """Wait until one more frame has memory.
@@ -71,18 +70,20 @@ class Pool:
         if self._growth is not None and self._missing:
             self._growth.wait_taken(self.offset(self._missing[-1] + 1))
 
-    def _grow(self) -> None:
+    def _grow(self) -> bool:
+        """Take note of the memory that has come. Returns whether any has."""
         if not self._missing:
-            return
+            return False
         taken_bytes = None if self._growth is None else self._growth.taken_bytes
         while self._missing and (taken_bytes is None or self.offset(self._missing[-1] + 1) <= taken_bytes):
             self._free.append(self._missing.pop())
         if self._growth is None:
             self._free.reverse()
+        return bool(self._free)
 
     def take(self) -> int | None:
         """Return a free frame, or None."""
-        if not self.has_free():
+        if not self._free and not self._grow():
             return None
         frame = self._free.pop()
         self._is_free[frame] = False
@@ -99,4 +100,4 @@ class Pool:
         return self._arena_offset + frame * self.frame_bytes
 
     def address(self, frame: int) -> int:
-        return self._base_address + self.offset(frame)
+        return self._first_address + frame * self.frame_bytes

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from swapper.errors import InvariantError
-
 
 class Residency(Enum):
     """The state of one page."""
@@ -41,8 +39,3 @@ LEGAL_MOVES: frozenset[tuple[Residency, Residency]] = frozenset(
         (_D, _C),  # thrown away: a step rolled back
     }
 )
-
-
-def check_move(page: object, old: Residency, new: Residency) -> None:
-    if (old, new) not in LEGAL_MOVES:
-        raise InvariantError(f"{page}: {old.name} -> {new.name} is not a legal move")

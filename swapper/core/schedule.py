@@ -169,12 +169,13 @@ class Schedule:
 
     def _next_of(self, places: list[int], after: int) -> int:
         """The first position > `after` that falls on one of `places` (ascending indices into the cycle) and is not over."""
-        cycles, index = divmod(after - self._origin, len(self._cycle))
+        length, count = len(self._cycle), len(places)
+        cycles, index = divmod(after - self._origin, length)
         found = bisect_right(places, index)
         while True:
-            if found == len(places):
+            if found == count:
                 cycles, found = cycles + 1, 0
-            position = self._origin + cycles * len(self._cycle) + places[found]
+            position = self._origin + cycles * length + places[found]
             if position not in self._early:
                 return position
             found += 1

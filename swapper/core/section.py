@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from swapper.core.layout import SectionPlan, Slot
-from swapper.core.residency import Residency, check_move
+from swapper.core.residency import LEGAL_MOVES, Residency
 from swapper.errors import InvariantError, IoError
 
 LENT = -2
@@ -59,6 +59,7 @@ class Page:
         "location",
         "nbytes",
         "next_use",
+        "offered_rank",
         "offset",
         "predecessor",
         "residency",
@@ -76,6 +77,7 @@ class Page:
         self.frame: int | None = None
         self.leases = 0
         self.next_use = 0  # position in the schedule
+        self.offered_rank: int | None = None  # with which it is on the list of pages that may leave, see Frames.offer
         self.ticket: Any = None  # of the read or write in flight
         self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
         self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
@@ -104,7 +106,8 @@ class Page:
         return self.nbytes if lent is None or self.location != LENT else min(self.nbytes, lent.nbytes - self.offset)
 
     def move(self, new: Residency) -> None:
-        check_move(self, self.residency, new)
+        if (self.residency, new) not in LEGAL_MOVES:
+            raise InvariantError(f"{self}: {self.residency.name} -> {new.name} is not a legal move")
         self.residency = new
 
     def __repr__(self) -> str:
