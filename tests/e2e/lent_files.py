@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -15,7 +16,9 @@ from e2e.models import Net
 from e2e.twins import adamw
 from swapper.core.section import LENT
 
-NEEDLE_BYTES = 48
+WORD_BYTES = 8
+NEEDLE_WORDS = 5
+"""So many different words of a tensor's are in a file by no chance; rows of zeros are everywhere."""
 
 
 def half_frozen(dtype: torch.dtype = torch.float32) -> Net:
@@ -82,16 +85,23 @@ def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if not p.requires_grad}
 
 
+def words_of(content: bytes | memoryview) -> np.ndarray:
+    return np.frombuffer(content[: len(content) // WORD_BYTES * WORD_BYTES], np.uint64)
+
+
 def found_in(directory: Path, tensors: dict[str, nn.Parameter]) -> list[str]:
     """Names of the tensors of which some bytes are in the run's files. Those are random: they are nowhere by chance."""
-    content = b"".join(file.read_bytes() for file in directory.rglob("*") if file.is_file())
+    files = [words_of(file.read_bytes()) for file in directory.rglob("*") if file.is_file()]
+    content = np.sort(np.concatenate(files))
     found = []
     for name, tensor in tensors.items():
-        data = tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-        places = range(0, len(data) - NEEDLE_BYTES, max(len(data) // 16 // NEEDLE_BYTES * NEEDLE_BYTES, NEEDLE_BYTES))
-        needles = [data[at : at + NEEDLE_BYTES] for at in places]
-        if any(len(set(needle)) > 8 and needle in content for needle in needles):  # rows of zeros are everywhere
-            found.append(name)
+        data = memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+        for shift in range(WORD_BYTES):  # it may lie anywhere in a file, whose words are taken from its beginning
+            words = words_of(data[shift:])
+            places = np.searchsorted(content, words).clip(max=len(content) - 1)
+            if len(np.unique(words[content[places] == words])) >= NEEDLE_WORDS:
+                found.append(name)
+                break
     return found
 
 

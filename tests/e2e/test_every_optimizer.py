@@ -88,9 +88,9 @@ class Shapes(nn.Module):
 
     def __init__(self, dtype: torch.dtype, only_matrices: bool) -> None:
         super().__init__()
-        shapes = [(512, 448), (2000,), (64, 32, 3, 3), (513, 257), (), (1,), (37, 5, 7), *[(448, 512)] * 4]
+        shapes = [(512, 448), (2000,), (64, 32, 3, 3), (513, 257), (), (1,), (37, 5, 7), *[(448, 512)] * 3]
         if only_matrices:  # Muon, whose products have the square of the shorter side in them
-            shapes = [(2048, 64), (513, 57), *[(64, 2048)] * 4]
+            shapes = [(2048, 64), (513, 57), *[(64, 2048)] * 3]
         self.layers = nn.ModuleList()
         for shape in shapes:
             layer = nn.Module()  # a group of its own
