@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -63,6 +64,7 @@ def divide(
     pool_bytes = (
         (host_bytes - kept_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
     )  # the arena takes whole ones
+    frames_needed = functools.cache(frames_needed)  # which goes through all slices; the search below asks for few sizes
     fitted = _fit(pool_bytes, paged, frames_needed, page_bytes)
     if fitted is None:
         smallest = kept_bytes + _smallest_pool(paged, frames_needed, page_bytes)
