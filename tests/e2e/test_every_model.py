@@ -28,7 +28,7 @@ MOST_PARAMETERS = 40e6
 SAMPLE = {
     "BartForCausalLM": "leaves layers out by chance",
     "BigBirdForMaskedLM": "random attention",
-    "ConvNextForImageClassification": "stages of unlike sizes",
+    "MobileNetV2ForImageClassification": "stages of unlike sizes",
     "DeepseekV3ForCausalLM": "experts, and attention by way of narrow products",
     "FalconMambaForCausalLM": "a state space in place of attention",
     "FNetForMaskedLM": "Fourier transforms in place of attention",
@@ -86,7 +86,8 @@ def make_small(name: str) -> nn.Module:
     try:
         usual = kind()
         known = {key for key in usual.to_dict() if not isinstance(getattr(kind, key, None), property)}
-        sizes = {key: size for key, size in SMALL.items() if key in known}
+        listed = {key for key in known if isinstance(getattr(usual, key, None), list | tuple)}  # a size for each stage
+        sizes = {key: size for key, size in SMALL.items() if key in known - listed}
         if "layer_types" in known and usual.layer_types:
             sizes["layer_types"] = list(usual.layer_types)[: SMALL["num_layers"]]
         config = kind(**sizes, **WORDS)
