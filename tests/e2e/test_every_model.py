@@ -79,18 +79,24 @@ def names() -> list[str]:
     return list(dict.fromkeys(name if isinstance(name, str) else name[0] for name in found))
 
 
+def small(usual: Any) -> Any:
+    """Return a configuration like that one, and of small parts where it has parts; lists, of a size for each stage, stay."""
+    kind = type(usual)
+    known = {key for key in usual.to_dict() if not isinstance(getattr(kind, key, None), property)}
+    listed = {key for key in known if isinstance(getattr(usual, key, None), list | tuple)}
+    sizes = {key: size for key, size in SMALL.items() if key in known - listed}
+    if "layer_types" in known and usual.layer_types:
+        sizes["layer_types"] = list(usual.layer_types)[: SMALL["num_layers"]]
+    parts = {key: getattr(usual, key, None) for key in getattr(kind, "sub_configs", {})}
+    sizes.update({key: small(part) for key, part in parts.items() if part is not None})
+    return kind(**sizes, **WORDS)
+
+
 def make_small(name: str) -> nn.Module:
     """Return the model of that class with few parameters; skips the test where that cannot be."""
     made = getattr(hf, name)
-    kind = made.config_class
     try:
-        usual = kind()
-        known = {key for key in usual.to_dict() if not isinstance(getattr(kind, key, None), property)}
-        listed = {key for key in known if isinstance(getattr(usual, key, None), list | tuple)}  # a size for each stage
-        sizes = {key: size for key, size in SMALL.items() if key in known - listed}
-        if "layer_types" in known and usual.layer_types:
-            sizes["layer_types"] = list(usual.layer_types)[: SMALL["num_layers"]]
-        config = kind(**sizes, **WORDS)
+        config = small(made.config_class())
         with torch.device("meta"):
             parameters = sum(p.numel() for p in made(copy.deepcopy(config)).parameters())
     except Exception as error:  # of any kind: there are hundreds of configurations
