@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from torch.nn import functional as F
 
 import swapper
 from e2e.models import VOCABULARY, Net, loss_of, tokens, train_step
-from e2e.processes import LONG_S, environment
+from e2e.processes import run_python
 from e2e.twins import Twins, adamw, assert_same
 
 MakeTwins = Callable[..., Twins]
@@ -176,11 +174,8 @@ def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> 
     for update in updates:
         (tmp_path / update).mkdir()
     script = Path(__file__).with_name("ddp_run.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, script, tmp_path, *updates]
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=environment(), timeout=LONG_S, check=False
-    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_python(*torchrun, script, tmp_path, *updates)
     assert done.returncode == 0, done.stderr[-4000:]
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
     assert said == [f"rank {rank}, {update}: same" for rank in (0, 1) for update in sorted(updates)]
