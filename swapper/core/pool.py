@@ -59,7 +59,9 @@ class Pool:
 
     def has_free(self) -> bool:
         """Whether `take` gives a frame now."""
-        return bool(self._free or self._grow())
+        if self._missing:
+            self._grow()
+        return bool(self._free)
 
     def wait_for_growth(self) -> None:
         """Wait until one more frame has memory.
@@ -70,20 +72,17 @@ class Pool:
         if self._growth is not None and self._missing:
             self._growth.wait_taken(self.offset(self._missing[-1] + 1))
 
-    def _grow(self) -> bool:
-        """Take note of the memory that has come. Returns whether any has."""
-        if not self._missing:
-            return False
+    def _grow(self) -> None:
+        """Take note of the memory that has come."""
         taken_bytes = None if self._growth is None else self._growth.taken_bytes
         while self._missing and (taken_bytes is None or self.offset(self._missing[-1] + 1) <= taken_bytes):
             self._free.append(self._missing.pop())
         if self._growth is None:
             self._free.reverse()
-        return bool(self._free)
 
     def take(self) -> int | None:
         """Return a free frame, or None."""
-        if not self._free and not self._grow():
+        if not self.has_free():
             return None
         frame = self._free.pop()
         self._is_free[frame] = False
