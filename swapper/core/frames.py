@@ -83,8 +83,8 @@ class Frames:
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
         self.staying: frozenset[int] = frozenset()
-        # Pages that may leave, farthest next use first: (-rank, index). What is a page's `offered_rank` is there; entries of
-        # another rank are stale, and a page that is there may not leave as long as it is leased (_is_evictable).
+        # Pages that may leave, farthest next use first: (-rank, index). The entry with a page's `offered_rank` is the one that
+        # counts, and its page may be leased meanwhile (_is_evictable); those with another rank are stale.
         self._leavers: list[tuple[int, int]] = []
         self._failure: IoError | None = None  # of a write, not yet told to anyone
         self.owed: dict[int, Page] = {}
