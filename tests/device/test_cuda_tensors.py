@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from swapper import _C, AioHandle, GdsFile, GdsHandle, checkpoint
 from swapper.io.registered import CudaRegistrar, Registration, slabs
@@ -93,7 +94,7 @@ def test_checkpoints_of_device_tensors_are_torchs(tmp_path: Path, is_pinned: boo
         "half": torch.randn(300, 7, device="cuda").bfloat16(),
         "host": torch.ones(3),
     }
-    with torch.utils.serialization.config.patch({"save.use_pinned_memory_for_d2h": is_pinned}):
+    with config.patch({"save.use_pinned_memory_for_d2h": is_pinned}):
         checkpoint.save(state, tmp_path / "x.pt")
     for loaded in (torch.load(tmp_path / "x.pt"), checkpoint.load(tmp_path / "x.pt")):
         assert all(

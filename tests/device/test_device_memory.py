@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,6 +228,33 @@ def test_what_nobody_closes_is_forgotten_with_its_owner():
     assert len(runtime.registered) == 1
     del registration
     assert runtime.registered == {}
+
+
+def test_what_is_still_registered_when_python_ends_is_given_back_and_does_not_hang(run_python):
+    """Of a handle in a traceback, say: threads that Python no longer runs are neither begun nor waited for."""
+    ended = run_python(
+        f"""
+        import os, sys
+        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        from device.test_device_memory import DEVICE, SLAB_BYTES, Cuda, CudaRegistrar, Memory, Registration, slabs
+
+        class Holder:  # as a handle: it closes what it has when Python lets go of it
+            def __init__(self, registration): self.registration = registration
+            def __del__(self): self.registration.close()
+
+        class Told(Cuda):
+            def cudaHostUnregister(self, address, *, write=os.write):
+                write(1, b"given back ")
+                return super().cudaHostUnregister(address)
+
+        registration = Registration(CudaRegistrar(DEVICE, Told()), Memory(), slabs(0, 2 * SLAB_BYTES, 4096))
+        registration.wait()
+        cycle = [Holder(registration)]
+        cycle.append(cycle)
+        del registration, cycle  # collected when Python ends
+        """
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "given back given back ", "")
 
 
 def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_path):
