@@ -25,6 +25,24 @@ from swapper.errors import IoError, UnsupportedError
 NAMES = ("libcufile.so.0", "libcufile.so")
 _FD_TYPE = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
 _FIRST_ERROR = 5000  # CUFILEOP_BASE_ERR: below are errors of the system
+_ERRORS = {  # CUfileOpError in cufile.h; those that the machine or the file is to blame for
+    5001: "CU_FILE_DRIVER_NOT_INITIALIZED",
+    5004: "CU_FILE_DRIVER_VERSION_MISMATCH",
+    5005: "CU_FILE_DRIVER_VERSION_READ_ERROR",
+    5007: "CU_FILE_PLATFORM_NOT_SUPPORTED",
+    5008: "CU_FILE_IO_NOT_SUPPORTED",
+    5009: "CU_FILE_DEVICE_NOT_SUPPORTED",
+    5010: "CU_FILE_NVFS_DRIVER_ERROR",
+    5011: "CU_FILE_CUDA_DRIVER_ERROR",
+    5016: "CU_FILE_INVALID_MAPPING_SIZE",
+    5018: "CU_FILE_INVALID_FILE_TYPE",
+    5025: "CU_FILE_PERMISSION_DENIED",
+    5029: "CU_FILE_DEVICE_NOT_FOUND",
+    5030: "CU_FILE_INTERNAL_ERROR",
+    5033: "CU_FILE_NVFS_SETUP_ERROR",
+    5034: "CU_FILE_IO_DISABLED",
+    5036: "CU_FILE_GPU_MEMORY_PINNING_FAILED",
+}
 
 
 class _Status(ctypes.Structure):
@@ -234,4 +252,5 @@ def _places() -> list[str]:
 
 
 def _words(status: _Status) -> str:
-    return f"error {status.error}" + (f", CUDA error {status.cuda_error}" if status.cuda_error else "")
+    named = f" ({_ERRORS[status.error]})" if status.error in _ERRORS else ""
+    return f"error {status.error}{named}" + (f", CUDA error {status.cuda_error}" if status.cuda_error else "")

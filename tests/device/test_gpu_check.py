@@ -50,11 +50,15 @@ def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path: Path) -> None:
-    """And a measurement that fails is told, and costs no other."""
+    """And a measurement that fails is told, and costs no other; nor does what a library prints, as cuFile does."""
     stub, out, drive = tmp_path / "triton", tmp_path / "out", tmp_path / "drive"
     for directory in (stub, out, drive):
         directory.mkdir()
-    (stub / "__init__.py").write_text("raise ImportError('not on this machine', name='triton')")
+    (stub / "__init__.py").write_text(
+        "import os, sys\n"
+        "if '--measure' in sys.argv: os.write(1, b'words of a library\\n')\n"
+        "raise ImportError('not on this machine', name='triton')"
+    )
     ran = gpu_check(
         *("--rehearse", "--no-build", "--directory", drive, "--json", tmp_path / "x.json"),
         *("--only", "tests", "norm", "copies"),
@@ -64,6 +68,7 @@ def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path
     assert ran.returncode == 1
     assert "gradient norm and overflow: FAILED: swapper.errors.UnsupportedError" in ran.stdout
     assert "arena -> device: " in ran.stdout and "1 FAILED" in ran.stdout
+    assert "words of a library" not in ran.stdout
     report: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
     assert report == json.loads((out / "gpu_check.json").read_text())
     assert report["rehearsal"] and "REHEARSAL" in ran.stdout and "MET" not in ran.stdout
