@@ -22,8 +22,9 @@ from swapper.errors import DeviceError, IoError, SwapperError
 from swapper.io.elements import copy_in, copy_out
 from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
-SLOTS = 4
+SLOTS = 16
 SLOT_BYTES = 4 << 20
+"""What a fast drive needs in flight, 32 MiB and more, and slots that are copied meanwhile: with four slots, three quarters of its speed."""
 
 Move = Callable[[int, int, int], Iterator[_C.Ticket]]
 """(file offset, address, bytes) -> begins a transfer; tickets of the engine, more than one where the file is striped."""

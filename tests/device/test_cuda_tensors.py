@@ -12,10 +12,11 @@ from torch.utils.serialization import config
 
 from swapper import _C, AioHandle, GdsFile, GdsHandle, checkpoint
 from swapper.io.registered import CudaRegistrar, Registration, slabs
+from swapper.io.staging import SLOT_BYTES, SLOTS
 
 pytestmark = pytest.mark.gpu
 
-NBYTES = (9 << 20) + 1237  # more than the ring of slots holds at one time, and no whole sectors
+NBYTES = SLOTS * SLOT_BYTES + (9 << 20) + 1237  # more than the ring holds at one time, and no whole sectors
 
 
 def noise(nbytes: int = NBYTES) -> torch.Tensor:
