@@ -24,7 +24,8 @@ from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
 SLOTS = 16
 SLOT_BYTES = 4 << 20
-"""What a fast drive needs in flight, 32 MiB and more, and slots that are copied meanwhile: with four slots, three quarters of its speed."""
+"""What a fast drive needs in flight, 32 MiB and more, and slots that are copied meanwhile: four slots give three quarters of its
+speed."""
 
 Move = Callable[[int, int, int], Iterator[_C.Ticket]]
 """(file offset, address, bytes) -> begins a transfer; tickets of the engine, more than one where the file is striped."""
