@@ -33,6 +33,7 @@ from swapper.checkpoint.zipformat import (
     payload_offset,
 )
 from swapper.errors import CheckpointError
+from swapper.io.staging import device_errors
 
 __all__ = ["ALIGNMENT", "ContainerLayout", "PreparedTail", "Record", "StorageRef", "build_tail"]
 
@@ -236,5 +237,6 @@ def _name(root: str, key: int | str) -> str:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
-    on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
+    with device_errors(storage.device, "copying a tensor for a checkpoint"):
+        on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
     return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())

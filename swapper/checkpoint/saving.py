@@ -62,6 +62,7 @@ def save(
     Raises:
         CheckpointError: the path cannot be taken, or two tensors see the same memory as different types.
         IoError: the drive failed, or is full. Nothing is left under the name.
+        DeviceError: the device of a tensor failed. Likewise.
         Whatever pickling an object of yours raises.
     """
     alignment = config.save.storage_alignment

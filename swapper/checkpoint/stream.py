@@ -15,6 +15,7 @@ import torch
 
 from swapper import _C
 from swapper.checkpoint.engines import drain
+from swapper.io.staging import device_errors
 
 UNIT = 4096
 BLOCK_BYTES = 1 << 20
@@ -93,12 +94,17 @@ class StreamWriter:
         return self._gather(address + done, nbytes - done, checksum)
 
     def append_device(self, data: torch.Tensor) -> int:
-        """Append a one-dimensional uint8 tensor of any device; returns the CRC-32."""
+        """Append a one-dimensional uint8 tensor of any device; returns the CRC-32.
+
+        Raises:
+            DeviceError: the device failed.
+        """
         checksum = done = 0
         while done < data.numel():
             room = self._room(data.numel() - done)
             start = self._block * BLOCK_BYTES + self._filled
-            self._memory.narrow(0, start, room).copy_(data.narrow(0, done, room))
+            with device_errors(data.device, "copying a tensor for a checkpoint"):
+                self._memory.narrow(0, start, room).copy_(data.narrow(0, done, room))
             if self._checksums:
                 checksum = _C.crc32_address(self._address + start, room, checksum)
             self._filled += room

@@ -19,7 +19,7 @@ import torch
 
 from swapper import _C
 from swapper.config import parse_choice
-from swapper.errors import ConfigError, IoError
+from swapper.errors import ConfigError, DeviceError, IoError
 from swapper.io.deepnvme import DeepNvmeMethods
 from swapper.io.elements import byte_count, check_tensor, run_address
 from swapper.io.engines import Engines
@@ -211,7 +211,7 @@ class AioHandle(DeepNvmeMethods):
     ) -> None:
         try:
             self.close()
-        except IoError as failure:
+        except (IoError, DeviceError) as failure:
             if error is None:
                 raise
             logger.error("%s (while closing after another error)", failure)

@@ -8,7 +8,6 @@ dropped everything.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -91,7 +90,7 @@ class Operation:
         """Waits until the operation is over, without the GIL. False if `timeout_s` seconds pass first.
 
         Raises:
-            IoError: it failed or was called off. All of it is over then: the tensor may be used.
+            IoError, DeviceError: it failed or was called off. All of it is over then: the tensor may be used.
         """
         if not self._wait_for_parts(timeout_s):
             return False
@@ -145,9 +144,12 @@ class Operation:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         for part in self._parts:
             left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
-            with contextlib.suppress(IoError):  # asked for when all parts are over
+            try:
                 if not part.wait(left_s):
                     return False
+            except Exception:  # the drive's or a device's; asked for when all parts are over
+                if part.error is None:
+                    raise
         self._retire()
         return True
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from swapper import _C, DeviceError
+from swapper import _C, AioHandle, DeviceError
 from swapper.device.device import open_device
 from swapper.io import staging
 from swapper.io.staging import SLOT_BYTES, Staging
@@ -121,3 +121,22 @@ def test_an_error_of_the_device_that_stays_ends_a_handles_transfer_and_no_slot_i
     ring.write(values.clone(), 0, "x", lambda *a: iter([engine.write(file, *a)])).wait()
     ring.close()
     assert (tmp_path / "x").read_bytes() == values.numpy().tobytes()
+
+
+def test_a_transfer_that_the_device_fails_is_over_when_it_is_told_and_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(staging, "event_of", lambda tensor: "an event")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: LostStream(calls, 0))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    matrices = [torch.zeros(1000, 2000).t() for _ in range(8)]
+    with AioHandle() as handle:
+        operation = handle.submit_write_batch(matrices, tmp_path / "x")
+        with pytest.raises(DeviceError, match="illegal memory access"):
+            operation.wait()
+        assert operation.done and calls == ["wait"] * len(matrices)
+        unasked = handle.submit_write(matrices[0], tmp_path / "y")
+    assert isinstance(unasked.exception(), DeviceError), "closing waits for it and leaves the outcome to who asks"
+    del operation, unasked
+    assert "nobody asked" not in caplog.text
