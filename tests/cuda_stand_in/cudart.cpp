@@ -14,8 +14,7 @@
 
 extern "C" {
 
-// --- how it is to behave: for tests
-// ---------------------------------------------------------------------------------
+// --- how it is to behave: for tests ---
 
 // After so many copies more, the device fails with an error that stays.
 void stand_in_lose_device_at_copy(int count) {
@@ -44,8 +43,7 @@ int stand_in_launch(const void* function, void** arguments, void* stream) {
   return result(cudaErrorInvalidDeviceFunction);
 }
 
-// --- devices
-// --------------------------------------------------------------------------------------------------------
+// --- devices ---
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = device_count;
@@ -118,8 +116,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsig
   return cudaSuccess;
 }
 
-// --- errors
-// ---------------------------------------------------------------------------------------------------------
+// --- errors ---
 
 cudaError_t cudaGetLastError() {
   cudaError_t error = last;
@@ -155,8 +152,7 @@ const char* cudaGetErrorString(cudaError_t error) {
   }
 }
 
-// --- memory
-// ---------------------------------------------------------------------------------------------------------
+// --- memory ---
 
 cudaError_t cudaMalloc(void** address, size_t nbytes) {
   Lock lock(world);
@@ -271,8 +267,7 @@ cudaError_t cudaMemsetAsync(void* target, int value, size_t nbytes, cudaStream_t
   return set(target, value, nbytes, stream, false);
 }
 
-// --- streams and events
-// ---------------------------------------------------------------------------------------------
+// --- streams and events ---
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
   Lock lock(world);

@@ -34,7 +34,7 @@ const int device_count = static_cast<int>(setting("STAND_IN_DEVICES", 1));
 const size_t memory_bytes = setting("STAND_IN_MEMORY", size_t{4} << 30);
 const size_t delay_us = setting("STAND_IN_DELAY_US", 500);
 
-// One lock for all that is below, and one condition for all that changes; never freed, since threads outlive
+// One lock for all that is below, and one condition for all that changes. Never freed: threads outlive
 // exit().
 std::mutex& world = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
@@ -89,8 +89,7 @@ cudaError_t complain(cudaError_t error, const char* what) {
   return result(error);
 }
 
-// --- streams: `world` is held
-// ---------------------------------------------------------------------------------------
+// --- streams: `world` is held ---
 
 void work(Stream* stream) {
   Lock lock(world);
@@ -145,8 +144,7 @@ void drain_device(Lock& lock, int device) {
   });
 }
 
-// --- memory: `world` is held
-// ----------------------------------------------------------------------------------------
+// --- memory: `world` is held ---
 
 const std::pair<const char* const, Block>* block_at(const void* address) {
   auto after = blocks.upper_bound(static_cast<const char*>(address));
@@ -170,7 +168,7 @@ void sleep_a_while() {
   std::this_thread::sleep_for(std::chrono::microseconds(random() % (delay_us + 1)));
 }
 
-// What `row` bytes each are, in `rows` of them.
+// `rows` rows of `row` bytes each, a pitch apart.
 cudaError_t copy(void* target, size_t target_pitch, const void* source, size_t source_pitch, size_t row,
                  size_t rows, cudaStream_t handle, bool must_wait) {
   Lock lock(world);
@@ -199,7 +197,7 @@ cudaError_t copy(void* target, size_t target_pitch, const void* source, size_t s
         for (size_t i = 0; i < rows; i++)
           std::memmove(static_cast<char*>(target) + i * target_pitch,
                        static_cast<const char*>(source) + i * source_pitch, row);
-        (void)staged;
+        (void)staged;  // kept until here
       },
       {written, read});
   if (must_wait || to == nullptr) drain(lock, stream);
