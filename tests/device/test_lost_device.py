@@ -43,12 +43,9 @@ def test_it_is_named_and_nothing_hangs(tmp_path: Path, kind: str, copies: int) -
     assert ran.returncode == 0, ran.stderr
     told = ran.stdout.splitlines()
     assert told, "nothing failed"
-    named = (
-        "DeviceError cuda:0 failed at ",
-        "CheckpointError ",
-        "AcceleratorError ",
-    )  # the last is torch's, of its own kernels
+    # The last is torch's: one of its own kernels met the error first.
+    named = ("DeviceError cuda:0 failed at ", "CheckpointError ", "AcceleratorError ")
     for line in told:
         assert line.startswith(named) and "CUDA error: unspecified launch failure" in line, line
-    if kind in ("transfer", "save_activations"):
+    if kind == "transfer":
         assert "AcceleratorError" not in ran.stdout, "none of torch's kernels was to run"
