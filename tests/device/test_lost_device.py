@@ -47,5 +47,5 @@ def test_it_is_named_and_nothing_hangs(tmp_path: Path, kind: str, copies: int) -
     named = ("DeviceError cuda:0 failed at ", "CheckpointError ", "AcceleratorError ")
     for line in told:
         assert line.startswith(named) and "CUDA error: unspecified launch failure" in line, line
-    if kind == "transfer":
+    if kind in ("transfer", "save"):
         assert "AcceleratorError" not in ran.stdout, "none of torch's kernels was to run"
