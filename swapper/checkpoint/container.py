@@ -33,7 +33,7 @@ from swapper.checkpoint.zipformat import (
     payload_offset,
 )
 from swapper.errors import CheckpointError
-from swapper.io.staging import device_errors
+from swapper.io.device_errors import device_errors
 
 __all__ = ["ALIGNMENT", "ContainerLayout", "PreparedTail", "Record", "StorageRef", "build_tail"]
 

@@ -7,13 +7,13 @@ late as an event allows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from swapper.errors import ConfigError, DeviceError
+from swapper.io.device_errors import device_errors
 from swapper.io.registered import CudaRegistrar
 
 OUT_OF_MEMORY = torch.OutOfMemoryError
@@ -135,15 +135,9 @@ class Device:
     def unregister(self, address: int) -> None:
         CudaRegistrar(self.device, self._module).unregister(address)
 
-    @contextmanager
-    def named(self, what: str) -> Iterator[None]:
+    def named(self, what: str) -> AbstractContextManager[None]:
         """Within it, what the device raises comes out as a DeviceError that says where."""
-        try:
-            yield
-        except OUT_OF_MEMORY:
-            raise
-        except RuntimeError as error:
-            raise DeviceError.at(self.device, what, error) from error
+        return device_errors(self.device, what)
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:

@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from swapper.io.cufile import CuFileFile
-from swapper.io.staging import StagedTransfer, device_errors, event_of
+from swapper.io.device_errors import device_errors
+from swapper.io.staging import StagedTransfer, event_of
 
 SECTOR_BYTES = 4096
 PIECE_BYTES = 16 << 20

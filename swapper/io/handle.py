@@ -190,7 +190,7 @@ class AioHandle(DeepNvmeMethods):
         """Finishes what is under way, then ends the thread. May be called again.
 
         Raises:
-            IoError: an asynchronous operation failed that nobody waited for.
+            IoError, DeviceError: an asynchronous operation failed that nobody waited for.
         """
         with self._lock:
             if self._is_closed:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cuda_stand_in import plugin as plugin
+from cuda_stand_in import plugin as plugin  # has what follows run on the stand-in
 from torch import nn
 
 import swapper
