@@ -100,10 +100,14 @@ class Window:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
-    def map(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False) -> bool:
         """Shows the arena's [arena_offset, arena_offset + nbytes) at `window_offset`, in place of what was there.
 
         The same memory is then at both addresses. All three numbers are multiples of 4096. Releases the GIL.
+
+        Returns True where code wrote to the very same range while it was away (`unmap`): what it wrote is put into the
+        arena's memory first, and the range is as one that was guarded and then written. `guarded`: as if `guard` had been
+        called before anybody could write.
 
         Raises:
             ConfigError: misaligned, or outside the window or the arena.
@@ -117,18 +121,38 @@ class Window:
         """
 
     def written_at(self, window_offset: int) -> int:
-        """The window offset of the first write into the range that was guarded at `window_offset`; -1 if there was none."""
+        """The window offset of the first write into the range at `window_offset`, guarded or away; -1 if there was none."""
 
     def unmap(self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0) -> None:
         """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes.
 
         Args:
             source: has the same bytes from `source_offset` on: until the next `map`, code that reads the addresses all
-                the same gets them from there. Without it, and for every write, that is a segmentation fault. The window
-                keeps the file open, or the view's arena alive.
+                the same gets them from there, what it writes stays (see `map`, `written_at`), and so does what was
+                written since `guard`. Without it every access is a segmentation fault. The window keeps the file
+                open, or the view's arena alive.
+        """
+
+    def promise(
+        self,
+        window_offset: int,
+        nbytes: int,
+        arena_offset: int,
+        write: Ticket,
+        source: File,
+        source_offset: int = 0,
+    ) -> None:
+        """Takes away what is mapped there, as `unmap` does, while `write` is still moving it to `source`.
+
+        Until `write` is over, code that reads the addresses all the same gets the bytes from the arena, and afterwards from
+        `source`; from the arena still where the write failed. So the next use of the arena's memory can be submitted with
+        `after=write`.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+def writes_noted() -> int:
+    """So many writes were noted so far, in guarded or absent ranges of all windows of the process. See `Window.written_at`."""
 
 @final
 class File:

@@ -51,31 +51,6 @@ void release_kept() {
   all.erase(over, all.end());
 }
 
-struct TicketHandle {
-  explicit TicketHandle(std::shared_ptr<Ticket> ticket_) : ticket(std::move(ticket_)) {}
-  TicketHandle(TicketHandle&&) = default;
-  // In a forked child somebody may have been waiting on it when the fork came, and its condition variable
-  // would wait for them in turn: leak it there.
-  ~TicketHandle() {
-    if (!ticket) return;
-    if (!ticket->is_usable()) {
-      static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
-    } else if (keep && !ticket->finished()) {
-      kept().push_back({std::move(ticket), std::move(keep)});
-    }
-  }
-
-  // Lets go of the memory if the transfer is over, which it gives.
-  bool is_over() {
-    if (!ticket->finished()) return false;
-    const nb::object gone = std::move(keep);
-    return true;
-  }
-
-  std::shared_ptr<Ticket> ticket;
-  nb::object keep;  // the owner of the memory, if that is a Python object
-};
-
 struct EngineHandle {
   std::shared_ptr<Engine> engine;
   ~EngineHandle() {
@@ -228,6 +203,17 @@ EngineOptions engine_options(const std::string& backend, std::uint32_t depth, st
 }
 
 }  // namespace
+
+// In a forked child somebody may have been waiting on it when the fork came, and its condition variable would
+// wait for them in turn: leak it there.
+TicketHandle::~TicketHandle() {
+  if (!ticket) return;
+  if (!ticket->is_usable()) {
+    static_cast<void>(new std::shared_ptr<Ticket>(std::move(ticket)));
+  } else if (keep && !ticket->finished()) {
+    kept().push_back({std::move(ticket), std::move(keep)});
+  }
+}
 
 void bind_engine(nb::module_& module) {
   nb::class_<TicketHandle>(module, "Ticket")

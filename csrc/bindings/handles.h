@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "io/file.h"
@@ -40,6 +41,22 @@ struct FileHandle {
     if (!file) throw IoError(op, path, 0, 0, EBADF, "the file is closed");
     return file;
   }
+};
+
+struct TicketHandle {
+  explicit TicketHandle(std::shared_ptr<Ticket> ticket_) : ticket(std::move(ticket_)) {}
+  TicketHandle(TicketHandle&&) = default;
+  ~TicketHandle();  // engine.cpp
+
+  // Lets go of the memory if the transfer is over, which it gives.
+  bool is_over() {
+    if (!ticket->finished()) return false;
+    const nb::object gone = std::move(keep);
+    return true;
+  }
+
+  std::shared_ptr<Ticket> ticket;
+  nb::object keep;  // the owner of the memory, if that is a Python object
 };
 
 nb::object to_python_path(const std::string& path);

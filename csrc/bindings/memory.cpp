@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "bindings/handles.h"
 #include "memory/arena.h"
+#include "memory/fault.h"
 #include "memory/window.h"
 
 using namespace nanobind::literals;
@@ -79,12 +80,12 @@ void bind_memory(nb::module_& module) {
       .def(
           "map",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t arena_offset,
-             std::uint64_t nbytes) {
+             std::uint64_t nbytes, bool guarded) {
             Window& window = usable(self, "map");
             const nb::gil_scoped_release released;
-            window.map(window_offset, arena_offset, nbytes);
+            return window.map(window_offset, arena_offset, nbytes, guarded);
           },
-          "window_offset"_a, "arena_offset"_a, "nbytes"_a)
+          "window_offset"_a, "arena_offset"_a, "nbytes"_a, "guarded"_a = false)
       .def(
           "guard",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
@@ -122,7 +123,21 @@ void bind_memory(nb::module_& module) {
             const nb::gil_scoped_release released;
             window.unmap(window_offset, nbytes, {source.arena, source.arena->memfd(), begin + source_offset});
           },
-          "window_offset"_a, "nbytes"_a, "source"_a, "source_offset"_a = 0);
+          "window_offset"_a, "nbytes"_a, "source"_a, "source_offset"_a = 0)
+      .def(
+          "promise",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes,
+             std::uint64_t arena_offset, const TicketHandle& write, const FileHandle& source,
+             std::uint64_t source_offset) {
+            Window& window = usable(self, "promise");
+            const std::shared_ptr<File>& open = source.get("promise");
+            auto outcome = Ticket::outcome_of(write.ticket);
+            const nb::gil_scoped_release released;
+            window.promise(window_offset, nbytes, arena_offset, std::move(outcome),
+                           {open, open->fd(), source_offset});
+          },
+          "window_offset"_a, "nbytes"_a, "arena_offset"_a, "write"_a, "source"_a, "source_offset"_a = 0);
+  module.def("writes_noted", &writes_noted);
 
   nb::class_<ArenaHandle>(module, "Arena")
       .def(

@@ -81,7 +81,7 @@ void Ticket::finish(std::optional<IoError> error, std::uint32_t crc32) {
     error_ = std::move(error);
     crc32_ = crc32;
     completed_ = Clock::now();
-    finished_.store(true, std::memory_order_release);
+    outcome_.store(error_ ? Outcome::failed : Outcome::succeeded, std::memory_order_release);
     subscriptions.swap(subscriptions_);
     listeners.swap(listeners_);
   }

@@ -16,6 +16,7 @@
 
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/outcome.h"
 #include "base/process.h"
 
 namespace swapper {
@@ -33,7 +34,7 @@ class Ticket {
  public:
   Ticket(std::uint64_t nbytes, bool checksum) : nbytes_(nbytes), checksum_(checksum) {}
 
-  bool finished() const { return finished_.load(std::memory_order_acquire); }
+  bool finished() const { return outcome_.load(std::memory_order_acquire) != Outcome::pending; }
   bool wait_for(Clock::duration patience);  // false if it is not finished by then
 
   std::uint64_t nbytes() const { return nbytes_; }
@@ -47,6 +48,12 @@ class Ticket {
   const std::optional<IoError>& error() const { return error_; }
   std::uint32_t crc32() const { return crc32_; }
   Clock::time_point completed() const { return completed_; }
+
+  // The outcome of `ticket`, which it keeps alive. It is set before anything that waits for the ticket
+  // begins.
+  static std::shared_ptr<const std::atomic<Outcome>> outcome_of(const std::shared_ptr<Ticket>& ticket) {
+    return {ticket, &ticket->outcome_};
+  }
 
   // Hands `op` back to `inbox` when this ticket finishes. False if it already has, and then nothing is kept.
   bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
@@ -79,7 +86,7 @@ class Ticket {
   const bool checksum_;
   const Clock::time_point submitted_ = Clock::now();
 
-  std::atomic<bool> finished_{false};
+  std::atomic<Outcome> outcome_{Outcome::pending};
   std::optional<IoError> error_;
   std::uint32_t crc32_ = 0;
   Clock::time_point completed_{};

@@ -1,7 +1,8 @@
-// The table of backed ranges and the handler that answers from it. Ranges do not overlap; each is brought in
-// by chunks, a chunk being made elsewhere and moved into place, so that no other thread sees it half-filled.
+// The table of ranges and the handler that answers from it. Ranges do not overlap; each that is away is
+// brought in by chunks, a chunk being made elsewhere and moved into place. Owns nothing beyond fault.h.
 #include "memory/fault.h"
 
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
@@ -22,25 +23,38 @@ namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 << 10;
 
-struct Range {
-  std::uint64_t nbytes;
-  Backing backing;
-  std::vector<std::uint64_t> arrivals;  // by chunk: which of all arrivals brought it in; 0 while it is absent
-  bool watched = false;                 // mapped read-only: a write is to be noted
-  std::byte* written_at = nullptr;      // the first one
+// A part of a range that is away.
+struct Chunk {
+  std::uint64_t change =
+      0;  // of all changes, the one that brought it in or made it writable; 0: it is absent
+  bool written = false;
 };
 
-std::map<std::byte*, Range> g_ranges;  // by begin; never destroyed: threads may fault until the process ends
+struct Range {
+  std::uint64_t nbytes = 0;
+  bool watched = false;       // mapped read-only: the first write is to be noted
+  std::vector<Chunk> chunks;  // of a range that is away; none if it is mapped
+  Backing backing;            // of a range that is away
+  Departing departing;
+  std::byte* written_at = nullptr;  // the first write
+  std::uint64_t change = 0;         // of all changes, the one that made it as it is
+
+  bool is_away() const { return !chunks.empty(); }
+};
+
+using Ranges = std::map<std::byte*, Range>;
+
+Ranges g_ranges;  // by begin; never destroyed: threads may fault until the process ends
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
-std::uint64_t g_arrivals = 0;  // so many chunks were brought in
-pid_t g_owner = 0;             // a forked child has not this memory
+std::uint64_t g_changes = 0;  // of ranges and chunks; each has a number
+std::atomic<std::uint64_t> g_writes{0};
+pid_t g_owner = 0;  // a forked child has not this memory
 struct sigaction g_previous;
 
 class SpinLock {
  public:
   SpinLock() {
-    while (g_lock.test_and_set(std::memory_order_acquire)) {
-    }
+    while (g_lock.test_and_set(std::memory_order_acquire)) ::sched_yield();
   }
   ~SpinLock() { g_lock.clear(std::memory_order_release); }
   SpinLock(const SpinLock&) = delete;
@@ -60,26 +74,71 @@ bool read_all(int fd, std::byte* into, std::uint64_t nbytes, std::uint64_t offse
   return true;
 }
 
-// Puts the bytes of one chunk at `place`. The memory is moved there whole, replacing the reservation.
-bool bring_chunk(std::byte* place, std::uint64_t nbytes, int fd, std::uint64_t offset) {
-  void* made = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (made == MAP_FAILED) return false;
-  if (!read_all(fd, static_cast<std::byte*>(made), nbytes, offset) ||
-      ::mprotect(made, nbytes, PROT_READ) != 0 ||
-      ::mremap(made, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED) {
-    ::munmap(made, nbytes);
-    return false;
+// [Note: bytes on their way out]
+bool read_bytes(const Range& range, std::uint64_t from, std::byte* into, std::uint64_t nbytes) {
+  const Departing& leaving = range.departing;
+  if (leaving.write && leaving.write->load(std::memory_order_acquire) != Outcome::succeeded) {
+    if (!read_all(leaving.fd, into, nbytes, leaving.offset + from)) return false;
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // the copy first, then the question
+    if (leaving.write->load(std::memory_order_acquire) != Outcome::succeeded) return true;
   }
+  return read_all(range.backing.fd, into, nbytes, range.backing.offset + from);
+}
+
+std::byte* take_memory(std::uint64_t nbytes) {
+  void* made = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return made == MAP_FAILED ? nullptr : static_cast<std::byte*>(made);
+}
+
+// Moves memory to `place` as a whole, replacing what is mapped there: no thread sees it half-filled.
+bool move_memory(std::byte* made, std::uint64_t nbytes, std::byte* place) {
+  if (::mremap(made, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED) return false;
   ::madvise(place, nbytes, MADV_DONTFORK);
   return true;
 }
 
-// Two threads may fault on one chunk: the second finds it present though its own access was a read, which
-// cannot be told from a write everywhere. Its instruction is run again then, but once for each arrival: what
-// faults on the same arrival a second time is a write.
-thread_local std::uint64_t t_last_arrival = 0;
+bool bring_chunk(const Range& range, std::uint64_t from, std::byte* place, std::uint64_t nbytes) {
+  std::byte* made = take_memory(nbytes);
+  if (made == nullptr) return false;
+  if (read_bytes(range, from, made, nbytes) && ::mprotect(made, nbytes, PROT_READ) == 0 &&
+      move_memory(made, nbytes, place)) {
+    return true;
+  }
+  ::munmap(made, nbytes);
+  return false;
+}
+
+void note_write(Range& range, std::byte* address) {
+  if (range.written_at == nullptr) range.written_at = address;
+  g_writes.fetch_add(1, std::memory_order_release);
+}
+
+// [Note: one lock]
+thread_local std::uint64_t t_last_change = 0;
+
+bool may_try_again(std::uint64_t change) {
+  return std::exchange(t_last_change, change) != change;
+}
 
 enum class Answer { kServed, kRefused, kNotOurs };
+
+Answer serve_absent(std::byte* begin, Range& range, std::uint64_t at) {
+  Chunk& chunk = range.chunks[at / kChunkBytes];
+  const std::uint64_t from = at / kChunkBytes * kChunkBytes;
+  const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
+  if (chunk.change == 0) {
+    if (!bring_chunk(range, from, begin + from, nbytes)) return Answer::kRefused;
+  } else if (may_try_again(chunk.change)) {
+    return Answer::kServed;
+  } else {
+    if (chunk.written || ::mprotect(begin + from, nbytes, PROT_READ | PROT_WRITE) != 0)
+      return Answer::kRefused;
+    chunk.written = true;
+    note_write(range, begin + at);
+  }
+  chunk.change = ++g_changes;
+  return Answer::kServed;
+}
 
 Answer serve(std::byte* address) {
   if (::getpid() != g_owner) return Answer::kNotOurs;
@@ -89,23 +148,13 @@ Answer serve(std::byte* address) {
   auto& [begin, range] = *std::prev(after);
   const auto at = static_cast<std::uint64_t>(address - begin);
   if (at >= range.nbytes) return Answer::kNotOurs;
-  if (range.watched) {
-    if (range.written_at == nullptr) {
-      if (::mprotect(begin, range.nbytes, PROT_READ | PROT_WRITE) != 0) return Answer::kRefused;
-      range.written_at = address;
-    }
-    return Answer::kServed;  // or another thread was faster
+  if (range.is_away()) return serve_absent(begin, range, at);
+  if (!range.watched || range.written_at != nullptr) {
+    return may_try_again(range.change) ? Answer::kServed : Answer::kNotOurs;
   }
-  const std::uint64_t chunk = at / kChunkBytes;
-  const std::uint64_t from = chunk * kChunkBytes;
-  std::uint64_t& arrival = range.arrivals[chunk];
-  if (arrival != 0) {
-    return std::exchange(t_last_arrival, arrival) == arrival ? Answer::kRefused : Answer::kServed;
-  }
-  const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
-  if (!bring_chunk(begin + from, nbytes, range.backing.fd, range.backing.offset + from))
-    return Answer::kRefused;
-  arrival = ++g_arrivals;
+  if (::mprotect(begin, range.nbytes, PROT_READ | PROT_WRITE) != 0) return Answer::kRefused;
+  note_write(range, address);
+  range.change = ++g_changes;
   return Answer::kServed;
 }
 
@@ -131,9 +180,8 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     case Answer::kServed:
       break;
     case Answer::kRefused:
-      say("swapper: a parameter that is away was changed by code that goes past its guard, or could not be "
-          "read. "
-          "Change parameters inside `with manager.gather(..., write=True):`\n");
+      say("swapper: a parameter that is away was used by code that goes past its guard, and could not be "
+          "brought in. Use parameters inside `with manager.gather(...):`\n");
       pass_on(signal, info, context);
       break;
     case Answer::kNotOurs:
@@ -156,47 +204,137 @@ void install() {
 
 namespace {
 
-// Puts `range` into the table in place of what was there; none if it has neither backing nor watch.
-void replace_ranges(std::byte* begin, Range range) {
+// Puts `range` into the table in place of what was there, if `remap` does its part (an errno, or 0), which is
+// given what was known of the very same range, if anything, and `range`. An empty range is only forgotten.
+template <typename Remap>
+int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range range, Remap remap) {
   static const bool installed = (install(), true);
-  (void)installed;
+  static_cast<void>(installed);
   if (::getpid() != g_owner) {  // a forked process that makes windows of its own: the parent's are not there
     g_owner = ::getpid();
     g_ranges.clear();
   }
-  const std::uint64_t nbytes = range.nbytes;
+  Ranges made;
+  made.emplace(begin, std::move(range));
+  auto fresh = made.extract(made.begin());
   std::vector<Range> forgotten;  // freed when the lock is no more held
-  std::map<std::byte*, Range>::node_type fresh;
-  if (range.backing.owner || range.watched) {
-    std::map<std::byte*, Range> made;
-    made.emplace(begin, std::move(range));
-    fresh = made.extract(made.begin());
-  }
   const SpinLock lock;
+  const auto same = g_ranges.find(begin);
+  Range* before = same != g_ranges.end() && same->second.nbytes == nbytes ? &same->second : nullptr;
+  if (const int code = remap(before, fresh.mapped())) return code;
+  fresh.mapped().change = ++g_changes;
   for (auto it = g_ranges.lower_bound(begin); it != g_ranges.end() && it->first < begin + nbytes;) {
     forgotten.push_back(std::move(it->second));
     it = g_ranges.erase(it);
   }
-  if (fresh) g_ranges.insert(std::move(fresh));
+  if (is_known) g_ranges.insert(std::move(fresh));
+  return 0;
+}
+
+int protect_written(std::byte* begin, const Range& range, int protection) {
+  for (std::uint64_t at = 0; at < range.nbytes; at += kChunkBytes) {
+    const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - at);
+    if (range.chunks[at / kChunkBytes].written && ::mprotect(begin + at, nbytes, protection) != 0)
+      return errno;
+  }
+  return 0;
+}
+
+// Puts what was written while the range was away into the memory that will be mapped there. Who writes
+// meanwhile waits for the lock.
+int merge_written(std::byte* begin, const Range& before, std::byte* memory) {
+  if (const int code = protect_written(begin, before, PROT_READ)) return code;
+  for (std::uint64_t at = 0; at < before.nbytes; at += kChunkBytes) {
+    if (!before.chunks[at / kChunkBytes].written) continue;
+    std::memcpy(memory + at, begin + at, std::min(kChunkBytes, before.nbytes - at));
+  }
+  return 0;
+}
+
+// What was written into mapped memory stays there as private memory. Who writes meanwhile waits for the lock.
+int keep_written(std::byte* begin, const Range& before, Range& range) {
+  std::byte* kept = take_memory(before.nbytes);
+  if (kept == nullptr) return errno;
+  int code = ::mprotect(begin, before.nbytes, PROT_READ) == 0 ? 0 : errno;
+  if (code == 0) {
+    std::memcpy(kept, begin, before.nbytes);
+    if (!move_memory(kept, before.nbytes, begin)) code = errno;
+  }
+  if (code != 0) {
+    ::munmap(kept, before.nbytes);
+    ::mprotect(begin, before.nbytes, PROT_READ | PROT_WRITE);
+    return code;
+  }
+  for (Chunk& chunk : range.chunks) chunk = {++g_changes, true};
+  range.written_at = before.written_at;
+  return 0;
 }
 
 }  // namespace
 
-void back_range(std::byte* begin, std::uint64_t nbytes, Backing backing) {
-  std::vector<std::uint64_t> arrivals((nbytes + kChunkBytes - 1) / kChunkBytes);
-  replace_ranges(begin, Range{nbytes, std::move(backing), std::move(arrivals)});
+int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged) {
+  Range range;
+  range.nbytes = nbytes;
+  range.watched = memory.watched;
+  merged = false;
+  return exchange_range(begin, nbytes, true, std::move(range), [&](const Range* before, Range& now) {
+    const bool has_more = before != nullptr && before->is_away() && before->written_at != nullptr;
+    if (has_more) {
+      if (const int code = merge_written(begin, *before, memory.address)) return code;
+    }
+    const int protection = memory.watched && !has_more ? PROT_READ : PROT_READ | PROT_WRITE;
+    if (::mmap(begin, nbytes, protection, MAP_SHARED | MAP_FIXED, memory.fd,
+               static_cast<off_t>(memory.offset)) == MAP_FAILED) {
+      const int code = errno;
+      if (has_more) protect_written(begin, *before, PROT_READ | PROT_WRITE);
+      return code;
+    }
+    if (has_more) {
+      merged = now.watched = true;
+      now.written_at = before->written_at;
+    }
+    return 0;
+  });
 }
 
-void watch_range(std::byte* begin, std::uint64_t nbytes) {
-  Range range{nbytes, {}, {}};
+int watch_range(std::byte* begin, std::uint64_t nbytes) {
+  Range range;
+  range.nbytes = nbytes;
   range.watched = true;
-  replace_ranges(begin, std::move(range));
+  return exchange_range(begin, nbytes, true, std::move(range), [&](const Range*, Range&) {
+    return ::mprotect(begin, nbytes, PROT_READ) == 0 ? 0 : errno;
+  });
+}
+
+int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing) {
+  Range range;
+  range.nbytes = nbytes;
+  const bool is_backed = backing.owner != nullptr;
+  if (is_backed) range.chunks.resize((nbytes + kChunkBytes - 1) / kChunkBytes);
+  range.backing = std::move(backing);
+  range.departing = std::move(departing);
+  return exchange_range(begin, nbytes, is_backed, std::move(range), [&](const Range* before, Range& now) {
+    if (is_backed && before != nullptr && before->watched && before->written_at != nullptr) {
+      return keep_written(begin, *before, now);
+    }
+    void* reserved =
+        ::mmap(begin, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return reserved == MAP_FAILED ? errno : 0;
+  });
+}
+
+void forget_range(std::byte* begin, std::uint64_t nbytes) {
+  exchange_range(begin, nbytes, false, {}, [](const Range*, Range&) { return 0; });
 }
 
 std::byte* written_at(std::byte* begin) {
   const SpinLock lock;
   const auto found = g_ranges.find(begin);
   return found == g_ranges.end() ? nullptr : found->second.written_at;
+}
+
+std::uint64_t writes_noted() {
+  return g_writes.load(std::memory_order_acquire);
 }
 
 }  // namespace swapper

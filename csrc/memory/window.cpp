@@ -33,7 +33,7 @@ Window::Window(std::shared_ptr<Arena> arena, std::uint64_t nbytes)
 }
 
 Window::~Window() {
-  if (creator_.is_this_process()) back_range(address(), nbytes_, {});
+  if (creator_.is_this_process()) forget_range(address(), nbytes_);
 }
 
 void Window::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
@@ -47,18 +47,23 @@ void Window::check_range(std::uint64_t offset, std::uint64_t nbytes) const {
   }
 }
 
-void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes) {
-  check_range(window_offset, nbytes);
+void Window::check_arena(std::uint64_t arena_offset, std::uint64_t nbytes) const {
   if (!is_aligned(arena_offset, kPageBytes) || !in_range(arena_offset, nbytes, arena_->nbytes())) {
     throw ConfigError(std::to_string(nbytes) + " bytes at " + std::to_string(arena_offset) +
                       " are not a page-aligned part of an arena of " + std::to_string(arena_->nbytes()));
   }
-  if (nbytes == 0) return;
+}
+
+bool Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes,
+                 bool guarded) {
+  check_range(window_offset, nbytes);
+  check_arena(arena_offset, nbytes);
+  if (nbytes == 0) return false;
   std::byte* place = address() + window_offset;
-  back_range(place, nbytes, {});
-  if (::mmap(place, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, arena_->memfd(),
-             static_cast<off_t>(arena_offset)) == MAP_FAILED) {
-    throw map_failure("map", window_offset, nbytes, errno);
+  bool merged = false;
+  const Shown memory{arena_->memfd(), arena_offset, arena_->address() + arena_offset, guarded};
+  if (const int code = show_range(place, nbytes, memory, merged)) {
+    throw map_failure("map", window_offset, nbytes, code);
   }
   advise_transfer_memory(place, nbytes, arena_->huge_pages());
   // Fills the page table now: 0.09 CPU seconds a GB, against 0.30 for faults one by one. Populating for reads
@@ -69,14 +74,15 @@ void Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
     unmap(window_offset, nbytes);
     throw map_failure("map", window_offset, nbytes, code);
   }
+  return merged;
 }
 
 void Window::guard(std::uint64_t window_offset, std::uint64_t nbytes) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;
-  std::byte* place = address() + window_offset;
-  watch_range(place, nbytes);
-  if (::mprotect(place, nbytes, PROT_READ) != 0) throw map_failure("mprotect", window_offset, nbytes, errno);
+  if (const int code = watch_range(address() + window_offset, nbytes)) {
+    throw map_failure("mprotect", window_offset, nbytes, code);
+  }
 }
 
 std::int64_t Window::written_at(std::uint64_t window_offset) const {
@@ -86,15 +92,23 @@ std::int64_t Window::written_at(std::uint64_t window_offset) const {
 }
 
 void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing) {
+  hide(window_offset, nbytes, std::move(backing), {});
+}
+
+void Window::promise(std::uint64_t window_offset, std::uint64_t nbytes, std::uint64_t arena_offset,
+                     std::shared_ptr<const std::atomic<Outcome>> write, Backing backing) {
+  check_arena(arena_offset, nbytes);
+  hide(window_offset, nbytes, std::move(backing), {std::move(write), arena_->memfd(), arena_offset});
+}
+
+void Window::hide(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing, Departing departing) {
   check_range(window_offset, nbytes);
   if (nbytes == 0) return;
   std::byte* place = address() + window_offset;
-  if (::mmap(place, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) ==
-      MAP_FAILED) {
-    throw map_failure("unmap", window_offset, nbytes, errno);
+  if (const int code = hide_range(place, nbytes, std::move(backing), std::move(departing))) {
+    throw map_failure("unmap", window_offset, nbytes, code);
   }
   advise_transfer_memory(place, nbytes, false);
-  back_range(place, nbytes, std::move(backing));
 }
 
 }  // namespace swapper

@@ -4,10 +4,12 @@
 // alive.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 
+#include "base/outcome.h"
 #include "base/process.h"
 #include "memory/arena.h"
 #include "memory/fault.h"
@@ -27,8 +29,11 @@ class Window {
   bool is_usable() const { return creator_.is_this_process(); }
 
   // Shows [arena_offset, arena_offset + nbytes) of the arena at window_offset, with its page table entries
-  // filled in.
-  void map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
+  // filled in. What was written there since the same range was unmapped is put into that memory first: true
+  // where there is any, and then the range is as one that is guarded and was written. `guarded`: as if
+  // guard() had been called before anybody could write.
+  bool map(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes,
+           bool guarded = false);
 
   // Makes what is mapped there read-only until the next map(); a write is let through all the same, and
   // noted: `written_at` gives its offset, or -1 (memory/fault.h).
@@ -36,11 +41,19 @@ class Window {
   std::int64_t written_at(std::uint64_t window_offset) const;
 
   // Takes the memory away again. Until the next map(), reading it gives the bytes of `backing`, if there is
-  // one; anything else is a segmentation fault (memory/fault.h).
+  // one, and writing is noted; what was written since guard() is still there. Without `backing` each access
+  // is a segmentation fault (memory/fault.h).
   void unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing = {});
+
+  // The same of memory that is mapped there and is being written to where `backing` is: as soon as that is
+  // over, as `write` tells, the memory may be used for something else. [Note: bytes on their way out]
+  void promise(std::uint64_t window_offset, std::uint64_t nbytes, std::uint64_t arena_offset,
+               std::shared_ptr<const std::atomic<Outcome>> write, Backing backing);
 
  private:
   void check_range(std::uint64_t offset, std::uint64_t nbytes) const;
+  void check_arena(std::uint64_t arena_offset, std::uint64_t nbytes) const;
+  void hide(std::uint64_t window_offset, std::uint64_t nbytes, Backing backing, Departing departing);
 
   Creator creator_;
   std::shared_ptr<Arena> arena_;

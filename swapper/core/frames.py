@@ -6,10 +6,15 @@ finished is taken note of by `settle`, which everything that looks at residency 
 [Note: promised frames] When the frame of a WRITING page is promised, that page's `heir` is the page that will get it, and the
 heir is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame
 changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the heir COLD.
+The read begins without Python, at any time after it was submitted. So the page's window is taken away from the frame before
+that, and whoever reads it gets the frame's bytes until the write is over, and the file's after it ([Note: bytes on their way
+out], csrc/memory/fault.h). A window shows its own page's bytes at every instant.
 
 [Note: writes that nobody announced] Parameters that a forward has leased can be changed in ways that torch's version counter does
 not see (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
 first write faults, is let through and noted (csrc/memory/fault.h), and who gives the lease back asks for it (`written_at`).
+Code that goes past the guard can also write where nothing is leased: into a page that stays, leaves, or is away. That is noted too,
+and kept beside the frames until the page is mapped next. `find_written` finds such pages, and the pager has them written.
 
 [Note: owed pages] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
 write in backward. So some of the parameters that the forward has made, and that backward needs again, go to spare memory
@@ -113,11 +118,12 @@ class Frames:
 
         Args:
             page: COLD.
-            fresh: its content is about to be made, and nobody will want what it has. Of an owed page that is not known.
+            fresh: its content is about to be made, and nobody will want what it has. Of a page that is owed, or was written while
+                it was away, that is not known.
             leaver: whose frame it gets, as `pop_leaver` returned it; None if a frame is free.
             keep: what the leaver has will be read again: keep it, if there is room.
         """
-        fresh = fresh and page.index not in self.owed
+        fresh = fresh and page.index not in self.owed and self.written_at(page) < 0
         if leaver is not None:
             leaver.kept = keep and self._keep(leaver)
         page.kept = page.kept and not fresh
@@ -132,12 +138,14 @@ class Frames:
         after = None if leaver is None else leaver.ticket
         address = self._pool.address(frame if leaver is None else leaver.frame)  # type: ignore[arg-type]
         try:
+            if leaver is not None:
+                self._promise(leaver)
             page.ticket = after if fresh or page.kept else self._store.read(page, address, after=after)
         except BaseException:
             if leaver is None:
                 self._pool.give(frame)  # type: ignore[arg-type]
             else:
-                self.offer(leaver)
+                self._take_back(leaver)
             raise
         if leaver is None:
             page.frame = frame
@@ -166,7 +174,6 @@ class Frames:
         if self.owed.pop(page.index, None) is not None:
             page.move(Residency.DIRTY)
             self.write(page)
-        self.guard(page)
         self.offer(page)
 
     def owe(self, page: Page) -> bool:
@@ -196,8 +203,7 @@ class Frames:
         self.in_flight.pop(page.index, None)
         self.ahead.discard(page.index)
         if page.predecessor is not None:
-            page.predecessor.heir = None
-            self.offer(page.predecessor)
+            self._take_back(page.predecessor)
             page.predecessor = None
         elif page.frame is not None:
             self._pool.give(page.frame)
@@ -207,7 +213,7 @@ class Frames:
         """A frame that was claimed for fresh data is free of its past: make it usable, all zeros."""
         self._end_transfer(page)
         page.move(Residency.DIRTY)
-        self._map(page)
+        self._map_to_write(page)
         page.section.memory[page.offset : page.offset + page.nbytes].zero_()  # gaps between tensors are zero on disk
 
     def read_after_all(self, page: Page) -> None:
@@ -249,18 +255,27 @@ class Frames:
         """Nobody who may change the page has it: a write is to be noted from now on. [Note: writes that nobody announced]"""
         if not page.section.guards_writes or page.guarded:
             return
-        if page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING):  # it is mapped
+        if (
+            page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING) and page.heir is None
+        ):  # it is mapped
             page.section.window.guard(page.offset, page.nbytes)
             page.guarded = True
 
     def allow_writes(self, page: Page) -> None:
         """Somebody who may change it has the page."""
         if page.guarded:
-            self._map(page)
+            was_written = self.written_at(page) >= 0
+            self._map_to_write(page)
+            if was_written and page.residency is Residency.CLEAN:
+                page.move(Residency.DIRTY)
 
     def written_at(self, page: Page) -> int:
         """Return where, in bytes from the start of its section, the page was written since `guard`; -1 if nowhere."""
-        return page.section.window.written_at(page.offset) if page.guarded else -1
+        return page.section.window.written_at(page.offset) if page.section.guards_writes else -1
+
+    def find_written(self) -> list[Page]:
+        """Return the pages that were written and not announced. [Note: writes that nobody announced]"""
+        return [page for page in self._pages if self.written_at(page) >= 0]
 
     def back_cold_pages(self) -> None:
         """Pages that were never in memory, as where a run goes on: as if they had just left."""
@@ -356,10 +371,8 @@ class Frames:
             self._failure = self._failure or ticket.error
             self.unsaved[page.index] = ticket.error
             page.move(Residency.DIRTY)
-            heir, page.heir = page.heir, None
-            if heir is not None:
-                heir.predecessor = None
-                self.give_up_claim(heir)
+            if page.heir is not None:
+                self.give_up_claim(page.heir)
             return
         self._store.written(page, ticket)
         self.unsaved.pop(page.index, None)
@@ -370,7 +383,6 @@ class Frames:
         heir, page.heir = page.heir, None
         page.move(Residency.COLD)
         page.offered_rank = None
-        self._unmap(page)
         heir.frame, page.frame = page.frame, None
         heir.predecessor = None
         if heir.fresh:
@@ -391,7 +403,6 @@ class Frames:
         page.ticket = None
         page.move(Residency.CLEAN)
         self._map(page)
-        self.guard(page)
         self.offer(page)
 
     def _end_transfer(self, page: Page) -> None:
@@ -399,17 +410,31 @@ class Frames:
         self.in_flight.pop(page.index, None)
 
     def _map(self, page: Page) -> None:
-        page.section.window.map(page.offset, self._pool.offset(page.frame), page.nbytes)  # type: ignore[arg-type]
+        """A page that was written while it was away is as one that was written just now."""
+        window, guards = page.section.window, page.section.guards_writes
+        has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)  # type: ignore[arg-type]
+        page.guarded = guards or has_more
+
+    def _map_to_write(self, page: Page) -> None:
+        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        if window.map(page.offset, offset, page.nbytes):
+            window.map(page.offset, offset, page.nbytes)  # what was written while it was away is there, and known
         page.guarded = False
+
+    def _promise(self, page: Page) -> None:
+        """The frame of a WRITING page will be another's: its window shows it no more. [Note: promised frames]"""
+        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        window.promise(page.offset, page.nbytes, offset, page.ticket, self._store.written_to(page), page.file_offset)
+        page.guarded = False
+
+    def _take_back(self, page: Page) -> None:
+        """The promise of the frame of a WRITING or DIRTY page is called off."""
+        page.heir = None
+        self._map(page)
+        self.offer(page)
 
     def _unmap(self, page: Page) -> None:
         """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
-        if page.guarded and self.written_at(page) >= 0:
-            log.error(
-                "%s was changed through an alias of a parameter while nothing had it in use: the change is lost. Change "
-                "parameters inside `with manager.gather(..., write=True)`",
-                page,
-            )
         page.guarded = False
         if page.index in self.owed and self.spare is not None:
             source, offset = self.spare.place_of(page)

@@ -10,11 +10,13 @@ One mutex guards all page and frame state. It is never held while waiting.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
+from swapper import _C
 from swapper.core.frames import Frames, Spare
 from swapper.core.pool import Pool
 from swapper.core.reach import Reach
@@ -26,6 +28,8 @@ from swapper.core.writeback import WriteBack
 from swapper.counters import Counters
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.interrupts import SteadyLock
+
+log = logging.getLogger("swapper")
 
 
 class Pager:
@@ -41,6 +45,7 @@ class Pager:
             as there are frames. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
         most_owed: how many pages may wait for their write in spare memory. [Note: owed pages], core/frames.py
+        writes_noted: returns a number that grows with each write that nobody announced, whoever's page it was in.
 
     [Note: what stays] A step is a cycle, and of a cycle that does not fit the best is to keep a fixed part and to stream the
     rest through few frames: what was used just now is needed latest, so it makes room for what comes next. If read-ahead took
@@ -58,6 +63,7 @@ class Pager:
         window_pages: int | None = None,
         lazy: bool = False,
         most_owed: int = 0,
+        writes_noted: Callable[[], int] = _C.writes_noted,
     ) -> None:
         self._pages = pages
         self._frames = Frames(pages, pool, store, lazy, counters)
@@ -71,6 +77,9 @@ class Pager:
         self._ahead = 0  # all accesses before this position have been asked for
         self._reach = Reach()
         self._held: dict[int, tuple[Access, float]] = {}  # by identity: what is leased, and since when; for people
+        self._writes_noted = writes_noted
+        self._noted = writes_noted()  # of these nothing is to be taken in any more
+        self._has_warned = False
         self._choose_staying()
 
     # --- the two verbs: lease and release -------------------------------------------------------------------------
@@ -147,7 +156,7 @@ class Pager:
     def written_at(self, access: Access) -> list[tuple[Page, int]]:
         """Return which pages of `access` were written by someone who had not said so, and where in their section, in bytes.
 
-        They must be leased. [Note: writes that nobody announced], core/frames.py
+        [Note: writes that nobody announced], core/frames.py
         """
         with self._lock:
             found = [(self._pages[index], self._frames.written_at(self._pages[index])) for index in access.pages]
@@ -158,9 +167,10 @@ class Pager:
 
         Raises:
             IoError: an earlier write failed, and its page keeps a frame from one that is owed.
-            BudgetError: something is owed, and all frames are leased.
+            BudgetError: something is owed, or was written where nobody leased it, and all frames are leased.
         """
         self._bring_home(list(self._frames.owed))
+        self.take_in_written()
         with self._lock:
             self._frames.settle()
             self._write_back.write_all()
@@ -199,12 +209,34 @@ class Pager:
         """
         with self._lock:
             self._frames.settle()
+            if self._find_written():
+                return False  # the next `write_back` takes it in
             if self._lazy:
                 self._write_back.write_what_waits()
             self._write_back.write_what_failed()
             self._frames.raise_failure()
             writing = any(self._is_being_saved(page) for page in self._frames.in_flight.values())
             return not writing and self._write_back.is_done
+
+    def take_in_written(self) -> None:
+        """Have what was written where nobody leased it come in, and be written back. [Note: writes that nobody announced]
+
+        Raises:
+            IoError, BudgetError: as `write_back`. What was written is still there.
+        """
+        with self._lock:
+            written = self._find_written()
+        if written and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "parameter %s was changed by code that goes past its guard, while nothing had it in use. The change is kept, but "
+                "it is slow, and an fp32 master does not follow: change parameters inside `with manager.gather(..., write=True)`",
+                written[0].section.owner_at(self._frames.written_at(written[0])),
+            )
+        for page in written:
+            access = Access(None, (page.index,), writes=frozenset((page.index,)))
+            self.acquire(access)
+            self.release(access, access.writes)
 
     def forget(self, pages: Iterable[int]) -> None:
         """Nobody wants the content of these transient pages any more: they need not be written, nor read."""
@@ -476,6 +508,14 @@ class Pager:
             raise
 
     # --- letting pages go -----------------------------------------------------------------------------------------
+
+    def _find_written(self) -> list[Page]:
+        """Return the pages that were written where nobody leased them. Asks them where a write was noted since there were none."""
+        noted = self._writes_noted()
+        written = self._frames.find_written() if noted != self._noted else []
+        if not written:
+            self._noted = noted
+        return [page for page in written if page.leases == 0]  # of the others, who leases them will be told
 
     def _end_lease(self, page: Page, made: bool = False) -> None:
         """One lease of `page` is over. `made`: it was one to change it."""

@@ -12,7 +12,7 @@ from swapper.core.layout import SECTOR_BYTES
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
-from swapper.core.section import Page, Section
+from swapper.core.section import NoWindow, Page, Section
 from swapper.counters import Counters
 from swapper.interrupts import held_back
 
@@ -46,27 +46,14 @@ class CountingStore:
         self.written_bytes[page.section.plan.family] += page.nbytes
         return DoneTicket()
 
+    def written_to(self, page: Page) -> None:
+        return None
+
     def written(self, page: Page, ticket: DoneTicket) -> None:
         page.location = 0
 
     def file_of(self, page: Page) -> None:
         return None
-
-
-class NoWindow:
-    """Maps nothing: rehearsed sections have no memory."""
-
-    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None:
-        pass
-
-    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None:
-        pass
-
-    def guard(self, window_offset: int, nbytes: int, /) -> None:
-        pass
-
-    def written_at(self, window_offset: int, /) -> int:
-        return -1
 
 
 class RehearsedSpare:

@@ -42,6 +42,9 @@ class ScratchFile:
     def write(self, page: Page, address: int) -> Any:
         return self._engine.write(self._file.of(page), page.file_offset, address, page.nbytes)
 
+    def written_to(self, page: Page) -> Any:
+        return self._file.of(page)
+
     def written(self, page: Page, ticket: Any) -> None:
         page.location = 0
 
@@ -67,6 +70,9 @@ class Stores:
 
     def write(self, page: Page, address: int) -> Any:
         return self._of(page).write(page, address)
+
+    def written_to(self, page: Page) -> Any:
+        return self._of(page).written_to(page)
 
     def written(self, page: Page, ticket: Any) -> None:
         self._of(page).written(page, ticket)

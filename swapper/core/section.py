@@ -22,8 +22,11 @@ LENT = -2
 class Window(Protocol):
     """What a paged section needs of `swapper._C.Window`."""
 
-    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool: ...
     def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def promise(
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
+    ) -> None: ...
     def guard(self, window_offset: int, nbytes: int, /) -> None: ...
     def written_at(self, window_offset: int, /) -> int: ...
 
@@ -31,8 +34,13 @@ class Window(Protocol):
 class NoWindow:
     """Of a section whose pages are used by way of their frames only."""
 
-    def map(self, window_offset: int, arena_offset: int, nbytes: int, /) -> None: ...
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool:
+        return False
+
     def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def promise(
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
+    ) -> None: ...
     def guard(self, window_offset: int, nbytes: int, /) -> None: ...
 
     def written_at(self, window_offset: int, /) -> int:
@@ -171,6 +179,11 @@ class Section:
         """Return `slot`'s tensor, a view of the section's memory. Makes no access to it."""
         flat = self.memory[slot.offset : slot.end].view(slot.spec.dtype)
         return flat.view(slot.spec.shape)
+
+    def owner_at(self, at: int) -> str:
+        """Return the name of the parameter that has the byte at offset `at`, or where that is."""
+        owners = (slot.spec.owner for slot in self.plan.slots if slot.offset <= at < slot.end)
+        return next(owners, f"in {self.plan.name}")
 
     def pages_of(self, begin: int, end: int) -> list[Page]:
         """Return the pages that bytes [begin, end) of the section touch."""

@@ -140,6 +140,10 @@ class Store:
         file = self._files[self._targets[page]].of(page)
         return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._takes_checksum(page))
 
+    def written_to(self, page: Page) -> Any:
+        """Return the file that the last write of `page` goes to, at `page.file_offset`."""
+        return self._files[self._targets[page]].of(page)
+
     def written(self, page: Page, ticket: Any) -> None:
         """Note that `ticket`, a write of `page`, is done."""
         page.location = self._targets[page]

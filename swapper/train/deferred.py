@@ -113,6 +113,7 @@ class DeferredStep(Updates):
 
         `in_order` is True from then on for as long as only forwards and backwards have updates done.
         """
+        self._sweep.take_in_written()
         self._sweep.begin()
         self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
         self._reached.clear()
@@ -158,6 +159,7 @@ class DeferredStep(Updates):
 
     def _update(self, group: int) -> None:
         with self._undoing_failure(group):
+            self._check_not_written(group)
             self._check_and_release(self._left[group])
             self._sweep.update(self._left[group])
             self._sweep.settle()
@@ -174,6 +176,14 @@ class DeferredStep(Updates):
             if type(gradient) is torch.Tensor:
                 gradient.__class__ = FixedGradient
                 gradient.finish = self.finish  # type: ignore[attr-defined]
+
+    def _check_not_written(self, group: int) -> None:
+        for name in self._groups[group].written():
+            raise StateError(
+                f"parameter {name} was changed after optimizer.step() by way of an alias of it, and with update='deferred' that "
+                "step was still to change it: change parameters inside `with manager.gather(..., write=True)`, or offload with "
+                "update='step'"
+            )
 
     def _check_and_release(self, update: GroupUpdate) -> None:
         """The group's gradients are about to be used: make them ordinary tensors, and see to it that nobody has changed them."""

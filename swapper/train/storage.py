@@ -196,13 +196,7 @@ class GroupParameters:
         """Names of the parameters that were written past torch's version counter by someone who had not leased them to write."""
         if not self.paged:
             return []
-        return [self._name_at(page, at) for page, at in self._pager.written_at(self._read_access)]
-
-    def _name_at(self, page: Page, at: int) -> str:
-        for (name, _), (section, slot) in zip(self.group.parameters, self.places, strict=True):
-            if section is page.section and slot.offset <= at < slot.end:
-                return name
-        return f"in {page.section.plan.name}"
+        return [page.section.owner_at(at) for page, at in self._pager.written_at(self._read_access)]
 
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
@@ -242,6 +236,7 @@ class GroupParameters:
 
     def _take_hold(self, access: Access) -> None:
         if self.paged:
+            self._pager.take_in_written()  # or it would count as changed by who takes hold
             self._pager.acquire(access)
 
     def _bring_home(self) -> None:

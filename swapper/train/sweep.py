@@ -140,6 +140,10 @@ class Sweep:
         self._shadow.begin_step()
         self.abandon()  # what is left of a step that failed
 
+    def take_in_written(self) -> None:
+        """What code past the guard wrote so far is of before the step. See Pager.take_in_written."""
+        self._pager.take_in_written()
+
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
         """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
         update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))

@@ -42,7 +42,8 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
     sections = [*param_pages, *state_pages]
     owed = random.choice([0, 1, frames // 2]) if frames > needed else 0
-    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3]}
+    strays = frames > needed and random.random() < 0.5
+    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3], "strays": strays}
     run = Run(seed, sections, frames, guess, pager_class, fault_rate, threads, **options)
     for group in range(groups):
         for number in (*states[group], *params[group]):
@@ -55,6 +56,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
         if random.random() < 0.2:
             _pass(run, random, uses)  # an evaluation in between
         _commit(run)
+        run.write_past_the_guard()
         due = [part for part in slices if random.random() > random.choice([0, 0, 0, 0.2])]
         if not deferred:
             _sweep(run, due)
@@ -76,7 +78,8 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
     owed = random.choice([0, 1, frames // 2]) if frames > 1 else 0
-    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3]}
+    strays = frames > 1 and random.random() < 0.5
+    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3], "strays": strays}
     run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, **options)
     for number in range(pages):
         if random.random() < 0.9:
@@ -207,6 +210,8 @@ def _do_anything(run: Run, random: Random, known: list[Access]) -> None:
     ready = [lease for lease in run.leases if lease.granted]
     asked = [lease for lease in run.leases if not lease.granted]
     changing = [lease for lease in run.leases if lease.changed]
+    if random.random() < 0.05:
+        run.write_past_the_guard()
     dice = random.random()
     if dice < 0.40:
         _ask(run, random, known)

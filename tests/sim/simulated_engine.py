@@ -7,7 +7,8 @@ ticket is done, and fails untouched if that one failed. What the real engine lea
 - two operations that touch the same memory, or the same place of a file with a write among them, never overlap in time;
 - memory that is being written out does not change until its ticket is done;
 - a wait for something that can never finish is reported, and so is a call that goes round in circles;
-- a touch of an address where nothing is mapped is an error, as it is a fault in reality.
+- a touch of an address where nothing is mapped is an error, as it is a fault in reality;
+- memory that is mapped in a window is never read into: the window would show another page's bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 from swapper.errors import IoError
 
@@ -34,6 +36,13 @@ class Arena:
     def __init__(self, address: int, nbytes: int) -> None:
         self.address = address
         self.bytes = bytearray(b"\xcc" * nbytes)
+        self.windows: list[Window] = []
+        self.overwritten: Callable[[int, int], None] = lambda address, nbytes: None
+
+    def overwrite(self, address: int, content: bytes) -> None:
+        """Change memory though somebody may be writing it to a file."""
+        self.at(address, len(content))[:] = content
+        self.overwritten(address, len(content))
 
     def at(self, address: int, nbytes: int) -> memoryview:
         begin = address - self.address
@@ -69,20 +78,84 @@ class Window:
         self._arena = arena
         self._nbytes = nbytes
         self.mapped: dict[int, tuple[int, int]] = {}  # window offset -> arena offset, bytes
+        self._absent: dict[int, Callable[[], bytes]] = {}  # window offset -> what code reads there all the same
+        self._kept: dict[int, bytes] = {}  # window offset -> absent, but written: what is there
+        self._guarded: set[int] = set()
+        self._written: set[int] = set()
+        arena.windows.append(self)
 
-    def map(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False) -> bool:
         if not 0 <= window_offset <= window_offset + nbytes <= self._nbytes:
             raise SimulationError(f"{nbytes} bytes at {window_offset} are mapped outside of the window")
-        if window_offset in self.mapped:
-            raise SimulationError(f"offset {window_offset} is mapped while something is mapped there")
+        if self.mapped.get(window_offset, (arena_offset, nbytes)) != (arena_offset, nbytes):
+            raise SimulationError(f"offset {window_offset} is mapped while something else is mapped there")
         self.mapped[window_offset] = (arena_offset, nbytes)
+        self._absent.pop(window_offset, None)
+        self._guarded.discard(window_offset)
+        self._written.discard(window_offset)
+        kept = self._kept.pop(window_offset, None)
+        if kept is not None:
+            self._arena.at(self._arena.address + arena_offset, nbytes)[:] = kept
+            self._written.add(window_offset)
+        if guarded or kept is not None:
+            self._guarded.add(window_offset)
+        return kept is not None
 
-    def unmap(self, window_offset: int, nbytes: int, source: object = None, source_offset: int = 0) -> None:
-        if source is None and window_offset not in self.mapped:
-            return  # only to forget what it was backed by
+    def guard(self, window_offset: int, nbytes: int) -> None:
+        if self.mapped.get(window_offset, (0, -1))[1] != nbytes:
+            raise SimulationError(f"{nbytes} bytes at {window_offset} are guarded, but not mapped")
+        self._guarded.add(window_offset)
+        self._written.discard(window_offset)
+
+    def written_at(self, window_offset: int) -> int:
+        return window_offset if window_offset in self._written or window_offset in self._kept else -1
+
+    def write(self, offset: int, content: bytes) -> None:
+        """Code that goes past the guard writes all of a page."""
+        if offset not in self.mapped:
+            self._kept[offset] = content
+            return
+        self._arena.overwrite(self._arena.address + self.mapped[offset][0], content)
+        if offset in self._guarded:
+            self._written.add(offset)
+
+    def _hide(self, offset: int, is_backed: bool) -> None:
+        """What was written stays, where anything of it does."""
+        self._kept.pop(offset, None)
+        if offset in self.mapped:
+            nbytes = self.mapped[offset][1]
+            if offset in self._written and is_backed:
+                self._kept[offset] = bytes(self.touch(offset, nbytes))
+            del self.mapped[offset]
+        self._guarded.discard(offset)
+        self._written.discard(offset)
+
+    def promise(
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Ticket, source: File, source_offset: int
+    ) -> None:
+        if self.mapped.get(window_offset) != (arena_offset, nbytes):
+            raise SimulationError(f"{nbytes} bytes at {window_offset} are promised, but not mapped from {arena_offset}")
+        if write.address != self._arena.address + arena_offset:
+            raise SimulationError(f"{write!r} is not of the memory that is promised")
+        self._hide(window_offset, True)
+
+        def read() -> bytes:
+            if write.finished and write.failure is None:
+                return source.at(source_offset, nbytes)
+            return bytes(self._arena.at(write.address, nbytes))
+
+        self._absent[window_offset] = read
+
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0) -> None:
+        self._absent.pop(window_offset, None)
+        if source is not None:
+            self._absent[window_offset] = lambda: source.at(source_offset, nbytes)
+        if window_offset not in self.mapped:
+            self._hide(window_offset, source is not None)
+            return
         if self.mapped.get(window_offset, (0, -1))[1] != nbytes:
             raise SimulationError(f"{nbytes} bytes at {window_offset} are unmapped, but not mapped")
-        del self.mapped[window_offset]
+        self._hide(window_offset, source is not None)
 
     def touch(self, offset: int, nbytes: int) -> memoryview:
         """The bytes that a kernel sees at `offset`. They lie within one page."""
@@ -90,6 +163,14 @@ class Window:
             raise SimulationError(f"segmentation fault: {nbytes} bytes at {offset} are touched, but not mapped")
         arena_offset, _ = self.mapped[offset]
         return self._arena.at(self._arena.address + arena_offset, nbytes)
+
+    def look(self, offset: int, nbytes: int) -> bytes | None:
+        """What code reads at `offset` that goes past the guard; None where that is a fault."""
+        if offset in self.mapped:
+            return bytes(self.touch(offset, nbytes))
+        if offset in self._kept:
+            return self._kept[offset]
+        return self._absent[offset]() if offset in self._absent else None
 
     def __getitem__(self, place: slice) -> WindowBytes:
         return WindowBytes(self.touch(place.start, place.stop - place.start))
@@ -113,6 +194,9 @@ class File:
         self.bytes = bytearray(b"\xee" * nbytes)
         self.direct = True
         self.is_frozen = False  # it is a snapshot too
+
+    def at(self, offset: int, nbytes: int) -> bytes:
+        return bytes(self.bytes[offset : offset + nbytes])
 
     def sync(self) -> None:
         pass
@@ -170,6 +254,7 @@ class Ticket:
         self.cancelled = False
         self.failure: IoError | None = None
         self.content = b""  # of a write, when it was submitted
+        self.torn = 0  # so many of its bytes are not as they were meant
         self.checksum: int | None = None
         self.submitted_s = 0.0  # nothing here takes time
 
@@ -237,6 +322,8 @@ class Engine:
         self.seen: Counter[str] = Counter()
         self.before_write: Callable[[File, int], None] = lambda file, offset: None
         self.during_wait: Callable[[], None] = lambda: None
+        self.after_tick: Callable[[], None] = lambda: None
+        arena.overwritten = self._take_for_written
 
     # --- the engine's face ----------------------------------------------------------------------------------------
 
@@ -293,6 +380,7 @@ class Engine:
             self._fail(ticket, 0, "an operation that it waited for failed")
         else:
             self._start(ticket)
+        self.after_tick()
         return True
 
     # --------------------------------------------------------------------------------------------------------------
@@ -317,6 +405,11 @@ class Engine:
                 raise SimulationError(f"{ticket!r} starts before {earlier!r} of the same place has ended")
         ticket.running = True
         if ticket.op == "read":
+            begin = ticket.address - self._arena.address
+            for window in self._arena.windows:
+                for at, nbytes in window.mapped.values():
+                    if at < begin + ticket.nbytes and begin < at + nbytes:
+                        raise SimulationError(f"{ticket!r} starts in memory that a window shows")
             self._arena.at(ticket.address, ticket.nbytes)[:] = b"\xdd" * ticket.nbytes
 
     def _finish(self, ticket: Ticket) -> None:
@@ -330,7 +423,8 @@ class Engine:
         if reads:
             memory[:done] = ticket.file.bytes[place][:done]
         else:
-            ticket.file.bytes[place] = ticket.content[:done] + ticket.file.bytes[place][done:]
+            content = b"\xbb" * ticket.torn + ticket.content[ticket.torn :]
+            ticket.file.bytes[place] = content[:done] + ticket.file.bytes[place][done:]
         if number:
             self.seen[f"failed {ticket.op}"] += 1
             self.write_failed = self.write_failed or not reads
@@ -338,6 +432,13 @@ class Engine:
             return
         ticket.checksum = zlib.crc32(memory)
         self._end(ticket)
+
+    def _take_for_written(self, address: int, nbytes: int) -> None:
+        """Memory has changed under a write, which then writes the old content, the new, or a mix."""
+        for ticket in self.open:
+            if ticket.op == "write" and ticket.address < address + nbytes and address < ticket.address + ticket.nbytes:
+                ticket.content = bytes(self._arena.at(ticket.address, ticket.nbytes))
+                ticket.torn = self._random.randrange(ticket.nbytes)
 
     def _fail(self, ticket: Ticket, number: int, detail: str) -> None:
         ticket.failure = IoError(ticket.op, ticket.file.path, ticket.offset, ticket.nbytes, number, detail)

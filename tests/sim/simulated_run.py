@@ -14,7 +14,7 @@ from typing import Any
 from kept_contents import KeptContents
 from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
 from simulated_spare import Spare
-from simulated_store import PAGE_BYTES, SimulatedStore, make_sections, part_of
+from simulated_store import PAGE_BYTES, SimulatedStore, make_sections
 
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
@@ -59,6 +59,7 @@ class Run:
         spare: there is spare memory, by chance.
         tolerance: the schedule's.
         most_owed: so many pages of what is there may be owed to the store.
+        strays: somebody changes pages past the guard; there must be a frame more than what is leased needs.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class Run:
         spare: bool = False,
         tolerance: int | None = None,
         most_owed: int = 0,
+        strays: bool = False,
     ) -> None:
         self.random = Random(seed)
+        self.strays = strays
+        self.stray_writes = 0
         self.frame_count = frame_count
         self.threads = threads
         self.others_run = threads
@@ -92,6 +96,7 @@ class Run:
         for section in self.sections:
             window = Window(self.arena, section.plan.nbytes)
             section.attach(window, window)  # type: ignore[arg-type]
+            section.guards_writes = not section.transient
         self.pages: list[Page] = [page for section in self.sections for page in section.pages]
         self.store = SimulatedStore(self.engine, nbytes, self.pages)
         self.schedule = Schedule(cycle, tolerance)
@@ -102,7 +107,8 @@ class Run:
             lazy = self.random.random() < 0.3
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
-        self._most_leased = frame_count - 1 if most_owed else frame_count  # what is owed comes back by way of a frame
+        # What is owed, or was written while it was away, comes back by way of a frame.
+        self._most_leased = frame_count - 1 if most_owed or strays else frame_count
         self.pager = pager_class(
             self.pages,
             pool,
@@ -112,6 +118,7 @@ class Run:
             window_pages=window_pages,
             lazy=lazy,
             most_owed=most_owed,
+            writes_noted=lambda: self.stray_writes,
         )
         self.spare = Spare(self.arena, Random(f"spare {seed}"))
         if spare:
@@ -125,6 +132,8 @@ class Run:
         self._was_alone = True  # during the last request
         self.engine.before_write = self.kept.check_target
         self.engine.during_wait = self._let_others_run
+        self.engine.after_tick = self._look_past_the_guard
+        self._may_forget = False  # what is in memory may be thrown away
 
     # --- requests to the pager ------------------------------------------------------------------------------------
 
@@ -178,6 +187,17 @@ class Run:
                 raise SimulationError(f"{self.pages[index]} is leased for writing and on its way out")
         return True
 
+    def write_past_the_guard(self) -> None:
+        """Change a page by way of an alias, though nobody leases it. [Note: writes that nobody announced], core/frames.py"""
+        idle = [p for p in self.pages if not (p.leases or p.section.transient or p.fresh or p.index in self.unfilled)]
+        idle = [page for page in idle if self.content[page.index] is not None]
+        if idle and self.strays:
+            page = self.random.choice(idle)
+            content = self.content[page.index] = self.random.randbytes(page.nbytes)
+            page.section.window.write(page.offset, content)  # type: ignore[attr-defined]
+            self.stray_writes += 1
+            self.engine.seen[f"stray write, {page.residency.name}"] += 1
+
     def acquire(self, access: Access, other: bool = False) -> Lease | None:
         lease = self.lease(access, other)
         return lease if lease is not None and self.wait(lease) else None
@@ -205,9 +225,13 @@ class Run:
             raise SimulationError("release raised: nobody could release then")
 
     def flush(self) -> bool:
+        before = self.stray_writes
         if not self.attempt(self.pager.flush):
             return False
-        if self._was_alone:
+        if self._was_alone and self.stray_writes == before:
+            written = [p for p in self.pages if p.leases == 0 and self._is_written(p)]
+            if written:
+                raise SimulationError(f"flush returned and has not taken in what was written past the guard: {written}")
             idle = [p for p in self.pages if p.residency is Residency.DIRTY and p.leases == 0]
             left = [p for p in idle if not p.section.transient]
             if left or self.engine.write_failed:
@@ -244,6 +268,7 @@ class Run:
     def discard(self) -> None:
         self.engine.begin_request()
         self._requests_inside = REQUESTS_INSIDE  # no more from other threads
+        self._may_forget = True
         self.pager.discard()
         self.engine.write_failed = False  # of what is thrown away nobody needs to be told
         self._requests_inside = 0
@@ -251,6 +276,7 @@ class Run:
         self.unfilled.clear()
         for page in self.pages:
             self.content[page.index] = self.store.content(page)
+        self._may_forget = False
         self.check()
         if any(not t.is_doomed for t in self.engine.open) or any(p.residency is not Residency.COLD for p in self.pages):
             raise SimulationError("discard left something behind")
@@ -306,7 +332,7 @@ class Run:
         self.pager.check()
         for page in self.pages:
             window = page.section.window
-            in_memory = page.residency in IN_MEMORY
+            in_memory = page.residency in IN_MEMORY and page.heir is None  # [Note: promised frames], core/frames.py
             expected = (self.pool.offset(page.frame), page.nbytes) if in_memory and page.frame is not None else None
             if window.mapped.get(page.offset) != expected:  # type: ignore[attr-defined]
                 raise SimulationError(f"{page} should be mapped to {expected}")
@@ -314,9 +340,11 @@ class Run:
     def _check_content(self, page: Page, is_being_changed: bool) -> None:
         content = self.content[page.index]
         stored = self.store.content(page)
-        if page.residency is Residency.WRITING and page.heir is not None:
-            # The frame is promised: once the write has ended, and before the pager knows, the heir's bytes come in.
-            if content not in (self.look(page.index), part_of(page.ticket.file, page)):
+        if self._is_written(page):
+            if page.index not in self.unfilled and self._shown(page) != content:
+                raise SimulationError(f"what was written past the guard of {page} is lost")
+        elif page.residency is Residency.WRITING and page.heir is not None:
+            if self._shown(page) != content:
                 raise SimulationError(f"{page} is neither in memory nor on the drive")
         elif page.residency in IN_MEMORY:
             if page.index not in self.unfilled and self.look(page.index) != content:
@@ -327,7 +355,8 @@ class Run:
                 raise SimulationError(f"{page} is owed, and spare memory does not have what was written to it")
         elif content != stored:
             raise SimulationError(f"{page} is not in memory, and the drive does not have what was written to it")
-        if page.residency is Residency.CLEAN and not is_being_changed and self.look(page.index) != stored:
+        is_clean = page.residency is Residency.CLEAN and not self._is_written(page)
+        if is_clean and not is_being_changed and self.look(page.index) != stored:
             raise SimulationError(f"{page} is not what the drive has")
 
     def finish(self) -> None:
@@ -361,6 +390,21 @@ class Run:
 
     # --------------------------------------------------------------------------------------------------------------
 
+    def _look_past_the_guard(self) -> None:
+        """The engine has moved on, wherever Python is: whoever reads a page's addresses gets its bytes, or a fault."""
+        for page in self.pages if not self._may_forget else ():
+            content, shown = self.content[page.index], self._shown(page)
+            is_being_made = page.fresh or page.index in self.unfilled
+            if shown is not None and content is not None and not is_being_made and shown != content:
+                raise SimulationError(f"{page} shows other bytes than were written to it")
+
+    def _shown(self, page: Page) -> bytes | None:
+        """What code reads that goes past the guard; None where that is a fault."""
+        return page.section.window.look(page.offset, page.nbytes)  # type: ignore[attr-defined]
+
+    def _is_written(self, page: Page) -> bool:
+        return page.section.window.written_at(page.offset) >= 0
+
     def _memory(self, index: int) -> memoryview:
         page = self.pages[index]
         return page.section.window.touch(page.offset, page.nbytes)  # type: ignore[attr-defined]
@@ -370,6 +414,8 @@ class Run:
         if self.pager._lock.locked():
             raise SimulationError("the pager waits and keeps its mutex")
         self.check_frames()
+        if self.others_run and self.random.random() < 0.02:
+            self.write_past_the_guard()
         if not self.others_run or self._requests_inside >= REQUESTS_INSIDE or self.random.random() > 0.2:
             return
         self._requests_inside += 1

@@ -32,6 +32,9 @@ class Spare:
     def place_of(self, page: Page) -> tuple[object, int]:
         return self, page.index
 
+    def at(self, index: int, nbytes: int) -> bytes:
+        return self._kept[index]
+
     def content(self, page: Page) -> bytes | None:
         return self._kept.get(page.index)
 
