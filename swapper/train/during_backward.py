@@ -198,7 +198,8 @@ class StepInBackward(Updates):
             )
         self._task = task
         self._next.clear()
-        self._waits = self._accumulating > 0 or torch._C._autograd._get_current_graph_task_keep_graph()
+        self.uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._waits = self._accumulating > 0 or self.uses.graph_stays
         for group, tasks in list(self._arrivals.items()):  # some may have come before a module was asked for any
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
 

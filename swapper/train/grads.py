@@ -6,6 +6,9 @@ when autograd has accumulated one, it is copied there and the tensor that autogr
 that place. A later backward accumulates into it. So `grad` is an ordinary tensor for everything that looks at it: clipping,
 scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values: before the place is used again, that tensor gets memory of
 its own. While nothing has a tensor there, the place is the pager's spare memory (spare.py).
+
+A gradient that has a graph (`backward(create_graph=True)`) stays what autograd made: a penalty on it is to reach the
+parameters.
 """
 
 from __future__ import annotations
@@ -180,10 +183,10 @@ class _Home:
         return not self._taking and (self._memory is None or self._memory() is None)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Move the parameter's gradient to the place, if it is not there."""
+        """Move the parameter's gradient to the place, if it is not there and no graph needs it where it is."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
-        if gradient is None or gradient is last:
+        if gradient is None or gradient is last or gradient.requires_grad:
             return
         if gradient.layout is not torch.strided:
             raise UnsupportedError(

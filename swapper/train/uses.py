@@ -1,10 +1,11 @@
 """Which groups a backward may still need: each call of a module in a forward is one use of its groups, until a backward has done
 with that call.
 
-What a call saved may be needed until its backward is over ([Note: when a backward lease ends], hooks.py). A call without autograd
-saves nothing; but reentrant checkpointing runs each forward so at first, and again, with autograd, in backward: until that second
-call's backward is over, the first one is a use. It may also have been an evaluation, after which no backward comes: then its groups
-stay in use until `clear`. So no use is ever forgotten too early, and some are kept too long.
+What a call saved may be needed until its backward is over ([Note: when a backward lease ends], hooks.py). A call without
+autograd saves nothing; but reentrant checkpointing runs each forward so at first, and again, with autograd, in backward:
+until that second call's backward is over, the first one is a use; beyond it, where the graph stays: the next backward runs
+it once more. It may also have been an evaluation, after which no backward comes: then its groups stay in use until
+`clear`. So no use is ever forgotten too early, and some are kept too long.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ class Caller(Protocol):
 
 
 class Uses:
-    """Counts the uses of each group since the last `clear`."""
+    """Counts the uses of each group since the last `clear`.
+
+    Attributes:
+        graph_stays: the backward that runs can be followed by another one over the same graph.
+    """
+
+    graph_stays = False
 
     def __init__(self) -> None:
         self._period = 0
@@ -55,7 +62,7 @@ class Uses:
 
     def called_again(self, call: Caller, with_graph: bool) -> None:
         """A forward begins within a backward: with autograd it takes the place of one that had none."""
-        if with_graph and self._without_graph[call.module] > 0:
+        if with_graph and not self.graph_stays and self._without_graph[call.module] > 0:
             self._without_graph[call.module] -= 1
             call.use = self._period
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -274,3 +274,20 @@ def test_parameters_that_are_unfrozen_later_are_trained_from_then_on(backward: M
     assert not first  # the layout changes in its step
     assert all(len(groups) >= 4 for groups in others)
     pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_group_that_is_used_twice_in_a_retained_graph_is_updated_in_the_last_backward_over_it(
+    backward: MakeTwins, use_reentrant: bool
+) -> None:
+    """Reentrant checkpointing runs each use again in each of them."""
+    pair = backward(Net(passes=2, checkpointing=use_reentrant))
+
+    def run(model: Any, optimizer: Any) -> torch.Tensor:
+        loss = loss_of(model, tokens())
+        with pair.manager.accumulate() if model is pair.swapped else nullcontext():
+            loss.backward(retain_graph=True)
+        return finish_step(loss, optimizer)
+
+    assert all(len(groups) >= 4 for groups in train(pair, run, steps=3))
+    pair.finish()

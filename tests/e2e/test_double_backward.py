@@ -1,0 +1,141 @@
+"""Graphs over graphs: their nodes read parameters that no module has leased, wherever those are at that moment.
+
+[Note: owed pages] (core/frames.py) is why deferred updates meet this most: what is owed is written when a backward brings
+it back, so that frames of parameters are promised to other pages while the graph over the graph is still to come.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from e2e.models import LAYER_WIDTH, layers
+from e2e.twins import Twins
+from swapper import _C
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 640
+
+
+class HeldWrites:
+    """The engine of a run. From `hold` to `let_go` writes to some places do not end, nor what waits for them.
+
+    It lets go by itself where a read has to wait for one of them that somebody needs before.
+    """
+
+    def __init__(self, directories: Any, **options: Any) -> None:
+        self._options = options
+        self._engine = _C.Engine(**options)
+        self._late: _C.Engine | None = None
+        self._held: Collection[int] = ()
+        self._needed: Collection[int] = ()
+        self._tickets: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def hold(self, places: Collection[int], needed: Collection[int]) -> None:
+        """Hold writes to `places`, until something at `needed` must be read after one of them; both are offsets in files."""
+        self._held, self._needed = places, needed
+        gate, self._other_end = os.pipe()
+        self._late = _C.Engine(chaos={"until": gate}, **self._options)
+        os.close(gate)
+
+    def write(self, file: Any, offset: int, *arguments: Any, **options: Any) -> Any:
+        if self._late is None or offset not in self._held:
+            return self._engine.write(file, offset, *arguments, **options)
+        self._tickets.append(self._late.write(file, offset, *arguments, **options))
+        return self._tickets[-1]
+
+    def read(self, file: Any, offset: int, *arguments: Any, after: Any = None, **options: Any) -> Any:
+        if offset in self._needed and any(after is ticket for ticket in self._tickets):
+            self.let_go()
+        return self._engine.read(file, offset, *arguments, after=after, **options)
+
+    def let_go(self) -> None:
+        """Everything that is under way ends. Nobody is told."""
+        if self._late is not None:
+            os.close(self._other_end)
+            self._late.close()
+            self._late = None
+            self._engine.drain()
+        self._tickets.clear()
+
+
+@pytest.mark.parametrize("by", ["input", "parameters"])
+def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: MakeTwins, by: str) -> None:
+    engines: list[HeldWrites] = []
+
+    def open_engine(directories: Any, **options: Any) -> HeldWrites:
+        engines.append(HeldWrites(directories, **options))
+        return engines[-1]
+
+    model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    with mock.patch("swapper.backing.open_engine", open_engine):
+        pair = twins(model, update="deferred", room_bytes=1 << 20)
+    assert pair.manager is not None
+    pager, engine = pair.manager.current.run.pager, engines[-1]
+    pager._write_back._enough = 0  # however fast the drive is
+    pages = [page for page in pager._pages if page.section.plan.family == "param"]
+    first = [page for page in pages if page.section.plan.group < 2]
+    promised = []
+
+    def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        swapped = model is pair.swapped
+        value = torch.randn(8, WIDTH, requires_grad=True)
+        result = model(value)
+        if swapped:
+            engine.hold([page.file_offset for page in first], [page.file_offset for page in pages])
+        of = [value] if by == "input" else list(model.parameters())
+        gradients = torch.autograd.grad(result.sum(), of, create_graph=True)
+        if swapped:
+            promised.append(any(page.heir is not None for page in first))
+            engine.let_go()
+        loss = result.square().mean() + sum(gradient.square().sum() for gradient in gradients)
+        loss.backward()
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach(), *(gradient.detach() for gradient in gradients), *found]
+
+    while not any(promised) and len(promised) < 20:
+        pair.train(run, steps=1)
+    assert any(promised)
+    pair.train(run, steps=1)
+    pair.finish()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+@pytest.mark.parametrize("params", ["host", "nvme"])
+def test_a_penalty_on_gradients_that_parameters_have_is_bit_equal(
+    twins: MakeTwins, params: str, update: str, accumulates: bool
+) -> None:
+    """`backward(create_graph=True)` leaves gradients with a graph; one is there already where a backward came before."""
+    pair = twins(layers(), params=params, update=update, room_bytes=1 << 20)
+    assert pair.manager is not None
+
+    def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        value = torch.randn(4, LAYER_WIDTH)
+        with pair.manager.accumulate() if model is pair.swapped else nullcontext():
+            if accumulates:
+                model(value).square().mean().backward()
+            model(value).tanh().mean().backward(create_graph=True)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        optimizer.zero_grad()
+        loss = model(value).square().mean() + sum(gradient.square().sum() for gradient in gradients)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.detach(), *(gradient.detach() for gradient in gradients)]
+
+    pair.train(run, steps=3)
+    pair.finish(paged=params == "nvme")
