@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,7 +16,7 @@ import swapper
 from e2e import changed_bytes
 from e2e.changed_bytes import HARMS, Harm
 from e2e.models import Net, loss_of, tokens, train_step
-from e2e.twins import Twins, adamw, send_away, smallest_budget
+from e2e.twins import Twins, adamw, send_away
 from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.verify import verify
 
@@ -94,18 +95,15 @@ def test_state_of_a_run_that_never_commits_is_compared_too(twins: MakeTwins) -> 
         pair.train(train_step, steps=1)
 
 
-def test_check_reads_false_compares_nothing(twins: MakeTwins, tmp_path: Path) -> None:
-    """That is what it is for: it takes no time."""
-    model = Net()
-    optimizer = adamw(model.parameters())
-    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", optimizer_state="nvme")
-    with swapper.SwapManager(tmp_path, host_memory=budget, check_reads=False, commit_every=None) as manager:
-        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
-        train_step(model, optimizer)
-        send_away(manager)
-        assert all(page.crc32 is None for page in changed_bytes.stored_pages(manager, "state"))
-        changed_bytes.change(manager, "state", changed_bytes.flip_bits)
-        train_step(model, optimizer)
+def test_check_reads_false_compares_nothing(twins: MakeTwins) -> None:
+    """That is what it is for: it takes no time. And it shows that the harm is one."""
+    pair = twins(Net(), commit_every=None, check_reads=False)
+    pair.train(train_step, steps=2)
+    send_away(pair.manager)
+    assert all(page.crc32 is None for page in changed_bytes.stored_pages(pair.manager, "state"))
+    changed_bytes.change(pair.manager, "param", changed_bytes.zero_a_block)
+    with pytest.raises(AssertionError):
+        pair.train(train_step, steps=1)  # another loss
 
 
 def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, tmp_path: Path) -> None:
@@ -131,24 +129,26 @@ def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, t
 def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins) -> None:
     """Of a run that commits every second step, the step in between is damaged."""
     pair = twins(Net(), commit_every=2)
-    losses = pair.train(train_step, steps=3)
+    pair.train(train_step, steps=2)
+    random_state = torch.get_rng_state()
+    losses = pair.train(train_step, steps=1)
     manager = pair.manager
     manager.current.run.pager.flush()
     send_away(manager)
     changed_bytes.change(manager, "param", changed_bytes.flip_bits)
     with pytest.raises(swapper.ChecksumError, match=r"The last commit does not need them.*resume='auto'"):
-        pair.train(train_step, steps=1)
+        loss_of(pair.swapped, tokens())
     with suppress(swapper.ChecksumError):
         manager.close()
-    model = Net()
+    model, plain = Net(), copy.deepcopy(pair.plain)
     with swapper.SwapManager(pair.directory, host_memory=manager._host_bytes, resume="auto") as second:
         assert second.step == 2
         model, optimizer = second.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
-        torch.manual_seed(0)
-        for _ in range(2):
-            tokens()
-        assert len(losses) == 3
-        train_step(model, optimizer)
+        torch.set_rng_state(random_state)
+        assert torch.equal(train_step(model, optimizer), losses[0])  # the third step again
+        for name, parameter in model.named_parameters():
+            with second.gather(parameter):
+                assert torch.equal(parameter, plain.get_parameter(name)), name
 
 
 @pytest.mark.parametrize("harm", HARMS[:3])
@@ -207,6 +207,25 @@ def test_a_snapshot_that_is_renamed_or_removed_is_no_damage(twins: MakeTwins, ca
     pair.train(train_step, steps=2)
     pair.finish()
     assert "changed from outside" not in caplog.text
+
+
+def test_what_is_damaged_is_not_carried_into_another_layout(twins: MakeTwins) -> None:
+    """There it would get a checksum of its own. The run before is there still."""
+    model = Net()
+    model.blocks.requires_grad_(False)
+    pair = twins(model, room_bytes=8 << 20)
+    pair.train(train_step, steps=2)
+    manager = pair.manager
+    manager.current.run.committer.finish()
+    send_away(manager)
+    changed_bytes.change(manager, "param", changed_bytes.flip_bits)
+    pair.swapped.blocks.requires_grad_(True)
+    with pytest.raises(swapper.CheckpointError, match="have not the checksum with which they were written"):
+        pair.optimizer.add_param_group({"params": pair.swapped.blocks.parameters()})
+    record = read_commit(pair.directory / "rank-0-of-1")
+    assert record is not None and record.step == 2
+    with suppress(swapper.SwapperError):
+        pair.close()
 
 
 def test_what_reads_well_a_second_time_is_not_damaged(twins: MakeTwins) -> None:
