@@ -306,6 +306,7 @@ class Engine:
         keep: object = None,
         after: Ticket | None = None,
         checksum: bool = False,
+        expected: int | None = None,
     ) -> Ticket:
         """Submits: file[offset : offset + nbytes] to memory at `address`.
 
@@ -314,6 +315,7 @@ class Engine:
                 the transfer is over, also if the ticket is dropped before.
             after: begin only when this ticket is done (of any engine); if it failed, fail without touching anything.
             checksum: compute the CRC-32 of the bytes, on the I/O thread; see `Ticket.crc32`.
+            expected: the CRC-32 that the bytes must have: with another one the transfer fails (EBADMSG).
 
         Raises:
             ConfigError: the memory is neither an arena's nor a window's, and there is no `keep`.

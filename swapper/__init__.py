@@ -10,6 +10,7 @@ from swapper.counters import Counters
 from swapper.errors import (
     BudgetError,
     CheckpointError,
+    ChecksumError,
     ColdParameterError,
     ConfigError,
     DeviceError,
@@ -35,6 +36,7 @@ __all__ = [
     "AioHandle",
     "BudgetError",
     "CheckpointError",
+    "ChecksumError",
     "ColdParameterError",
     "ConfigError",
     "Counters",

@@ -43,6 +43,7 @@ class Backing:
         files: Mapping[int, str],
         first_file: int,
         backend: str,
+        check_reads: bool,
     ) -> None:
         """Open everything in order: memory, engine, swap files, scratch file, frames.
 
@@ -54,6 +55,7 @@ class Backing:
             files: names of swap files that are there already, by number.
             first_file: number of the first one, where there is none.
             backend: of the engine.
+            check_reads: see Store.
 
         Raises:
             DirectoryError: the drive has not enough room.
@@ -64,10 +66,12 @@ class Backing:
         self.engine = open_engine(drives.directories, backend=backend, arena=arena)
         headers, tail_offset = plan.layout.headers(), plan.layout.tail_offset
         pieces = stored_pieces(sections)
-        self._store = Store(self.engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file)
+        self._store = Store(
+            self.engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file, check_reads
+        )
         if paged_grads:
             pages = [page for section in paged_grads for page in section.pages]
-            self.scratch = ScratchFile(self.engine, drives, pages)
+            self.scratch = ScratchFile(self.engine, drives, pages, check_reads)
         self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
         if plan.device is not None:
             self.host_side = HostSide(plan.device.device, arena, frames_offset, self._pool)

@@ -68,8 +68,10 @@ class IoError(SwapperError, OSError):
         errno: the system's error number; 0 for an unexpected end of file or a cancelled operation.
     """
 
+    _reason = ""
+
     def __init__(self, op: str, path: str, offset: int, nbytes: int, errno: int, detail: str = "") -> None:
-        reason = os.strerror(errno) if errno else "failed"
+        reason = self._reason or (os.strerror(errno) if errno else "failed")
         where = f"{path!r} at offset {offset}, {nbytes} bytes" if path else f"{nbytes} bytes"
         message = f"{op} of {where}: {reason}" + (f" ({detail})" if detail else "")
         super().__init__(errno, message)
@@ -81,3 +83,12 @@ class IoError(SwapperError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+
+class ChecksumError(IoError):
+    """What was read is not what was written there: the drive, memory or another program changed it. `detail` says of which tensors.
+
+    The step that needed it was not taken, and no commit and no snapshot is made of it. errno is EBADMSG.
+    """
+
+    _reason = "these are not the bytes that were written"

@@ -50,6 +50,9 @@ class SwapManager:
         crash_resume: False takes half the space, one file that is written in place: the run is never committed, and cannot be
             gone on from but from a snapshot.
         fsync: commits survive a power loss too.
+        check_reads: compare what is read from the swap files with the checksum of what was written there, so that bytes that the
+            drive, memory or another program changed are a ChecksumError and not part of a step. False saves a few percent of a step
+            that computing alone fills.
         rng: commits and snapshots hold the states of the random number generators (Python's, torch's, NumPy's) as of the
             end of their step, and a run that goes on puts them back in `offload`.
         backend: how transfers are made: "auto", "uring" or "threads".
@@ -76,6 +79,7 @@ class SwapManager:
         commit_every: str | int | None = "free",
         crash_resume: bool = True,
         fsync: bool = False,
+        check_reads: bool = True,
         rng: bool = False,
         backend: str = "auto",
         stall_s: float | None = 60.0,
@@ -105,7 +109,8 @@ class SwapManager:
         self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
         self.current = Current(self._directory, backend)
         self._opening = Opening(
-            self.current, self._directory, self._clock, self._user, self._resumed, fallback, fsync=fsync, stall_s=stall_s
+            self.current, self._directory, self._clock, self._user, self._resumed, fallback,
+            fsync=fsync, check_reads=check_reads, stall_s=stall_s,
         )  # fmt: skip
         self._opening.remove_strays()
 

@@ -37,6 +37,7 @@ class Opening:
         record: the commit to go on from, or None.
         fallback: the one before it, if that is still a way back.
         fsync: commits survive a power loss.
+        check_reads: what is read from swap files is compared with what was written.
         stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
     """
 
@@ -53,6 +54,7 @@ class Opening:
         fallback: Commit | None,
         *,
         fsync: bool,
+        check_reads: bool,
         stall_s: float | None,
     ) -> None:
         self._current = current
@@ -63,6 +65,7 @@ class Opening:
         self._record = record
         self._fallback = fallback
         self._fsync = fsync
+        self._check_reads = check_reads
         self._stall_s = stall_s
         self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
 
@@ -133,7 +136,7 @@ class Opening:
                 Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
                 lambda step: self._user.in_commit(step, directory, request, plan.places, described, lent),
             ),
-            backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
+            backend=current.backend, fsync=self._fsync, check_reads=self._check_reads, stall_s=self._stall_s,
         )  # fmt: skip
 
     def _train_more(self, add: Callable[[], None]) -> None:

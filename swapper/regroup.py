@@ -2,8 +2,8 @@
 
 What is trained has room for gradients and state, so the run gets another layout, and with it other swap files. Between two steps
 everything is written and committed in the old layout; the old run closes; a new one opens, with files beside the old ones, and
-fills them from those, each page being read once and written once; it is committed; and only then the old files go. Memory is at
-no time that of two runs.
+fills them from those, each page being read twice, to be compared with its checksum and to be copied, and written once; it is
+committed; and only then the old files go. Memory is at no time that of two runs.
 
 [Note: before or after] Until the new commit is published the directory holds the run before, from then on the run after: a
 process that is killed at any instant leaves one of them whole. Where the new run cannot be opened or filled, the old one is

@@ -104,6 +104,7 @@ class Run:
         manager: whom to ask.
         backend: of the engine.
         fsync: commits survive a power loss.
+        check_reads: what is read from swap files is compared with what was written.
         stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
 
     Attributes:
@@ -132,6 +133,7 @@ class Run:
         *,
         backend: str,
         fsync: bool,
+        check_reads: bool,
         stall_s: float | None,
     ) -> None:
         self._manager = manager
@@ -144,7 +146,7 @@ class Run:
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_backing(plan, origin, backend)
+            self._open_backing(plan, origin, backend, check_reads)
             self._open_model(model, optimizer, plan, origin, fsync)
             self._note_sizes(plan)
             if origin.record is not None:
@@ -154,10 +156,10 @@ class Run:
             self.close()
             raise
 
-    def _open_backing(self, plan: Plan, origin: Origin, backend: str) -> None:
+    def _open_backing(self, plan: Plan, origin: Origin, backend: str, check_reads: bool) -> None:
         paged_grads = [section for section in self._grad_sections if section.pages]
         files, first_file = origin.files, origin.first_file
-        self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend)
+        self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend, check_reads)
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
             self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
@@ -237,9 +239,8 @@ class Run:
     def adopt(self, content: Content | None) -> None:
         """Move the model to its places, which `content` fills; None where they have theirs already."""
         for section in [s for s in self.sections if content is not None and s.resident and s.plan.lent is not None]:
-            ticket = self._backing.store.read(section.piece, section.memory.data_ptr(), checksum=True)
-            ticket.wait()
-            section.piece.crc32 = section.piece.committed_crc32 = ticket.crc32
+            crc32 = self._backing.store.read_now(section.piece, section.memory.data_ptr())
+            section.piece.crc32 = section.piece.committed_crc32 = crc32
         self.model.adopt(content)
         self.pager.flush()
 
@@ -276,7 +277,7 @@ class Run:
     def _read_resident(self) -> None:
         for section in self.sections:
             if section.resident:
-                self._backing.store.read(section.piece, section.memory.data_ptr()).wait()
+                self._backing.store.read_now(section.piece, section.memory.data_ptr())
 
     def part(self, why: str) -> None:
         """Close, and leave the model without data for another run to adopt. Everything must be written."""

@@ -129,21 +129,36 @@ void check_owner(const Request& request, const nb::object& keep) {
   throw ConfigError("the memory of a transfer that is neither an arena's nor a window's has an owner, keep=");
 }
 
-template <Direction direction>
-TicketHandle submit_transfer(const EngineHandle& self, const FileHandle& file, std::uint64_t offset,
-                             std::uintptr_t address, std::uint64_t nbytes, nb::object keep,
-                             const TicketHandle* after, bool checksum) {
+TicketHandle submit_transfer(Direction direction, const EngineHandle& self, const FileHandle& file,
+                             std::uint64_t offset, std::uintptr_t address, std::uint64_t nbytes,
+                             nb::object keep, const TicketHandle* after, bool checksum,
+                             std::optional<std::uint32_t> expected) {
   Request request;
   request.direction = direction;
   request.file = file.get(name_of(direction));
   request.offset = offset;
   request.address = reinterpret_cast<std::byte*>(address);
   request.nbytes = nbytes;
-  request.checksum = checksum;
+  request.checksum = checksum || expected;
+  request.expected = expected;
   if (after != nullptr) request.after = after->ticket;
   self.engine->check_process(name_of(direction));  // a forked child has no arena's memory either
   check_owner(request, keep);
   return submit(self, std::move(request), std::move(keep));
+}
+
+TicketHandle submit_read(const EngineHandle& self, const FileHandle& file, std::uint64_t offset,
+                         std::uintptr_t address, std::uint64_t nbytes, nb::object keep,
+                         const TicketHandle* after, bool checksum, std::optional<std::uint32_t> expected) {
+  return submit_transfer(Direction::read, self, file, offset, address, nbytes, std::move(keep), after,
+                         checksum, expected);
+}
+
+TicketHandle submit_write(const EngineHandle& self, const FileHandle& file, std::uint64_t offset,
+                          std::uintptr_t address, std::uint64_t nbytes, nb::object keep,
+                          const TicketHandle* after, bool checksum) {
+  return submit_transfer(Direction::write, self, file, offset, address, nbytes, std::move(keep), after,
+                         checksum, std::nullopt);
 }
 
 void check_ticket(const TicketHandle& self, const char* op) {
@@ -262,10 +277,10 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("staging_bytes", [](const EngineHandle& self) { return self.engine->staging_bytes(); })
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })
       .def_prop_ro("reason", [](const EngineHandle& self) { return self.engine->reason(); })
-      .def("read", &submit_transfer<Direction::read>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           nb::kw_only(), "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false)
-      .def("write", &submit_transfer<Direction::write>, "file"_a, "offset"_a, "address"_a, "nbytes"_a,
-           nb::kw_only(), "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false)
+      .def("read", &submit_read, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(),
+           "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false, "expected"_a = nb::none())
+      .def("write", &submit_write, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(),
+           "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false)
       .def_prop_ro("bytes_read", [](const EngineHandle& self) { return self.engine->bytes(Direction::read); })
       .def_prop_ro("bytes_written",
                    [](const EngineHandle& self) { return self.engine->bytes(Direction::write); })

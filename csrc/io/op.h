@@ -27,8 +27,9 @@ struct Request {
   std::byte* address = nullptr;
   std::uint64_t nbytes = 0;
   bool checksum = false;
-  std::shared_ptr<Ticket> after;                      // may be empty
-  std::shared_ptr<const OwnedRange> owner = nullptr;  // of memory that is swapper's own: held to the end
+  std::shared_ptr<Ticket> after;                         // may be empty
+  std::shared_ptr<const OwnedRange> owner = nullptr;     // of memory that is swapper's own: held to the end
+  std::optional<std::uint32_t> expected = std::nullopt;  // CRC-32 of what is read: with another one it fails
 };
 
 struct PieceChecksum {
@@ -55,7 +56,7 @@ struct Op {
   // True once nothing more will be handed to the backend.
   bool is_spent() const { return error.has_value() || cutter.finished(); }
   bool wants_checksums() const {
-    return request.checksum || (watch.wanted && request.direction == Direction::read);
+    return request.checksum || request.expected || (watch.wanted && request.direction == Direction::read);
   }
 
   Request request;

@@ -3,7 +3,11 @@
 #include "io/scheduler.h"
 
 #include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
 #include <cstring>
+#include <string>
 #include <utility>
 
 #include "base/addressable.h"
@@ -26,6 +30,12 @@ std::uint32_t combined_checksum(const Op& op) {
   std::uint32_t crc = 0;
   for (const PieceChecksum& piece : op.checksums) crc = crc32_combine(crc, piece.crc, piece.nbytes);
   return crc;
+}
+
+std::string hex(std::uint32_t value) {
+  std::array<char, 9> text{};
+  std::snprintf(text.data(), text.size(), "%08x", value);
+  return text.data();
 }
 
 // The bytes of the file before the piece that share its first sector.
@@ -363,6 +373,9 @@ void Scheduler::finish(Op& op) {
   note_started(op);
   op.finished = true;
   const std::uint32_t crc = op.error ? 0 : combined_checksum(op);
+  if (!op.error && op.request.expected.value_or(crc) != crc) {
+    fail(op, op.error_at(0, EBADMSG, "CRC-32 " + hex(crc) + " instead of " + hex(*op.request.expected)));
+  }
   if (op.watch.wanted && !op.error && !is_as_expected(op, crc)) {
     const bool writing = op.request.direction == Direction::write;
     fail(op, op.error_at(0, 0,

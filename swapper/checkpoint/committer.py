@@ -225,15 +225,12 @@ class Committer:
         """Have `sections`, or everything, as the last commit has it. Call when the pager has forgotten their frames.
 
         Raises:
-            IoError, CheckpointError: what is in memory cannot be read back.
+            IoError: what is in memory cannot be read back.
         """
         given = self._sections if sections is None else sections
         self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
         for section in [section for section in given if section.resident]:
-            ticket = self._store.read(section.piece, section.memory.data_ptr(), checksum=True)
-            ticket.wait()
-            if ticket.crc32 != section.piece.crc32:
-                raise CheckpointError(f"{section.piece} has not the content of the commit")
+            self._store.read_now(section.piece, section.memory.data_ptr())
 
     @property
     def has_snapshot(self) -> bool:
@@ -320,6 +317,7 @@ class Committer:
         if self._durable:
             self._store.sync()
         self._check_frozen()
+        self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
         publish_commit(self._directory, data, self._durable)
@@ -349,8 +347,8 @@ class Committer:
                     f"by hard link, and the run needs it for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}. "
                     + self._ways_on()
                 )
-            log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
-            self._store.accept(number)
+            if self._store.accept(number):
+                log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
 
     def _ways_on(self) -> str:
         if (self._directory / FALLBACK_NAME).exists() and self._before is not None:

@@ -24,6 +24,7 @@ from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.copying import Run, checksums_of, copy
 from swapper.checkpoint.manifest import Chunk, TensorPlace
 from swapper.checkpoint.ticket import SnapshotTicket
+from swapper.core.swap_file import FileStatus, status_of
 from swapper.errors import CheckpointError, IoError, SwapperError
 
 ZEROS_BYTES = 1 << 20
@@ -44,7 +45,7 @@ class Base:
     Attributes:
         number: of the file in the store.
         file: for transfers.
-        status: size in bytes and time of last change in nanoseconds, once it is closed.
+        status: once it is closed.
     """
 
     def __init__(self, number: int, path: Path) -> None:
@@ -52,16 +53,11 @@ class Base:
         self.path = path
         self.file = _C.File(str(path))
         self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self.status = (0, 0)
+        self.status: FileStatus = (0, 0, 0)
 
-    def note_status(self) -> tuple[int, int]:
-        status = os.fstat(self.descriptor)
-        self.status = (status.st_size, status.st_mtime_ns)
-        return self.status
-
-    def close(self) -> tuple[int, int]:
+    def close(self) -> FileStatus:
         """Close it, and return its last `status`."""
-        self.note_status()
+        self.status = status_of(self.descriptor)
         os.close(self.descriptor)
         self.file.close()
         return self.status
@@ -120,7 +116,7 @@ class Content:
 
     `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
     way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `check_lent` raises where a file of the user's that was read has changed since.
+    checksums in `chunks` are those of zeros. `check` raises where a file that was read is not what it was.
     """
 
     tail: PreparedTail
@@ -131,7 +127,7 @@ class Content:
     everything: Sequence[Run]
     left_out: frozenset[str]
     holes: Sequence[tuple[int, int]]
-    check_lent: Callable[[], None]
+    check: Callable[[], None]
 
     def make_tail(self, found: Mapping[int, int]) -> bytes:
         """`found` has, by offset, the CRC-32 of each piece whose own is None."""
@@ -306,7 +302,7 @@ class Publication:
 
     def _end(self, descriptor: int) -> None:
         """Write the tail, cut off what was behind it, and make the whole file durable."""
-        self._content.check_lent()
+        self._content.check()
         for hole in self._content.holes:
             _punch(descriptor, *hole)
         unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]

@@ -7,13 +7,12 @@ commit, what the drive has is compared with the checksums first, since a crash o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from swapper.checkpoint.commit import CommitRecord, boot_id
 from swapper.core.pool import Pool
 from swapper.core.section import Page, Section
 from swapper.core.store import Store
-from swapper.errors import CheckpointError
+from swapper.errors import CheckpointError, ChecksumError
 
 REMEDY = "Say resume='discard' and load the last snapshot"
 
@@ -56,7 +55,7 @@ def restore(record: CommitRecord, sections: Sequence[Section], store: Store, poo
             piece.location = piece.committed = file
             piece.crc32 = piece.committed_crc32 = crc32 if crc32 >= 0 else None
         if section.resident:
-            _check(section.piece, store.read(section.piece, section.memory.data_ptr(), checksum=True))
+            _read(section.piece, store, section.memory.data_ptr())
     if record.boot_id != boot_id():
         _verify([page for section in sections for page in section.pages], store, pool)
 
@@ -68,12 +67,13 @@ def _verify(pages: Sequence[Page], store: Store, pool: Pool) -> None:
         return
     try:
         for page in [page for page in pages if page.crc32 is not None]:
-            _check(page, store.read(page, pool.address(frame), checksum=True))
+            _read(page, store, pool.address(frame))
     finally:
         pool.give(frame)
 
 
-def _check(piece: Page, ticket: Any) -> None:
-    ticket.wait()
-    if ticket.crc32 != piece.crc32:
-        raise CheckpointError(f"{piece} has not the content of the commit. {REMEDY}")
+def _read(piece: Page, store: Store, address: int) -> None:
+    try:
+        store.read_now(piece, address)
+    except ChecksumError as error:
+        raise CheckpointError(f"{piece} has not the content of the commit ({error}). {REMEDY}") from error

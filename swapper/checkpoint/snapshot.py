@@ -173,6 +173,13 @@ class Publisher:
         present = [section for section in self._sections if section not in absent]
         number = self._store.newest(without=absent)
         pieces = [piece for section in present for piece in pieces_of(section)]
+        places = {piece: piece.location for piece in pieces}
+
+        def check() -> None:
+            self._check_lent()
+            self._store.check_whole(places)
+
+        check()
         files = {place: _C.File(self._path(*place), read_only=True) for place in {_place(piece) for piece in pieces}}
         is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
         base = self._replace(number, is_near)
@@ -202,7 +209,7 @@ class Publisher:
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
                 holes,
-                self._check_lent,
+                check,
             )
             predecessor = self._publications[-1] if self._publications else None
             publication = Publication(

@@ -396,7 +396,8 @@ class Frames:
             _note_transfer(self._counters.trace, "reads", page)
         if page.ticket.error is not None:
             # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
-            page.error = page.ticket.error if page.leases else None
+            error = self._store.explain(page, page.ticket.error)
+            page.error = error if page.leases else None
             self.give_up_claim(page)
             return
         del self.in_flight[page.index]

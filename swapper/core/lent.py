@@ -11,18 +11,16 @@ from swapper.core.section import LENT, Page
 
 
 class LentFiles:
-    """Owns the open files. The engine outlives it.
+    """Owns the open files.
 
     Args:
-        engine: does the transfers.
         paths: of all of them.
 
     Raises:
         IoError: one cannot be opened.
     """
 
-    def __init__(self, engine: Any, paths: Iterable[Path]) -> None:
-        self._engine = engine
+    def __init__(self, paths: Iterable[Path]) -> None:
         self._files: dict[Path, Any] = {}
         self._backing: dict[Path, Any] = {}  # the same files through the page cache, for reads of any place
         try:
@@ -33,10 +31,9 @@ class LentFiles:
             self.close()
             raise
 
-    def read(self, page: Page, address: int, after: Any, checksum: bool) -> Any:
-        """Submit a read of `page`, as far as the file goes; returns its ticket."""
-        file, offset, nbytes = self._files[_path(page)], page.stored_offset, page.stored_bytes
-        return self._engine.read(file, offset, address, nbytes, after=after, checksum=checksum)
+    def file(self, page: Page) -> Any:
+        """Return the file that has `page`, at `page.stored_offset`, as far as the file goes."""
+        return self._files[_path(page)]
 
     def file_of(self, page: Page) -> Any:
         """Return the file that answers reads of the page's addresses while it is away."""

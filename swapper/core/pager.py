@@ -505,6 +505,7 @@ class Pager:
             with self._lock:
                 self._frames.settle()
                 self._frames.raise_failure()  # the cause, if it was a write that this read waited for
+                _raise_error_of(page)
             raise
 
     # --- letting pages go -----------------------------------------------------------------------------------------
@@ -625,7 +626,7 @@ def _is_to_be_made(page: Page, access: Access) -> bool:
 def _raise_error_of(page: Page) -> None:
     if page.error is not None:
         error, page.error = page.error, None
-        raise error
+        raise error from None
 
 
 def _wait_quietly(ticket: Any) -> None:

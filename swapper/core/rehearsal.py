@@ -14,6 +14,7 @@ from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
 from swapper.core.section import NoWindow, Page, Section
 from swapper.counters import Counters
+from swapper.errors import IoError
 from swapper.interrupts import held_back
 
 FIRST_STEPS = 2
@@ -51,6 +52,9 @@ class CountingStore:
 
     def written(self, page: Page, ticket: DoneTicket) -> None:
         page.location = 0
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        return error
 
     def file_of(self, page: Page) -> None:
         return None

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from swapper.core import swap_file
+from swapper.core.damage import as_changed
 from swapper.core.section import Page
 from swapper.core.store import Store
 from swapper.drives import Drives
-from swapper.errors import InvariantError
+from swapper.errors import InvariantError, IoError
 
 
 class ScratchFile:
@@ -20,13 +21,15 @@ class ScratchFile:
         engine: does the transfers.
         drives: that shall hold it; each page is dealt to one.
         pages: all that have a place in it; the space is taken now.
+        check_reads: compare what is read with the checksum of what was written. [Note: checksums], store.py
 
     Raises:
         IoError: a drive is full, or a directory refuses.
     """
 
-    def __init__(self, engine: Any, drives: Drives, pages: Sequence[Page]) -> None:
+    def __init__(self, engine: Any, drives: Drives, pages: Sequence[Page], check_reads: bool = True) -> None:
         self._engine = engine
+        self._checks_reads = check_reads
         for page, drive in zip(pages, drives.deal([page.nbytes for page in pages]), strict=True):
             page.drive = drive
         nbytes = max(page.file_offset + page.nbytes for page in pages)
@@ -37,16 +40,26 @@ class ScratchFile:
     def read(self, page: Page, address: int, after: Any = None) -> Any:
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
-        return self._engine.read(self._file.of(page), page.file_offset, address, page.nbytes, after=after)
+        file = self._file.of(page)
+        return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, expected=page.crc32)
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        """As `Store.explain`."""
+        remedy = (
+            "Of the last commit and of snapshots it is no part: close the manager and begin again with resume='auto'"
+        )
+        return as_changed(page, error, remedy) or error
 
     def write(self, page: Page, address: int) -> Any:
-        return self._engine.write(self._file.of(page), page.file_offset, address, page.nbytes)
+        file = self._file.of(page)
+        return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._checks_reads)
 
     def written_to(self, page: Page) -> Any:
         return self._file.of(page)
 
     def written(self, page: Page, ticket: Any) -> None:
         page.location = 0
+        page.crc32 = ticket.crc32 if self._checks_reads else None
 
     def file_of(self, page: Page) -> Any:
         return None if page.location is None else self._file.of(page)
@@ -67,6 +80,9 @@ class Stores:
 
     def read(self, page: Page, address: int, after: Any = None) -> Any:
         return self._of(page).read(page, address, after=after)
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        return self._of(page).explain(page, error)  # type: ignore[no-any-return]
 
     def write(self, page: Page, address: int) -> Any:
         return self._of(page).write(page, address)

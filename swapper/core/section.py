@@ -113,6 +113,13 @@ class Page:
         lent = self.section.plan.lent
         return self.nbytes if lent is None or self.location != LENT else min(self.nbytes, lent.nbytes - self.offset)
 
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors that it has something of."""
+        end = self.offset + self.nbytes
+        slots = [slot for slot in self.section.plan.slots if slot.offset < end and slot.end > self.offset]
+        return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
+
     def move(self, new: Residency) -> None:
         if (self.residency, new) not in LEGAL_MOVES:
             raise InvariantError(f"{self}: {self.residency.name} -> {new.name} is not a legal move")

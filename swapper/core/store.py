@@ -8,13 +8,16 @@ stays whole while a step is under way, at no extra I/O: a step rewrites what it 
 writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
 whose first part has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
 
-[Note: checksums] What is written has its CRC-32 taken in passing: a commit names it. In a run that never commits only a snapshot
-would use it, and most of what is written is the optimizer's state, in each step: there the snapshot's own thread takes those
-checksums, by reading. A step whose computing keeps all processors busy is one to two percent shorter without them.
+[Note: checksums] What is written has its CRC-32 taken in passing, on the engine's thread: a commit names it, and every read is
+compared with it there (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step,
+and no commit names a page that was found to be changed. Without `check_reads` nothing is compared but what a run goes on from or
+back to, and in a run that never commits the optimizer's state, most of what a step writes, has no checksum: the snapshot's own
+thread takes it then, by reading. What that costs is in docs/decisions/checks-of-reads.md.
 
 [Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place
 in the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what
-is changed is written to its place. Nobody has their checksums until then; the file's size and time stand for them.
+is changed is written to its place. Nobody has their checksums until then; the file's size and times stand for them, and what the
+first read of a page gave is what later ones are compared with.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 from swapper.core import swap_file
+from swapper.core.damage import Damages, as_changed
 from swapper.core.lent import LentFiles
 from swapper.core.section import LENT, Page, Section
-from swapper.core.swap_file import SwapFile
+from swapper.core.swap_file import FileStatus, SwapFile, status_of
 from swapper.drives import Drives
-from swapper.errors import InvariantError
+from swapper.errors import InvariantError, IoError
 
 TURNS = 2
 """How many files are written in turns, so that one of them stays as the last commit has it."""
@@ -46,6 +50,7 @@ class Store:
         first: number of the first file of a new run.
         turns: how many files are written in turns: TURNS, or 1 for a run that never commits. [Note: checksums]
         pieces: everything that is stored: pages, and resident sections as a whole.
+        check_reads: compare what is read with the checksum of what was written. [Note: checksums]
 
     Raises:
         IoError: the drive is full, or the directory refuses. Files that were created are removed again.
@@ -62,6 +67,7 @@ class Store:
         turns: int,
         pieces: Sequence[Page],
         first: int = 0,
+        check_reads: bool = True,
     ) -> None:
         self._engine = engine
         self._drives = drives
@@ -75,17 +81,17 @@ class Store:
                 piece.location = piece.committed = LENT
         self._files: dict[int, SwapFile] = {}
         self._lent: LentFiles | None = None
-        # By number: size and time of last change; None while it is being published, which changes both.
-        self._frozen: dict[int, tuple[int, int] | None] = {}
+        self._checks_reads = check_reads
+        self._first_reads: dict[Page, Any] = {}  # tickets of what is lent
+        self._damages = Damages()
+        self._frozen: dict[int, FileStatus | None] = {}  # by number; None while it is being published, which changes it
         self._preferred: int | None = None
         self._spared: frozenset[int] = frozenset()
         self._written: dict[Page, None] = {}  # since the last commit, each once
         self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
         created: list[SwapFile] = []
         try:
-            self._lent = LentFiles(
-                engine, [p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None]
-            )
+            self._lent = LentFiles(p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None)
             for number, name in existing.items():
                 self._open(number, name)
             while len(self._files) - len(self._frozen) < turns:
@@ -119,14 +125,86 @@ class Store:
         """Create a file of the store's layout: its space allocated, its headers written, its payload still empty."""
         return swap_file.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
 
-    def read(self, page: Page, address: int, after: Any = None, checksum: bool = False) -> Any:
-        """Submit a read of `page`, or of a resident section's piece, into memory at `address`; returns its ticket."""
+    def read(self, page: Page, address: int, after: Any = None) -> Any:
+        """Submit a read of `page` into memory at `address`; returns its ticket. `explain` says why it failed.
+
+        Bytes that are not those that were written are an error. [Note: checksums]
+        """
+        if page.location == LENT and self._checks_reads and page.crc32 is None:
+            return self._read_unknown(page, address, after)
+        ticket = self._read(page, address, after, page.crc32 if self._checks_reads else None)
+        self._damages.read_again(page, ticket)
+        return ticket
+
+    def read_now(self, piece: Page, address: int) -> int:
+        """Read a page, or a resident section's piece, into memory at `address`, and return the CRC-32 of its bytes.
+
+        Raises:
+            ChecksumError: they are not those that were written.
+            IoError: they cannot be read.
+        """
+        ticket = self._read(piece, address, None, piece.crc32, checksum=True)
+        try:
+            ticket.wait()
+        except IoError as error:
+            raise self.explain(piece, error) from error
+        crc32: int = ticket.crc32
+        return crc32
+
+    def _read(self, page: Page, address: int, after: Any, expected: int | None, checksum: bool = False) -> Any:
+        file = self._file(page)
+        offset, nbytes = page.stored_offset, page.stored_bytes
+        return self._engine.read(file, offset, address, nbytes, after=after, checksum=checksum, expected=expected)
+
+    def _file(self, page: Page) -> Any:
+        """Return the file that has the newest content of `page`, for transfers."""
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
         if page.location == LENT and self._lent is not None:
-            return self._lent.read(page, address, after, checksum)
-        file = self._files[page.location].of(page)
-        return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, checksum=checksum)
+            return self._lent.file(page)
+        return self._files[page.location].of(page)
+
+    def _read_unknown(self, page: Page, address: int, after: Any) -> Any:
+        """Read what nobody has the checksum of, or only from the first read. [Note: what is lent]"""
+        first = self._first_reads.get(page)
+        if first is not None and first.done and first.error is None:
+            return self._read(page, address, after, first.crc32)
+        self._first_reads[page] = ticket = self._read(page, address, after, None, checksum=True)
+        return ticket
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        """Return what to raise where a read of `page` failed with `error`.
+
+        That is a ChecksumError if it has other bytes than were written, and then `check_whole` refuses it as it is.
+        """
+        changed = as_changed(page, error, self._ways_on(page))
+        if changed is None:
+            return error
+        self._damages.note(page, changed)
+        return changed
+
+    def _ways_on(self, page: Page) -> str:
+        if page.location == LENT:
+            return "Put the file back, with its time, and begin again with resume='auto'"
+        if not self._commits:
+            return "Close the manager and go on from a snapshot that was taken before"
+        if page.location != page.committed:
+            return "The last commit does not need them: close the manager and begin again with resume='auto'"
+        if page.location in self._frozen and self._spared:
+            return "Close the manager and begin again with resume='auto', which goes on from the commit before"
+        return "The last commit needs them: close the manager and go on from a snapshot, with resume='discard'"
+
+    def check_whole(self, places: Mapping[Page, int | None] | None = None) -> None:
+        """
+        Args:
+            places: in which file each page is looked for; None: in those that have the newest content.
+
+        Raises:
+            ChecksumError: one of these pages was read and is not what was written, or a file that is written in turns was cut off.
+        """
+        self._damages.check(places)
+        for file in [self._files[number] for number in self._turns]:
+            file.check_size(self.nbytes)
 
     def file_of(self, page: Page) -> Any:
         """Return the file that has the newest content of `page`, at `page.stored_offset`; None if it was never written."""
@@ -148,11 +226,12 @@ class Store:
         """Note that `ticket`, a write of `page`, is done."""
         page.location = self._targets[page]
         page.crc32 = ticket.crc32 if self._takes_checksum(page) else None
+        self._damages.written(page)
         self._written[page] = None
 
     def _takes_checksum(self, page: Page) -> bool:
         """[Note: checksums]"""
-        return self._commits or page.section.resident or page.section.plan.family != "state"
+        return self._checks_reads or self._commits or page.section.resident or page.section.plan.family != "state"
 
     def commit(self) -> None:
         """What is written is what the commit names from now on. Call when no write is in flight."""
@@ -221,12 +300,8 @@ class Store:
         """Have a run that goes on after a crash know that file `number` is not to be written."""
         self.path(number).chmod(0o400)
 
-    def published(self, number: int, status: tuple[int, int]) -> None:
-        """File `number` was published, or could not be: from now on it may go, and until then nobody may change it.
-
-        Args:
-            status: its size in bytes and the time of its last change in nanoseconds.
-        """
+    def published(self, number: int, status: FileStatus) -> None:
+        """File `number` was published, or could not be: from now on it may go. Until then nobody may change its `status`."""
         self._frozen[number] = status
 
     def changed_frozen(self) -> dict[int, Path]:
@@ -237,16 +312,19 @@ class Store:
             if expected is not None and expected != self._look(number)
         }
 
-    def accept(self, number: int) -> None:
-        """What the run needs of the changed file `number` is whole: notice only what is changed from now on."""
-        self._frozen[number] = self._look(number) or (-1, 0)
+    def accept(self, number: int) -> bool:
+        """What the run needs of the changed file `number` is whole: notice only what is changed from now on.
 
-    def _look(self, number: int) -> tuple[int, int] | None:
+        Returns whether more than its names and rights seems to have changed.
+        """
+        before, self._frozen[number] = self._frozen[number], self._look(number) or (-1, 0, 0)
+        return before is None or before[:2] != self._frozen[number][:2]  # type: ignore[index]
+
+    def _look(self, number: int) -> FileStatus | None:
         try:
-            status = self.path(number).stat()
+            return status_of(self.path(number))
         except FileNotFoundError:
             return None
-        return status.st_size, status.st_mtime_ns
 
     def release_frozen(self) -> None:
         """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
@@ -280,7 +358,7 @@ class Store:
         """Open a file of a run that goes on. [Note: frozen files]"""
         self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers)
         if frozen is not None:
-            self._frozen[number] = (frozen.st_size, frozen.st_mtime_ns)
+            self._frozen[number] = frozen
 
 
 def first_free_number(directory: Path) -> int:

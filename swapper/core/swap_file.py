@@ -7,6 +7,7 @@ pages too, and can become a snapshot when the other drives' pages are brought ov
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,7 +16,17 @@ from typing import Any
 from swapper import _C
 from swapper.core.section import Page
 from swapper.drives import Drives
-from swapper.errors import CheckpointError
+from swapper.errors import CheckpointError, ChecksumError
+
+FileStatus = tuple[int, int, int]
+"""Size of a file in bytes, time of the last change of its bytes, and of that of anything about it, in nanoseconds. Whoever changes
+bytes can put the former back, and not the latter."""
+
+
+def status_of(file: int | Path) -> FileStatus:
+    """Of a path or an open descriptor."""
+    status = os.stat(file)  # noqa: PTH116  # a descriptor too
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class SwapFile:
@@ -54,6 +65,20 @@ class SwapFile:
         """How the parts are opened: "direct", or "buffered" and the reason."""
         modes = ["direct" if part.direct else f"buffered ({part.reason})" for part in self._parts]
         return ", ".join(dict.fromkeys(modes))
+
+    def check_size(self, nbytes: int) -> None:
+        """Raise ChecksumError if a part has not `nbytes` bytes any more."""
+        for part in self._parts:
+            try:
+                size = status_of(Path(part.path))[0]
+            except FileNotFoundError:
+                size = 0
+            if size < nbytes:
+                detail = (
+                    f"another program cut it off: {size} of {nbytes} bytes are there. No step is committed now. "
+                    "Close the manager and begin again with resume='auto', or, where that is refused, from a snapshot"
+                )
+                raise ChecksumError("stat", part.path, size, nbytes - size, errno.EBADMSG, detail)
 
     def sync(self) -> None:
         for part in self._parts:
@@ -106,7 +131,7 @@ def create(
 
 def reopen(
     drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]]
-) -> tuple[SwapFile, os.stat_result | None]:
+) -> tuple[SwapFile, FileStatus | None]:
     """Open a swap file of a run that goes on; returns the status of its first part too, if that is frozen.
 
     See [Note: frozen files], store.py.
@@ -115,7 +140,7 @@ def reopen(
         CheckpointError: a part is missing or too short.
     """
     paths = drives.paths(name)
-    status = [_status(path, nbytes) for path in paths]
+    status = [_checked_status(path, nbytes) for path in paths]
     frozen = is_frozen(paths[0])
     if not frozen:  # a snapshot or a power loss may have come between its making and its use
         for path in paths:
@@ -170,16 +195,16 @@ def _runs(pages: Iterable[Page]) -> list[tuple[int, int]]:
     return runs
 
 
-def _status(path: Path, nbytes: int) -> os.stat_result:
+def _checked_status(path: Path, nbytes: int) -> FileStatus:
     state = "missing"
     try:
-        status = path.stat()
+        status = status_of(path)
     except FileNotFoundError:
         pass
     else:
-        if status.st_size >= nbytes:
+        if status[0] >= nbytes:
             return status
-        state = f"cut off ({status.st_size} of {nbytes} bytes)"
+        state = f"cut off ({status[0]} of {nbytes} bytes)"
     raise CheckpointError(
         f"{path}, a swap file of the run, is {state}: the run cannot go on. "
         "Say resume='discard' and load the last snapshot"

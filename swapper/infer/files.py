@@ -11,7 +11,7 @@ import torch
 from swapper import _C
 from swapper.checkpoint.sources import Source
 from swapper.core.section import Page, Section
-from swapper.errors import CheckpointError, InvariantError
+from swapper.errors import CheckpointError, InvariantError, IoError
 
 
 class WeightFiles:
@@ -53,6 +53,10 @@ class WeightFiles:
         path = self._paths[page.section]
         nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
         return self._submit(path, page.file_offset, address, nbytes, None, after)
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        """Return what to raise where a read of `page` failed with `error`."""
+        return error
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Any:
         """Submit a read of any bytes of a file into `memory`, contiguous, which they fill; returns its ticket."""

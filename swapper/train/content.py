@@ -15,9 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
+from swapper.checkpoint.copying import Run, checksums_of
 from swapper.checkpoint.engines import all_over
 from swapper.core.layout import SectionPlan, TensorSpec
-from swapper.core.section import LENT, Section
+from swapper.core.section import LENT, Page, Section
 from swapper.errors import CheckpointError, InvariantError
 from swapper.train.inventory import MASTER
 from swapper.train.slices import Place
@@ -116,6 +117,7 @@ class CarriedContent:
         self._places = {(slot.spec.owner, slot.spec.kind): Place(s, slot) for s in sections for slot in s.plan.slots}
         self._paths = files
         self._files: dict[Path, Any] = {}
+        self._compared: set[Page] = set()
         self._engine: Any = None
 
     def close(self) -> None:
@@ -171,7 +173,15 @@ class CarriedContent:
                 address, where = target.data_ptr() + at - first, piece.stored_offset + at - piece.offset
                 lent = section.plan.lent if piece.location == LENT else None
                 file = self._file(self._paths[piece.location][piece.drive] if lent is None else lent.path)
+                self._compare(piece, file)
                 tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
+
+    def _compare(self, piece: Page, file: Any) -> None:
+        """Compare a piece with its checksum before something of it is taken: what is written anew gets a checksum of its own."""
+        if piece.crc32 is not None and piece not in self._compared:
+            run = Run(file, piece.stored_offset, piece.stored_bytes, piece.crc32, ", ".join(piece.tensors[:3]))
+            checksums_of(self._engine, [run])
+            self._compared.add(piece)
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import tempfile
@@ -259,3 +260,29 @@ def test_io_error_is_an_os_error() -> None:
     with pytest.raises(OSError) as caught:
         _C.File("/nowhere/at/all")
     assert isinstance(caught.value, IoError)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("place", [(0, 0, 3 * MIB), (7, 5, 2 * MIB + 11)], ids=["aligned", "staged"])
+def test_a_read_of_other_bytes_than_are_expected_fails(
+    make_engine: MakeEngine, make_file: MakeFile, place: tuple[int, int, int], direct: bool
+) -> None:
+    """However it is cut: one bit anywhere in it."""
+    shift, offset, nbytes = place
+    arena = _C.Arena(8 * MIB, huge_pages=False)
+    engine = make_engine(arena=arena, piece_bytes=64 * PAGE)
+    content = bytearray(random.Random(0).randbytes(4 * MIB))
+    expected = zlib.crc32(content[offset : offset + nbytes])
+    file = make_file(bytes(content), direct=None if direct else False)
+    assert engine.read(file, offset, arena.address + shift, nbytes, expected=expected).wait()
+    for at in (offset, offset + nbytes // 2, offset + nbytes - 1):
+        changed = bytearray(content)
+        changed[at] ^= 1 << at % 8
+        Path(file.path).write_bytes(changed)
+        ticket = engine.read(file, offset, arena.address + shift, nbytes, expected=expected)
+        with pytest.raises(IoError, match=f"CRC-32 [0-9a-f]{{8}} instead of {expected:08x}") as failure:
+            ticket.wait()
+        assert (failure.value.errno, failure.value.offset, failure.value.nbytes) == (errno.EBADMSG, offset, nbytes)
+    behind = engine.read(file, 0, arena.address, PAGE, after=ticket)
+    with pytest.raises(IoError, match="cancelled"):
+        behind.wait()

@@ -56,7 +56,7 @@ class KeptContents:
             if part_of(source, page) != expected:
                 raise SimulationError(f"{page} was changed in {source.path} before the snapshot had it")
             file.bytes[page.file_offset : page.file_offset + page.nbytes] = expected
-        self._store.published(number, (0, 0))
+        self._store.published(number, (0, 0, 0))
         self.published.append((file, bytes(file.bytes)))
 
     def check_target(self, file: File, offset: int) -> None:

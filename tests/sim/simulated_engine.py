@@ -256,6 +256,7 @@ class Ticket:
         self.content = b""  # of a write, when it was submitted
         self.torn = 0  # so many of its bytes are not as they were meant
         self.checksum: int | None = None
+        self.expected: int | None = None  # of a read
         self.submitted_s = 0.0  # nothing here takes time
 
     @property
@@ -331,9 +332,19 @@ class Engine:
         return File(path, nbytes)
 
     def read(
-        self, file: File, offset: int, address: int, nbytes: int, *, after: Ticket | None = None, checksum: bool = False
+        self,
+        file: File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        after: Ticket | None = None,
+        checksum: bool = False,
+        expected: int | None = None,
     ) -> Ticket:
-        return self._submit(Ticket(self, "read", file, offset, address, nbytes, after))
+        ticket = Ticket(self, "read", file, offset, address, nbytes, after)
+        ticket.expected = expected
+        return self._submit(ticket)
 
     def write(
         self, file: File, offset: int, address: int, nbytes: int, *, after: Ticket | None = None, checksum: bool = False
@@ -431,6 +442,8 @@ class Engine:
             self._fail(ticket, number, "simulated")
             return
         ticket.checksum = zlib.crc32(memory)
+        if ticket.expected not in (None, ticket.checksum):
+            raise SimulationError(f"{ticket!r} expects another checksum than that of what the store has there")
         self._end(ticket)
 
     def _take_for_written(self, address: int, nbytes: int) -> None:
