@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import weakref
@@ -21,6 +22,7 @@ from pathlib import Path
 from swapper.config import format_bytes
 from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
 from swapper.errors import ConfigError, DirectoryError
+from swapper.ranks import Ranks
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
@@ -116,18 +118,37 @@ class LockedDirectory:
         self.close()
 
 
+def _refuse_other_sizes(directory: Path, size: int) -> None:
+    """Raise DirectoryError where `directory` holds a run of another number of ranks, and none of this one."""
+    sizes: dict[int, int] = {}
+    for path in directory.glob("rank-*-of-*"):
+        found = re.fullmatch(r"rank-\d{1,9}-of-(\d{1,9})", path.name)
+        if found is not None and any((path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME)):
+            sizes[int(found[1])] = sizes.get(int(found[1]), 0) + 1
+    if sizes and size not in sizes:
+        held = " and ".join(
+            f"of {other} rank{'s' * (other > 1)} ({sizes[other]} of them here)" for other in sorted(sizes)
+        )
+        raise DirectoryError(
+            f"{directory} holds a run {held}, and this job has {size}: a run goes on with as many ranks as it had. Start so many "
+            f"(torchrun --nproc-per-node), or choose another directory, or say resume='discard' to begin anew here, from a "
+            "snapshot of that run, say; then rank-*-of-* of the other size stay, and may be removed"
+        )
+
+
 class RunDirectory:
     """Owns the locks of the run's directories from construction until `close`.
 
     Args:
         directories: the user's directory, or several, one a drive; each must exist.
         resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
-        rank, world_size: this process's place in the job.
+        ranks: this process's place in the job.
         weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
 
     Attributes:
         path: the first directory of the run.
         drives: all of them.
+        job: the run's, which all its ranks share; "" for a rank alone. Whoever opens it sets it.
 
     Raises:
         ConfigError: no directory, or one of them twice.
@@ -138,20 +159,24 @@ class RunDirectory:
         self,
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         resume: str,
-        rank: int,
-        world_size: int,
+        ranks: Ranks,
         weigh: Callable[[Sequence[Path]], Sequence[float]] | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.world_size = ranks.size
+        self.job = ""
+        self._weigh = weigh or (lambda paths: [1.0] * len(paths))
         self._locked: list[LockedDirectory] = []
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
         try:
             for directory in given:
-                self._locked.append(LockedDirectory(directory, f"rank-{rank}-of-{world_size}"))
-            self.drives = self._settle(resume, weigh or (lambda paths: [1.0] * len(paths)))
+                if resume != "discard":
+                    _refuse_other_sizes(Path(directory), ranks.size)
+                self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
+            self.drives = self._settle(resume)
         except BaseException:
             self.close()
             raise
@@ -162,18 +187,26 @@ class RunDirectory:
 
     # --- whose directories they are -----------------------------------------------------------------------------------
 
-    def _settle(self, resume: str, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+    def begin_anew(self) -> None:
+        """Throw away the run that it holds: a new one begins."""
+        self._clear()
+        self.drives = self._begin()
+
+    def _clear(self) -> None:
+        for locked in self._locked:
+            locked.clear()
+
+    def _settle(self, resume: str) -> Drives:
         """Return the drives of the run to go on with, or of a new one. [Note: whose directories they are]"""
         if resume == "discard":
-            for locked in self._locked:
-                locked.clear()
+            self._clear()
         if resume == "error":
             self._refuse_runs()
         records = [read_record(locked.path) if locked.held() else None for locked in self._locked]
         if self._locked[0].has_commit:
             return self._go_on(records)
         self._check_leftovers(records)
-        return self._begin(weigh)
+        return self._begin()
 
     def _refuse_runs(self) -> None:
         for locked in self._locked:
@@ -224,14 +257,14 @@ class RunDirectory:
                     f'{locked.path} holds a part of {whose}choose another directory, or say resume="discard" to throw it away'
                 )
 
-    def _begin(self, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+    def _begin(self) -> Drives:
         paths = tuple(locked.path for locked in self._locked)
         self.remove_strays(())
         for path in paths:
             (path / RECORD_NAME).unlink(missing_ok=True)
         if len(paths) == 1:
             return Drives(paths)
-        drives = Drives(paths, tuple(weigh(paths)), secrets.token_hex(8))
+        drives = Drives(paths, tuple(self._weigh(paths)), secrets.token_hex(8))
         for index in range(len(paths)):
             DrivesRecord(drives, index).write()
         return drives

@@ -23,6 +23,7 @@ from swapper.core.layout import SectionPlan
 from swapper.core.section import LENT
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
+from swapper.ranks import CommitId
 
 FORMAT = 2
 _NO_PAYLOAD = ContainerLayout.plan([])
@@ -64,6 +65,8 @@ class CommitRecord:
         rng: states of the random number generators, where that was asked for.
         lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
             in nanoseconds.
+        edits: how often parameters were changed from outside since the step.
+        job: of the run that all its ranks share; "" for one rank alone.
     """
 
     step: int
@@ -81,6 +84,13 @@ class CommitRecord:
     extra: dict[str, Any]
     rng: dict[str, Any] | None
     lent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    edits: int = 0
+    job: str = ""
+
+    @property
+    def id(self) -> CommitId:
+        """What a commit of all ranks is known by."""
+        return self.step, self.edits
 
 
 def files_of(record: CommitRecord) -> frozenset[int]:

@@ -120,7 +120,8 @@ class Content:
 
     `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
     way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `check_lent` raises where a file of the user's that was read has changed since.
+    checksums in `chunks` are those of zeros. `kept` is what the frozen file has besides. `check_lent` raises where a file of the
+    user's that was read has changed since.
     """
 
     tail: PreparedTail
@@ -131,6 +132,7 @@ class Content:
     everything: Sequence[Run]
     left_out: frozenset[str]
     holes: Sequence[tuple[int, int]]
+    kept: Sequence[Run]
     check_lent: Callable[[], None]
 
     def make_tail(self, found: Mapping[int, int]) -> bytes:
@@ -155,6 +157,7 @@ class Publication:
         content: what it consists of.
         base: the frozen file; None where all is copied.
         is_near: `path` is on the filesystem of the swap files.
+        may_link: the frozen file may be completed, and be the snapshot itself.
         engine: does the transfers.
         predecessor: the publication to wait for first, so that there is one at one time.
         published: called when the file has its name.
@@ -170,6 +173,7 @@ class Publication:
         content: Content,
         base: Base | None,
         is_near: bool,
+        may_link: bool,
         engine: Any,
         predecessor: Publication | None,
         published: Callable[[], None],
@@ -179,6 +183,7 @@ class Publication:
         self._content = content
         self.base = base
         self._is_near = is_near
+        self._may_link = may_link
         self._engine = engine
         self._predecessor = predecessor
         self._published = published
@@ -244,7 +249,7 @@ class Publication:
         return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
 
     def _publish(self) -> None:
-        if not (self._is_near and self._reflink()) and not (self._is_near and self._link()):
+        if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
             self._copy()
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -298,7 +303,7 @@ class Publication:
                     file.allocate(self._content.layout.tail_offset)
                 self._bring_over(file)
                 runs = [run for run in self._content.everything if run.source.path == self._base_path]
-                self._found.update(copy(self._engine, runs, file))
+                self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
             for offset, data in self._content.layout.headers():
                 _write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)

@@ -150,13 +150,17 @@ class Store:
         """[Note: checksums]"""
         return self._commits or page.section.resident or page.section.plan.family != "state"
 
-    def commit(self) -> None:
-        """What is written is what the commit names from now on. Call when no write is in flight."""
+    def commit(self, spared: frozenset[int] = frozenset()) -> None:
+        """What is written is what the commit names from now on. Call when no write is in flight.
+
+        Args:
+            spared: files that the commit before needs, and that are to `spare` from now on.
+        """
         for page in self._written:
             page.committed = page.location
             page.committed_crc32 = page.crc32
         self._written.clear()
-        self._spared = frozenset()
+        self.spare(spared)
         self.release_frozen()
 
     def roll_back(self, pieces: Iterable[Page]) -> None:
@@ -200,6 +204,18 @@ class Store:
     def spare(self, numbers: frozenset[int]) -> None:
         """Until the next commit leave these files as they are, as far as there are others to write to."""
         self._spared = numbers
+
+    def leave_spared(self) -> None:
+        """From now on there is another file than those that are spared for every page that may be written.
+
+        Raises:
+            IoError: there is no room for another; nothing is changed.
+        """
+        committed = {piece.committed for piece in self._pieces}
+        spared = [number for number in self._turns if number in self._spared]
+        if spared and not set(self._turns) - committed - self._spared:
+            self.replace(spared[0])
+            self.published(spared[0], self._look(spared[0]) or (-1, 0))
 
     def replace(self, number: int) -> None:
         """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
@@ -267,8 +283,9 @@ class Store:
             file.close()
 
     def _target(self, page: Page) -> int:
-        if self._preferred in self._turns and self._preferred != page.committed:
-            return self._preferred
+        preferred = self._preferred
+        if preferred in self._turns and preferred != page.committed and preferred not in self._spared:
+            return preferred
         turns = [number for number in self._turns if number != page.committed]
         return next((number for number in turns if number not in self._spared), turns[0])
 
