@@ -1,6 +1,7 @@
 """The run directory: `<directory>/rank-R-of-W/`, held by one run at a time; over several drives, one such directory on each.
 
-Weights are their owner's: directories are 0700 and files 0600. A directory that holds a run, or a part of one, is never
+Weights are their owner's: directories are 0700 and files 0600, and what is there already is believed only where nobody else may
+write (beneath.py). A directory that holds a run, or a part of one, is never
 overwritten unasked.
 
 [Note: whose directories they are] A run over several drives must never go on with a directory of another run in place of one of
@@ -10,6 +11,7 @@ no directory has swap files any more; so directories that have swap files and on
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -19,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from swapper import beneath
 from swapper.config import format_bytes
 from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
 from swapper.errors import ConfigError, DirectoryError
@@ -51,11 +54,12 @@ class LockedDirectory:
         name: of the run's directory in it.
 
     Raises:
-        DirectoryError: missing, not a directory, not writable, or in use.
+        DirectoryError: missing, not a directory, not writable, or in use; or it is there and not this user's alone to write.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._lock = -1
+        self._is_held = False
         parent = Path(directory).absolute()
         if not parent.exists():
             raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
@@ -64,8 +68,13 @@ class LockedDirectory:
         self.path = parent / name
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            beneath.hold(self.path)
+            self._is_held = True
+            self._lock = beneath.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
         except OSError as error:
+            self.close()
+            if error.errno == errno.ELOOP:
+                raise DirectoryError(f"{self.path / 'lock'} is a link that swapper did not make: remove it") from None
             raise DirectoryError(
                 f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
             ) from error
@@ -89,30 +98,35 @@ class LockedDirectory:
 
     @property
     def has_commit(self) -> bool:
-        return any((self.path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME))
+        return any(beneath.exists(self.path / name) for name in (COMMIT_NAME, FALLBACK_NAME))
 
     def held(self) -> list[Path]:
         """Return the files of the run that it holds."""
-        return [file for name in (COMMIT_NAME, FALLBACK_NAME, "*.swap") for file in sorted(self.path.glob(name))]
+        there = beneath.files(self.path)
+        commits = [self.path / name for name in (COMMIT_NAME, FALLBACK_NAME)]
+        return [*(file for file in commits if file in there), *(file for file in there if file.suffix == ".swap")]
 
     def clear(self) -> None:
         """Throw away the run that it holds, or its part of one."""
         for file in self.held():  # the commit records first: they must never name files that are gone
-            file.unlink()
+            beneath.unlink(file)
         for name in (RETENTION_NAME, RECORD_NAME):
-            (self.path / name).unlink(missing_ok=True)
+            beneath.unlink(self.path / name)
 
     def remove_strays(self, kept: Collection[str]) -> None:
         """Remove swap files that are not named in `kept`."""
-        for file in self.path.glob("*.swap"):
-            if file.name not in kept:
-                file.unlink()
+        for file in beneath.files(self.path):
+            if file.suffix == ".swap" and file.name not in kept:
+                beneath.unlink(file)
 
     def close(self) -> None:
         """Let the lock go. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+        if self._is_held:
+            beneath.release(self.path)
+            self._is_held = False
 
     def __del__(self) -> None:
         self.close()
@@ -261,7 +275,7 @@ class RunDirectory:
         paths = tuple(locked.path for locked in self._locked)
         self.remove_strays(())
         for path in paths:
-            (path / RECORD_NAME).unlink(missing_ok=True)
+            beneath.unlink(path / RECORD_NAME)
         if len(paths) == 1:
             return Drives(paths)
         drives = Drives(paths, tuple(self._weigh(paths)), secrets.token_hex(8))

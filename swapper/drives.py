@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from swapper import beneath
 from swapper.errors import DirectoryError
 
 RECORD_NAME = "drives.json"
@@ -87,11 +88,12 @@ class DrivesRecord:
         path = self.drives.directories[self.index] / RECORD_NAME
         temporary = path.with_name(RECORD_NAME + ".partial")
         try:
-            temporary.write_text(json.dumps({**content, "weights": self.drives.weights}) + "\n")
-            temporary.replace(path)
+            with os.fdopen(beneath.create_file(temporary), "w") as file:
+                file.write(json.dumps({**content, "weights": self.drives.weights}) + "\n")
+            beneath.rename(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                beneath.unlink(temporary)
             raise DirectoryError(
                 f"cannot write {path}: {error.strerror}. Choose a directory that you may write to"
             ) from error

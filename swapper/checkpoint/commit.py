@@ -7,6 +7,7 @@ noticed (manifest.py), and it is published by write to a temporary, sync, rename
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zlib
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from swapper import beneath
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
 from swapper.core.layout import SectionPlan
@@ -148,7 +150,8 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     try:
         _publish(temporary, directory / name, data, durable)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beneath.unlink(temporary)
         detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
         if name != COMMIT_NAME:
             detail = "the snapshot is not taken: make room on the drive and take it again"
@@ -156,7 +159,7 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
 
 
 def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = beneath.create_file(temporary)
     try:
         view = memoryview(data)
         while view:
@@ -165,13 +168,9 @@ def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    temporary.rename(path)
+    beneath.rename(temporary, path)
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        beneath.sync(path.parent)
 
 
 def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:

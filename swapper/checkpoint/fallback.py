@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper import beneath
 from swapper.checkpoint.commit import (
     CommitRecord,
     SectionRecord,
@@ -94,7 +94,7 @@ class WayBack:
     @property
     def step(self) -> int | None:
         """That can be gone back to by beginning again; None if there is none."""
-        is_there = self._before is not None and (self._directory / FALLBACK_NAME).exists()
+        is_there = self._before is not None and beneath.exists(self._directory / FALLBACK_NAME)
         return self._before.step if self._before is not None and is_there else None
 
     @property
@@ -184,13 +184,13 @@ class WayBack:
 def _keep_last(directory: Path, last: Commit, durable: bool) -> None:
     """Put the record of the last commit beside itself, under the name of the one before."""
     temporary = directory / f"{FALLBACK_NAME}.partial"
-    temporary.unlink(missing_ok=True)
+    beneath.unlink(temporary)
     try:
-        os.link(directory / COMMIT_NAME, temporary)
+        beneath.link(directory / COMMIT_NAME, temporary)
     except OSError:  # no hard links here
         keep_fallback(directory, last, durable)
     else:
-        temporary.replace(directory / FALLBACK_NAME)
+        beneath.rename(temporary, directory / FALLBACK_NAME)
 
 
 def keep_fallback(directory: Path, before: Commit, durable: bool) -> None:
@@ -200,7 +200,7 @@ def keep_fallback(directory: Path, before: Commit, durable: bool) -> None:
 
 def drop_fallback(directory: Path) -> None:
     """There is a newer commit, which shares nothing with a snapshot; or the one before cannot be gone back to."""
-    (directory / FALLBACK_NAME).unlink(missing_ok=True)
+    beneath.unlink(directory / FALLBACK_NAME)
 
 
 def find_commits(directory: Path) -> list[CommitRecord]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swapper import _C
+from swapper import _C, beneath
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.copying import Run, checksums_of, copy
 from swapper.checkpoint.manifest import Chunk, TensorPlace
@@ -50,8 +50,8 @@ class Base:
     def __init__(self, number: int, path: Path) -> None:
         self.number = number
         self.path = path
-        self.file = _C.File(str(path))
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.file = beneath.open_for_transfers(path)
+        self.descriptor = beneath.open_file(path, os.O_RDWR)
         self.status = (0, 0)
 
     def note_status(self) -> tuple[int, int]:
@@ -280,7 +280,7 @@ class Publication:
         self._end(self.base.descriptor)
         os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files are its owner's alone
         try:
-            os.link(self.base.path, self._path)
+            beneath.link(self.base.path, self._path)
         except FileExistsError:
             raise _taken(self._path) from None
         except OSError as error:

@@ -15,6 +15,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper import beneath
 from swapper.directory import RETENTION_NAME
 
 log = logging.getLogger("swapper")
@@ -88,5 +89,6 @@ class Retention:
 
     def _save(self) -> None:
         temporary = self._file.with_name(f"{RETENTION_NAME}.partial")
-        temporary.write_text(json.dumps([[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]))
-        temporary.rename(self._file)
+        with os.fdopen(beneath.create_file(temporary), "w") as file:
+            json.dump([[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published], file)
+        beneath.rename(temporary, self._file)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from swapper import _C
+from swapper import beneath
 from swapper.checkpoint.container import ContainerLayout, PreparedTail, StorageRef
 from swapper.checkpoint.copying import Run
 from swapper.checkpoint.manifest import Chunk, TensorPlace
@@ -176,8 +176,9 @@ class Publisher:
         present = [section for section in self._sections if section not in absent]
         number = self._store.newest(without=absent)
         pieces = [piece for section in present for piece in pieces_of(section)]
-        files = {place: _C.File(self._path(*place), read_only=True) for place in {_place(piece) for piece in pieces}}
-        is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
+        places = {_place(piece) for piece in pieces}
+        files = {place: beneath.open_for_transfers(self._path(*place), read_only=True) for place in places}
+        is_near = beneath.status(self._store.path(number)).st_dev == _device(snapshot.path.parent)
         may_link = is_near and not forbids_linking(number)
         base = self._replace(number, is_near)
         try:
@@ -235,8 +236,8 @@ class Publisher:
             raise
         return base
 
-    def _path(self, number: int, part: int | Path) -> str:
-        return str(part if isinstance(part, Path) else self._store.paths[number][part])
+    def _path(self, number: int, part: int | Path) -> Path:
+        return part if isinstance(part, Path) else self._store.paths[number][part]
 
 
 def _place(piece: Page) -> tuple[int, int | Path]:

@@ -19,10 +19,12 @@ is changed is written to its place. Nobody has their checksums until then; the f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from swapper import beneath
 from swapper.core import swap_file
 from swapper.core.lent import LentFiles
 from swapper.core.section import LENT, Page, Section
@@ -231,7 +233,7 @@ class Store:
 
     def freeze(self, number: int) -> None:
         """Have a run that goes on after a crash know that file `number` is not to be written."""
-        self.path(number).chmod(0o400)
+        beneath.make_read_only(self.path(number))
 
     def published(self, number: int, status: tuple[int, int]) -> None:
         """File `number` was published, or could not be: from now on it may go, and until then nobody may change it.
@@ -255,7 +257,7 @@ class Store:
 
     def _look(self, number: int) -> tuple[int, int] | None:
         try:
-            status = self.path(number).stat()
+            status = beneath.status(self.path(number))
         except FileNotFoundError:
             return None
         return status.st_size, status.st_mtime_ns
@@ -298,5 +300,5 @@ class Store:
 
 def first_free_number(directory: Path) -> int:
     """Return a number such that no swap file of `directory` has it or a higher one."""
-    numbers = [int(path.stem.removeprefix("turn-")) for path in directory.glob("turn-*.swap")]
-    return max(numbers, default=-1) + 1
+    names = [re.fullmatch(r"turn-(\d+)\.swap", path.name) for path in beneath.files(directory)]
+    return max((int(name[1]) for name in names if name is not None), default=-1) + 1

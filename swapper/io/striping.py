@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from swapper import beneath
 from swapper.errors import ConfigError, IoError
 from swapper.io.files import OpenFile, OpenFiles, Segment
 
@@ -210,7 +211,8 @@ class Stripes:
         for index, path in enumerate(paths):
             temporary = path.with_name(f"{path.name}.{identity}")
             try:
-                temporary.write_text(Record(identity, index, self._layout).text())
+                with os.fdopen(beneath.create_file(temporary, 0o666), "w") as file:
+                    file.write(Record(identity, index, self._layout).text())
                 path.hardlink_to(temporary)  # never over another's
             except FileExistsError:
                 return  # somebody makes the same file: theirs is the one

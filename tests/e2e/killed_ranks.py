@@ -1,14 +1,15 @@
 """A job of several ranks that is killed again and again, as a program: they train by DDP, some are killed, all begin again.
 
-Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS]. As killed_run.py, whose model it trains: the parent has torch imported and forks
-the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number of
-them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out for themselves and end.
+Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS]. As killed_run.py, whose model it trains: the parent has torch imported and
+forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
+of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and end.
 One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
 snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch's DDP that nobody killed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import shutil
@@ -33,7 +34,6 @@ STEPS = 9
 CHANGED_STEPS = (2, 5, 6)
 """After which parameters are changed by hand."""
 SNAPSHOT_STEPS = (3, 5, 7)
-LONG_S = 60
 
 
 class Model(nn.Module):
@@ -184,11 +184,12 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, **options: A
 
 def main(directory: Path, seed: int, kills: int, size: int = 2) -> None:
     torch.set_num_threads(1)
-    swapper.SwapManager  # noqa: B018  # imported here and not in every child
+    for module in ("swapper.manager", "torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+        importlib.import_module(module)  # here and not in every child: DDP does
     plain_ranks = [
         fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory))) for r in range(size)
     ]
-    assert not any([os.waitpid(rank, 0)[1] for rank in plain_ranks])
+    assert sum(os.waitpid(rank, 0)[1] for rank in plain_ranks) == 0
     chance = random.Random(seed)
     killed = jobs = 0
     while killed < kills:
