@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -70,11 +71,12 @@ class LockedDirectory:
             self.path.mkdir(mode=0o700, exist_ok=True)
             beneath.hold(self.path)
             self._is_held = True
-            self._lock = beneath.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+            self._lock = self._open_lock()
+        except DirectoryError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
-            if error.errno == errno.ELOOP:
-                raise DirectoryError(f"{self.path / 'lock'} is a link that swapper did not make: remove it") from None
             raise DirectoryError(
                 f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
             ) from error
@@ -84,6 +86,20 @@ class LockedDirectory:
         except BaseException:
             self.close()
             raise
+
+    def _open_lock(self) -> int:
+        path = self.path / "lock"
+        try:
+            lock = beneath.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            status = os.fstat(lock)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                return lock
+            os.close(lock)
+        raise DirectoryError(f"{path} is a link, or no file, and not of swapper's making: remove it")
 
     def _take(self) -> None:
         try:

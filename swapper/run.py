@@ -36,7 +36,7 @@ from swapper.core.schedule import Schedule
 from swapper.core.scratch import Stores
 from swapper.core.section import Section
 from swapper.directory import RunDirectory
-from swapper.errors import StateError, SwapperError
+from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.interrupts import held_back
 from swapper.plan import Plan
 from swapper.stats import StepClock
@@ -222,8 +222,14 @@ class Run:
         """Go on from a commit: sections and settings have what it says."""
         restore(record, self.sections, self._backing.store, self._backing.pool)
         self.pager.back_cold_pages()
-        self.model.undoing.restore_settings(record.param_groups)
-        self.model.optimizer_state.entries.unpack(record.state_entries)
+        try:
+            self.model.undoing.restore_settings(record.param_groups)
+            self.model.optimizer_state.entries.unpack(record.state_entries)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the commit of step {record.step} has other settings or other state than this optimizer ({error!r}): build the "
+                "same optimizer, or say resume='discard' to throw the run away"
+            ) from error
 
     @property
     def engine(self) -> Any:

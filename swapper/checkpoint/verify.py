@@ -294,6 +294,15 @@ def _changed_lent(record: CommitRecord) -> list[Fault]:
 
 
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    try:
+        return _parts_by_file(directory, record)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
+        ) from error
+
+
+def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(Chunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
     drives = read_drives(directory)

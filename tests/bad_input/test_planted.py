@@ -51,7 +51,9 @@ def contents(directory: Path) -> dict[str, tuple[bytes, os.stat_result]]:
 
 def untouched(before: dict[str, tuple[bytes, os.stat_result]], directory: Path) -> bool:
     after = contents(directory)
-    same_times = all(after[name][1].st_mtime_ns == status.st_mtime_ns for name, (_, status) in before.items() if name in after)
+    same_times = all(
+        after[name][1].st_mtime_ns == status.st_mtime_ns for name, (_, status) in before.items() if name in after
+    )
     return {n: c for n, (c, _) in after.items()} == {n: c for n, (c, _) in before.items()} and same_times
 
 

@@ -30,6 +30,7 @@ PYTHON_LAYERS = [
         "directory",
         "ranks",
         "beneath",
+        "records",
         "_C",
     },
     {"io"},
