@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from swapper.checkpoint.commit import CommitRecord
 from swapper.checkpoint.fallback import Commit, find_commits, go_on_from
 from swapper.directory import RunDirectory
-from swapper.errors import DirectoryError
+from swapper.errors import DirectoryError, SwapperError
 from swapper.ranks import Held, Ranks, choose, host_name
 
 
@@ -32,8 +33,9 @@ def begin(
     opened: list[RunDirectory] = []
 
     def open_mine() -> tuple[RunDirectory, list[CommitRecord]]:
-        opened.append(RunDirectory(directories, resume, ranks, weigh))
-        return opened[0], _commits_of(opened[0])
+        with _explained(opened):
+            opened.append(RunDirectory(directories, resume, ranks, weigh))
+            return opened[0], _commits_of(opened[0])
 
     def tell(found: tuple[RunDirectory, list[CommitRecord]]) -> tuple[Held, str]:
         directory, commits = found
@@ -45,20 +47,34 @@ def begin(
         (directory, commits), answers = ranks.settle("open its directory", open_mine, tell)
         if not ranks.are_together:
             directory.job = commits[0].job if commits else ""
-            return directory, *go_on_from(directory.path, commits, commits[0].id if commits else None, keep_before=True)
+            with _explained(opened):
+                chosen = commits[0].id if commits else None
+                return directory, *go_on_from(directory.path, commits, chosen, keep_before=True)
         held, jobs = zip(*answers, strict=True)
         chosen = choose(held)
-        if chosen is None:
-            directory.begin_anew()
-            directory.job = jobs[0]
-        else:
-            directory.job = held[0].job
-        return directory, *go_on_from(directory.path, commits, chosen, keep_before=False)
+        with _explained(opened):
+            if chosen is None:
+                directory.begin_anew()
+            directory.job = jobs[0] if chosen is None else held[0].job
+            return directory, *go_on_from(directory.path, commits, chosen, keep_before=False)
     except BaseException:
         for directory in opened:
             directory.close()
         ranks.close()
         raise
+
+
+@contextmanager
+def _explained(opened: Sequence[RunDirectory]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SwapperError):
+            raise
+        where = f"{opened[0].path} has what cannot be used" if opened else "the directory cannot be used"
+        raise DirectoryError(
+            f"{where} ({error}): look at what is there, and remove what swapper did not make"
+        ) from error
 
 
 def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
