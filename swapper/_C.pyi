@@ -169,6 +169,7 @@ class File:
         create: bool = False,
         read_only: bool = False,
         direct: bool | None = None,
+        at: int = -1,
     ) -> None:
         """Opens `path`, a regular file or a block device; anything else raises `IoError` at once, a FIFO included.
 
@@ -176,6 +177,7 @@ class File:
             create: make it, with mode 0600; it must not exist.
             read_only: writes will be refused.
             direct: True insists (`IoError` if refused), False wants the page cache, None tries and falls back.
+            at: a directory's descriptor; the last part of `path` is opened in that directory then, unless it is a link.
         """
 
     @property

@@ -1,6 +1,7 @@
 """The run directory: `<directory>/rank-R-of-W/`, held by one run at a time; over several drives, one such directory on each.
 
-Weights are their owner's: directories are 0700 and files 0600. A directory that holds a run, or a part of one, is never
+Weights are their owner's: directories are 0700 and files 0600, and what is there already is believed only where nobody else may
+write (beneath.py). A directory that holds a run, or a part of one, is never
 overwritten unasked.
 
 [Note: whose directories they are] A run over several drives must never go on with a directory of another run in place of one of
@@ -10,17 +11,22 @@ no directory has swap files any more; so directories that have swap files and on
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
 import secrets
 import shutil
+import stat
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+from swapper import beneath
 from swapper.config import format_bytes
 from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
 from swapper.errors import ConfigError, DirectoryError
+from swapper.ranks import Ranks
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
@@ -49,11 +55,12 @@ class LockedDirectory:
         name: of the run's directory in it.
 
     Raises:
-        DirectoryError: missing, not a directory, not writable, or in use.
+        DirectoryError: missing, not a directory, not writable, or in use; or it is there and not this user's alone to write.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._lock = -1
+        self._is_held = False
         parent = Path(directory).absolute()
         if not parent.exists():
             raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
@@ -62,8 +69,14 @@ class LockedDirectory:
         self.path = parent / name
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            beneath.hold(self.path)
+            self._is_held = True
+            self._lock = self._open_lock()
+        except DirectoryError:
+            self.close()
+            raise
         except OSError as error:
+            self.close()
             raise DirectoryError(
                 f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
             ) from error
@@ -73,6 +86,20 @@ class LockedDirectory:
         except BaseException:
             self.close()
             raise
+
+    def _open_lock(self) -> int:
+        path = self.path / "lock"
+        try:
+            lock = beneath.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            status = os.fstat(lock)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                return lock
+            os.close(lock)
+        raise DirectoryError(f"{path} is a link, or no file, and not of swapper's making: remove it")
 
     def _take(self) -> None:
         try:
@@ -87,33 +114,56 @@ class LockedDirectory:
 
     @property
     def has_commit(self) -> bool:
-        return any((self.path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME))
+        return any(beneath.exists(self.path / name) for name in (COMMIT_NAME, FALLBACK_NAME))
 
     def held(self) -> list[Path]:
         """Return the files of the run that it holds."""
-        return [file for name in (COMMIT_NAME, FALLBACK_NAME, "*.swap") for file in sorted(self.path.glob(name))]
+        there = beneath.files(self.path)
+        commits = [self.path / name for name in (COMMIT_NAME, FALLBACK_NAME)]
+        return [*(file for file in commits if file in there), *(file for file in there if file.suffix == ".swap")]
 
     def clear(self) -> None:
         """Throw away the run that it holds, or its part of one."""
         for file in self.held():  # the commit records first: they must never name files that are gone
-            file.unlink()
+            beneath.unlink(file)
         for name in (RETENTION_NAME, RECORD_NAME):
-            (self.path / name).unlink(missing_ok=True)
+            beneath.unlink(self.path / name)
 
     def remove_strays(self, kept: Collection[str]) -> None:
         """Remove swap files that are not named in `kept`."""
-        for file in self.path.glob("*.swap"):
-            if file.name not in kept:
-                file.unlink()
+        for file in beneath.files(self.path):
+            if file.suffix == ".swap" and file.name not in kept:
+                beneath.unlink(file)
 
     def close(self) -> None:
         """Let the lock go. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+        if self._is_held:
+            beneath.release(self.path)
+            self._is_held = False
 
     def __del__(self) -> None:
         self.close()
+
+
+def _refuse_other_sizes(directory: Path, size: int) -> None:
+    """Raise DirectoryError where `directory` holds a run of another number of ranks, and none of this one."""
+    sizes: dict[int, int] = {}
+    for path in directory.glob("rank-*-of-*"):
+        found = re.fullmatch(r"rank-\d{1,9}-of-(\d{1,9})", path.name)
+        if found is not None and any((path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME)):
+            sizes[int(found[1])] = sizes.get(int(found[1]), 0) + 1
+    if sizes and size not in sizes:
+        held = " and ".join(
+            f"of {other} rank{'s' * (other > 1)} ({sizes[other]} of them here)" for other in sorted(sizes)
+        )
+        raise DirectoryError(
+            f"{directory} holds a run {held}, and this job has {size}: a run goes on with as many ranks as it had. Start so many "
+            f"(torchrun --nproc-per-node), or choose another directory, or say resume='discard' to begin anew here, from a "
+            "snapshot of that run, say; then rank-*-of-* of the other size stay, and may be removed"
+        )
 
 
 class RunDirectory:
@@ -122,12 +172,13 @@ class RunDirectory:
     Args:
         directories: the user's directory, or several, one a drive; each must exist.
         resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
-        rank, world_size: this process's place in the job.
+        ranks: this process's place in the job.
         weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
 
     Attributes:
         path: the first directory of the run.
         drives: all of them.
+        job: the run's, which all its ranks share; "" for a rank alone. Whoever opens it sets it.
 
     Raises:
         ConfigError: no directory, or one of them twice.
@@ -138,20 +189,24 @@ class RunDirectory:
         self,
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         resume: str,
-        rank: int,
-        world_size: int,
+        ranks: Ranks,
         weigh: Callable[[Sequence[Path]], Sequence[float]] | None = None,
     ) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.world_size = ranks.size
+        self.job = ""
+        self._weigh = weigh or (lambda paths: [1.0] * len(paths))
         self._locked: list[LockedDirectory] = []
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
         try:
             for directory in given:
-                self._locked.append(LockedDirectory(directory, f"rank-{rank}-of-{world_size}"))
-            self.drives = self._settle(resume, weigh or (lambda paths: [1.0] * len(paths)))
+                if resume != "discard":
+                    _refuse_other_sizes(Path(directory), ranks.size)
+                self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
+            self.drives = self._settle(resume)
         except BaseException:
             self.close()
             raise
@@ -162,18 +217,26 @@ class RunDirectory:
 
     # --- whose directories they are -----------------------------------------------------------------------------------
 
-    def _settle(self, resume: str, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+    def begin_anew(self) -> None:
+        """Throw away the run that it holds: a new one begins."""
+        self._clear()
+        self.drives = self._begin()
+
+    def _clear(self) -> None:
+        for locked in self._locked:
+            locked.clear()
+
+    def _settle(self, resume: str) -> Drives:
         """Return the drives of the run to go on with, or of a new one. [Note: whose directories they are]"""
         if resume == "discard":
-            for locked in self._locked:
-                locked.clear()
+            self._clear()
         if resume == "error":
             self._refuse_runs()
         records = [read_record(locked.path) if locked.held() else None for locked in self._locked]
         if self._locked[0].has_commit:
             return self._go_on(records)
         self._check_leftovers(records)
-        return self._begin(weigh)
+        return self._begin()
 
     def _refuse_runs(self) -> None:
         for locked in self._locked:
@@ -224,14 +287,14 @@ class RunDirectory:
                     f'{locked.path} holds a part of {whose}choose another directory, or say resume="discard" to throw it away'
                 )
 
-    def _begin(self, weigh: Callable[[Sequence[Path]], Sequence[float]]) -> Drives:
+    def _begin(self) -> Drives:
         paths = tuple(locked.path for locked in self._locked)
         self.remove_strays(())
         for path in paths:
-            (path / RECORD_NAME).unlink(missing_ok=True)
+            beneath.unlink(path / RECORD_NAME)
         if len(paths) == 1:
             return Drives(paths)
-        drives = Drives(paths, tuple(weigh(paths)), secrets.token_hex(8))
+        drives = Drives(paths, tuple(self._weigh(paths)), secrets.token_hex(8))
         for index in range(len(paths)):
             DrivesRecord(drives, index).write()
         return drives

@@ -9,16 +9,25 @@ run, and whoever goes on with it goes by it. A run on one drive has no such reco
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from swapper import beneath, records
 from swapper.errors import DirectoryError
 
 RECORD_NAME = "drives.json"
-_FORMAT = 1
+_FORMAT = 2
+_SHAPE = records.fields(
+    {
+        "format": records.exactly(_FORMAT),
+        "run": records.text,
+        "index": records.whole(),
+        "directories": records.listing(records.path, 1),
+        "weights": records.listing(records.positive, 1),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -84,14 +93,16 @@ class DrivesRecord:
         """
         directories = [os.fspath(directory) for directory in self.drives.directories]
         content = {"format": _FORMAT, "run": self.drives.id, "index": self.index, "directories": directories}
+        sealed = records.seal({**content, "weights": list(self.drives.weights)})
         path = self.drives.directories[self.index] / RECORD_NAME
         temporary = path.with_name(RECORD_NAME + ".partial")
         try:
-            temporary.write_text(json.dumps({**content, "weights": self.drives.weights}) + "\n")
-            temporary.replace(path)
+            with os.fdopen(beneath.create_file(temporary), "wb") as file:
+                file.write(sealed)
+            beneath.rename(temporary, path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                beneath.unlink(temporary)
             raise DirectoryError(
                 f"cannot write {path}: {error.strerror}. Choose a directory that you may write to"
             ) from error
@@ -105,16 +116,15 @@ def read_record(directory: Path) -> DrivesRecord | None:
     """
     path = directory / RECORD_NAME
     try:
-        content = json.loads(path.read_text())
+        content = records.unseal(beneath.read_small(path, records.MOST_RECORD_BYTES), _SHAPE)
         directories = tuple(Path(name) for name in content["directories"])
         weights = tuple(float(weight) for weight in content["weights"])
-        index = int(content["index"])
-        if content["format"] != _FORMAT or not 0 <= index < len(directories) == len(weights) or min(weights) <= 0:
-            raise ValueError(f"format {content['format']}, drive {index} of {len(directories)}")
-        return DrivesRecord(Drives(directories, weights, str(content["run"])), index)
+        if not content["index"] < len(directories) == len(weights):
+            raise ValueError(f"drive {content['index']} of {len(directories)}, with {len(weights)} weights")
+        return DrivesRecord(Drives(directories, weights, content["run"]), content["index"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise DirectoryError(
             f"{path}, which says over which drives the run lies, cannot be read ({error}): put back a whole one, or say "
             "resume='discard'"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.checkpoint.fallback import find_whole_commit
+from swapper.beginning import begin
 from swapper.checkpoint.naming import Rename
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.ticket import SnapshotTicket
@@ -22,12 +22,13 @@ from swapper.config import parse_choice, parse_host_memory
 from swapper.counters import Counters
 from swapper.current import Current
 from swapper.device.device import Device
-from swapper.directory import RESUME_CHOICES, RunDirectory
+from swapper.directory import RESUME_CHOICES
 from swapper.errors import ConfigError, StateError
 from swapper.interrupts import held_back
 from swapper.io.tuning import find_tuning_of, weigh
 from swapper.opening import Opening
 from swapper.plan import Plan
+from swapper.ranks import RANKS_CHOICES, Ranks
 from swapper.request import Request
 from swapper.stats import StepClock, StepStats
 from swapper.trace import MOST_SPANS, Trace, asked_for
@@ -44,6 +45,8 @@ class SwapManager:
         host_memory: every host byte that swapper may hold, in bytes or as "8GiB"; "auto" takes half of what is free.
         resume: "error" refuses a directory that holds a run; "auto" goes on from its last commit, or begins where there is
             none; "discard" throws that run away.
+        ranks: "together": where torch.distributed is initialized, all its ranks make a manager each, go on from the newest step
+            that all have committed, and take the same steps. "alone": each rank is a run for itself.
         commit_every: after how many steps the run can be gone on from, whatever kills it. "free": each step where that
             costs no extra write, that is where parameters and optimizer state live on NVMe, else never; a number: every so
             many steps, writing what is in memory too; None: never.
@@ -66,8 +69,9 @@ class SwapManager:
 
     Raises:
         ConfigError: an option is not known.
-        DirectoryError: the directory is missing, not writable, in use, or holds a run.
+        DirectoryError: the directory is missing, not writable, in use, or holds a run; or ranks hold what does not fit together.
         CheckpointError: the last commit of the run to go on from cannot be read.
+        StateError: another rank could not make its manager.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class SwapManager:
         rng: bool = False,
         backend: str = "auto",
         stall_s: float | None = 60.0,
+        ranks: str = "together",
     ) -> None:
         self._host_bytes = parse_host_memory(host_memory)
         parse_choice(resume, "resume", RESUME_CHOICES)
@@ -97,13 +102,9 @@ class SwapManager:
         self._recording = ExitStack()  # of the trace that the environment asks for
         self._counters = Counters()
         self._clock = StepClock(self._counters)
-        rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        self._directory = RunDirectory(directory, resume, rank, world_size, weigh)
-        try:
-            self._resumed, fallback = find_whole_commit(self._directory.path)
-        except BaseException:
-            self._directory.close()
-            raise
+        parse_choice(ranks, "ranks", RANKS_CHOICES)
+        self._ranks = Ranks.find(ranks)
+        self._directory, self._resumed, fallback = begin(directory, resume, self._ranks, weigh)
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
         self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
@@ -194,6 +195,7 @@ class SwapManager:
             StateError: the manager is closed or has a model already, or the model has another manager.
         """
         self.current.enter()
+        self._ranks.check_still_so()
         if self.current.run is not None:
             raise StateError(
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
@@ -323,6 +325,9 @@ class SwapManager:
         copied where `path` is on the same filesystem. It appears when it is whole, in the background: the ticket's `wait`
         waits for it, and so does `close`.
 
+        Of ranks that are together each has one of its own: the first has `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
+        path that has "rank-1", "rank_1" or "rank1" in it already is taken as it is. `ticket.path` says it.
+
         Args:
             path: the file; must not exist. Its directory must.
             extra: values of the user's own, beside those of `manager.extra`.
@@ -340,11 +345,12 @@ class SwapManager:
         """
         self.current.enter()
         run = self.current.running("snapshot")
+        target = self._ranks.own_name(Path(path).absolute())
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
-        ticket = run.snapshot(Path(path).absolute(), content, keep, frozen == "include", self._finish_snapshots)
+        ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
         atexit.unregister(self.close)
         atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         return ticket
@@ -449,6 +455,7 @@ class SwapManager:
                     if run is not None:
                         run.close()
                     self._directory.close()
+                    self._ranks.close()
         if run is not None:
             run.publisher.raise_failure()
 

@@ -10,6 +10,7 @@ from swapper.checkpoint.fallback import Commit
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.current import Current
 from swapper.directory import RunDirectory
+from swapper.errors import ConfigError
 from swapper.io.tuning import find_tuning_of
 from swapper.plan import Plan
 from swapper.regroup import Changeover
@@ -82,9 +83,8 @@ class Opening:
         """
         self._request = request
         record, model, optimizer = self._record, request.model, request.optimizer
-        run = self._current.run = self._open_run(
-            self._plan(request, inventory, init is not None), Origin.of(record, self._fallback)
-        )
+        plan = self._agree_on_plan(lambda: self._plan(request, inventory, init is not None))
+        run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         lent = run.plan.inventory.lent
         values = Values(init, model, run.engine, lent) if init is not None and record is None else None
         if record is not None:
@@ -110,6 +110,18 @@ class Opening:
     def remove_strays(self) -> None:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
+
+    def _agree_on_plan(self, make: Callable[[], Plan]) -> Plan:
+        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
+        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
+        if len(set(every)) > 1:
+            steps = ["never" if n is None else f"every {n} steps" for n in every]
+            commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
+            raise ConfigError(
+                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
+                "commit_every=, placements and host_memory"
+            )
+        return plan
 
     def _plan(self, request: Request, inventory: Inventory, may_be_meta: bool) -> Plan:
         record, frozen = self._record, request.frozen

@@ -65,7 +65,7 @@ class Changeover:
             step: the one that was taken last.
 
         Raises:
-            StateError: in the middle of a forward, a backward or a gather.
+            StateError: in the middle of a forward, a backward or a gather; or other ranks do not come to the same.
             BudgetError: the budget is too small; says the smallest that works.
             UnsupportedError: the optimizer has parameters that are not of the model, or cannot be paged with its new group.
             DirectoryError: the drive has no room for its files beside those that there are.
@@ -74,6 +74,7 @@ class Changeover:
         assert self.run is not None
         _check_between_steps(self.run)
         self.run.committer.write_all(step)
+        self.run.committer.before_change_of_layout()
         self.run.publisher.raise_failure()
         groups = self._request.optimizer.param_groups
         count = len(groups)
@@ -115,7 +116,8 @@ class Changeover:
         self._part()
         new: Run | None = None
         try:
-            self.run = new = self._open_run(plan, Origin(first_file=first_free_number(self._directory.path)))
+            first = first_free_number(self._directory.path)
+            self.run = new = self._open_run(plan, Origin(first_file=first, edits=left.origin.edits))
             new.adopt(content)
             new.model.optimizer_state.entries.unpack(left.entries)
             new.begin(None)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from swapper.backing import Backing, stored_pieces
 from swapper.checkpoint.commit import CommitRecord, encode_commit
 from swapper.checkpoint.committer import Committer
-from swapper.checkpoint.fallback import Commit
+from swapper.checkpoint.fallback import Commit, WayBack
 from swapper.checkpoint.resume import restore
 from swapper.checkpoint.retention import Retention
 from swapper.checkpoint.snapshot import Publisher
@@ -36,7 +36,7 @@ from swapper.core.schedule import Schedule
 from swapper.core.scratch import Stores
 from swapper.core.section import Section
 from swapper.directory import RunDirectory
-from swapper.errors import StateError, SwapperError
+from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.interrupts import held_back
 from swapper.plan import Plan
 from swapper.stats import StepClock
@@ -79,6 +79,7 @@ class Origin:
         committed: the step that is committed, or None.
         first_file: number of its first file, where it has none.
         fallback: the commit before `record`, if that is still a way back.
+        edits: how often parameters were changed from outside since the last step.
     """
 
     record: CommitRecord | None = None
@@ -86,10 +87,13 @@ class Origin:
     committed: int | None = None
     first_file: int = 0
     fallback: Commit | None = None
+    edits: int = 0
 
     @classmethod
     def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
-        return cls() if record is None else cls(record, record.files, record.step, fallback=fallback)
+        if record is None:
+            return cls()
+        return cls(record, record.files, record.step, fallback=fallback, edits=record.edits)
 
 
 class Run:
@@ -186,10 +190,13 @@ class Run:
             self._open_on_device(plan),
         )  # fmt: skip
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
+        ranks = self._directory.ranks if plan.commit_every is not None else None
+        way_back = WayBack(self._directory.path, fsync, self._backing.store, ranks, last, origin.fallback)
         self.committer = Committer(
             self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._backing.store,
-            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, last, origin.fallback,
+            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, way_back,
         )  # fmt: skip
+        self.committer.edits = origin.edits
         model_part.keeper.changed_in_pass = self.committer.changed_in_pass
         self._model = model_part
 
@@ -217,8 +224,14 @@ class Run:
         """Go on from a commit: sections and settings have what it says."""
         restore(record, self.sections, self._backing.store, self._backing.pool)
         self.pager.back_cold_pages()
-        self.model.undoing.restore_settings(record.param_groups)
-        self.model.optimizer_state.entries.unpack(record.state_entries)
+        try:
+            self.model.undoing.restore_settings(record.param_groups)
+            self.model.optimizer_state.entries.unpack(record.state_entries)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the commit of step {record.step} has other settings or other state than this optimizer ({error!r}): build the "
+                "same optimizer, or say resume='discard' to throw the run away"
+            ) from error
 
     @property
     def engine(self) -> Any:
@@ -259,7 +272,7 @@ class Run:
     def origin(self) -> Origin:
         """What a run of the same plan has to be given to `take_up` what this one leaves."""
         names = {number: paths[0].name for number, paths in self._backing.store.paths.items()}
-        return Origin(files=names, committed=self.committer.committed)
+        return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
 
     def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
         """Go on from what a run of the same plan has left: the same files, in the state that they were in.

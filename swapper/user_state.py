@@ -111,4 +111,5 @@ class UserState:
             extra=copy.deepcopy(self.extra),
             rng=self._rng,
             lent=lent,
+            job=directory.job,
         )

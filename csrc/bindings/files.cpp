@@ -14,13 +14,15 @@ void bind_file(nb::module_& module) {
   nb::class_<FileHandle>(module, "File")
       .def(
           "__init__",
-          [](FileHandle* self, nb::handle path, bool create, bool read_only, std::optional<bool> direct) {
+          [](FileHandle* self, nb::handle path, bool create, bool read_only, std::optional<bool> direct,
+             int at) {
             std::string name = from_python_path(path);
             const nb::gil_scoped_release released;
-            auto file = std::make_shared<File>(name, FileOptions{create, read_only, direct});
+            auto file = std::make_shared<File>(name, FileOptions{create, read_only, direct, at});
             new (self) FileHandle{std::move(name), std::move(file)};
           },
-          "path"_a, nb::kw_only(), "create"_a = false, "read_only"_a = false, "direct"_a = nb::none())
+          "path"_a, nb::kw_only(), "create"_a = false, "read_only"_a = false, "direct"_a = nb::none(),
+          "at"_a = -1)
       .def_prop_ro("path", [](const FileHandle& self) { return to_python_path(self.path); })
       .def_prop_ro("direct", [](const FileHandle& self) { return self.get("direct")->direct(); })
       .def_prop_ro("alignment", [](const FileHandle& self) { return self.get("alignment")->alignment(); })

@@ -64,7 +64,10 @@ File::File(std::string path, const FileOptions& options)
   // Not blocking, or opening a FIFO to read would wait for somebody to write.
   int flags = O_CLOEXEC | O_NONBLOCK | (options.read_only ? O_RDONLY : O_RDWR);
   if (options.create) flags |= O_CREAT | O_EXCL;
-  fd_ = UniqueFd(::open(path_.c_str(), flags, 0600));
+  const bool is_beneath = options.at >= 0;
+  const std::string name = is_beneath ? path_.substr(path_.rfind('/') + 1) : path_;
+  if (is_beneath) flags |= O_NOFOLLOW;
+  fd_ = UniqueFd(::openat(is_beneath ? options.at : AT_FDCWD, name.c_str(), flags, 0600));
   if (!fd_) throw IoError("open", path_, 0, 0, errno);
   identify();
   choose_direct(options.direct);

@@ -28,6 +28,7 @@ struct FileOptions {
   bool create = false;  // O_CREAT | O_EXCL, mode 0600
   bool read_only = false;
   std::optional<bool> direct;  // none: try, and fall back to buffered
+  int at = -1;                 // a directory's descriptor: open the last part of the path in it, no link
 };
 
 class File {

@@ -7,6 +7,7 @@ noticed (manifest.py), and it is published by write to a temporary, sync, rename
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zlib
@@ -17,14 +18,71 @@ from typing import Any
 
 import torch
 
+from swapper import beneath, records
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
-from swapper.core.layout import SectionPlan
+from swapper.core.layout import SECTOR_BYTES, SectionPlan
 from swapper.core.section import LENT
 from swapper.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
+from swapper.ranks import CommitId
 
 FORMAT = 2
+MOST_BYTES = 4 << 30
+"""Of a record: what is registered and `extra` are in it too."""
+
+
+def _numbers(dtype: torch.dtype) -> records.Shape:
+    def check(value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.ndim != 1:
+            raise ValueError(f"it is not a list of {dtype}")
+
+    return check
+
+
+def _swap_name(value: Any) -> None:
+    records.name(value)
+    if not value.endswith(".swap"):
+        raise ValueError(f"it is {value!r}, not the name of a swap file")
+
+
+_texts = records.mapping(records.text, records.anything)
+_SHAPE = records.fields(
+    {
+        "format": records.exactly(FORMAT),
+        "step": records.whole(),
+        "rank": records.whole(),
+        "world_size": records.whole(1),
+        "boot_id": records.text,
+        "optimizer": records.text,
+        "placement": records.mapping(records.text, records.text),
+        "plans": records.listing(records.text),
+        "files": records.mapping(records.whole(most=(1 << 31) - 1), _swap_name),
+        "sections": records.fields(
+            {
+                "nbytes": records.listing(records.whole()),
+                "piece_bytes": records.listing(records.whole(1)),
+                "counts": records.listing(records.whole(1, (1 << 31) - 1)),
+                "files": _numbers(torch.int32),
+                "crc32s": _numbers(torch.int64),
+            }
+        ),
+        "param_groups": records.listing(_texts),
+        "state_entries": records.fields(
+            {
+                "kinds": records.listing(
+                    records.listing(records.row(records.text, records.anything, records.anything))
+                ),
+                "of": records.mapping(records.text, records.whole()),
+            }
+        ),
+        "registered": _texts,
+        "extra": records.mapping(records.anything, records.anything),
+        "rng": records.nullable(_texts),
+        "lent": records.mapping(records.path, records.row(records.whole(), records.whole(-(1 << 63)))),
+    },
+    {"edits": records.whole(), "job": records.text},
+)
 _NO_PAYLOAD = ContainerLayout.plan([])
 
 
@@ -64,6 +122,8 @@ class CommitRecord:
         rng: states of the random number generators, where that was asked for.
         lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
             in nanoseconds.
+        edits: how often parameters were changed from outside since the step.
+        job: of the run that all its ranks share; "" for one rank alone.
     """
 
     step: int
@@ -81,6 +141,13 @@ class CommitRecord:
     extra: dict[str, Any]
     rng: dict[str, Any] | None
     lent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    edits: int = 0
+    job: str = ""
+
+    @property
+    def id(self) -> CommitId:
+        """What a commit of all ranks is known by."""
+        return self.step, self.edits
 
 
 def files_of(record: CommitRecord) -> frozenset[int]:
@@ -138,7 +205,8 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     try:
         _publish(temporary, directory / name, data, durable)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beneath.unlink(temporary)
         detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
         if name != COMMIT_NAME:
             detail = "the snapshot is not taken: make room on the drive and take it again"
@@ -146,7 +214,7 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
 
 
 def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    descriptor = beneath.create_file(temporary)
     try:
         view = memoryview(data)
         while view:
@@ -155,13 +223,9 @@ def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    temporary.rename(path)
+    beneath.rename(temporary, path)
     if durable:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        beneath.sync(path.parent)
 
 
 def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:
@@ -174,21 +238,26 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         CheckpointError: the record is damaged, or of another version.
     """
     path = directory / name
-    if not path.exists():
-        return None
     remedy = "go on from a snapshot with resume='discard'"
     try:
-        data = path.read_bytes()
+        data = beneath.read_small(path, MOST_BYTES)
         seal = find_seal(data[-MAX_END_BYTES:], len(data))
         if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
             raise CheckpointError(
                 f"{path} is damaged: its bytes have not the CRC-32 that they were written with: {remedy}"
             )
         content = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("it is no commit record")
         if content["format"] != FORMAT:
             raise CheckpointError(f"{path} is of format {content['format']}, this swapper reads {FORMAT}: {remedy}")
+        _SHAPE(content)
         del content["format"]
-        return CommitRecord(**{**content, "sections": _split(content["sections"])})
+        record = CommitRecord(**{**content, "sections": _split(content["sections"])})
+        _check_sections(record)
+        return record
+    except FileNotFoundError:
+        return None
     except CheckpointError:
         raise
     except Exception as error:  # whatever a damaged file makes zipfile or torch raise
@@ -204,6 +273,24 @@ def _split(packed: dict[str, Any]) -> list[SectionRecord]:
         sections.append(SectionRecord(nbytes, piece_bytes, files[begin:end], crc32s[begin:end]))
         begin = end
     return sections
+
+
+def _check_sections(record: CommitRecord) -> None:
+    """Raise ValueError where sections are not what pieces make, or lie in files that the record does not have."""
+    if not {"param", "state"} <= record.placement.keys():
+        raise ValueError("it does not say where parameters and state are")
+    if len(set(record.files.values())) < len(record.files):
+        raise ValueError("two of its files have one name")
+    for number, section in enumerate(record.sections):
+        if section.piece_bytes % SECTOR_BYTES:
+            raise ValueError(f"section {number} has pieces of {section.piece_bytes} bytes")
+        if len(section.files) != max(1, -(-section.nbytes // section.piece_bytes)):
+            raise ValueError(f"section {number} of {section.nbytes} bytes has {len(section.files)} pieces")
+        unknown = set(section.files) - record.files.keys() - {LENT}
+        if unknown:
+            raise ValueError(f"section {number} lies in file {min(unknown)}, which has no name")
+        if min(section.crc32s) < -1 or max(section.crc32s) >= 1 << 32:
+            raise ValueError(f"section {number} has checksums that are no CRC-32")
 
 
 def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
@@ -233,6 +320,8 @@ def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: st
         differences.insert(0, f"- optimizer {optimizer} instead of {record.optimizer}")
     if not differences and ours != theirs:
         differences.append("- the same tensors in another order")
+    if not differences and [plan.nbytes for plan in plans] != [section.nbytes for section in record.sections]:
+        differences.append("- sections of other sizes")
     if differences:
         shown = "\n".join(differences[:20]) + (f"\n- and {len(differences) - 20} more" if len(differences) > 20 else "")
         raise CheckpointError(

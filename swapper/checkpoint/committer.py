@@ -23,14 +23,13 @@ from typing import Any, Protocol
 
 from swapper import _C
 from swapper.checkpoint.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
-from swapper.checkpoint.fallback import Commit, drop_fallback, keep_fallback
+from swapper.checkpoint.fallback import Commit, WayBack
 from swapper.checkpoint.snapshot import Publisher, Snapshot
 from swapper.checkpoint.verify import find_losses
 from swapper.core.budget import SMALL_SECTION_BYTES
 from swapper.core.pager import Pager
 from swapper.core.section import LENT, Page, Section
 from swapper.core.store import Store
-from swapper.directory import FALLBACK_NAME
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.interrupts import held_back
 
@@ -86,8 +85,10 @@ class Committer:
         state: the optimizer's, which may be elsewhere than in its sections.
         publisher: takes snapshots.
         committed: the step that is committed already, where a run goes on.
-        last: the last commit, where a run goes on from its record.
-        before: the one before it, if that is still a way back.
+        way_back: to the commit before.
+
+    Attributes:
+        edits: how often parameters were changed from outside since the last step.
     """
 
     def __init__(
@@ -103,8 +104,7 @@ class Committer:
         state: State,
         publisher: Publisher,
         committed: int | None,
-        last: Commit | None,
-        before: Commit | None,
+        way_back: WayBack,
     ) -> None:
         self._directory = directory
         self._durable = durable
@@ -118,10 +118,8 @@ class Committer:
         self._every = every
         self._publisher = publisher
         self._committed = committed
-        self._last = last
-        self._before = before
-        if before is not None:
-            store.spare(before.files)
+        self._way_back = way_back
+        self.edits = 0
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
@@ -129,6 +127,7 @@ class Committer:
 
     def step_done(self, step: int) -> None:
         """A step, or the initial placement (step 0), is over; its writes may be in flight."""
+        self.edits = 0
         if self._every is not None and step % self._every == 0:
             self._due = step
 
@@ -146,14 +145,31 @@ class Committer:
     def before_step(self) -> None:
         """Everything is about to be changed: `finish`, but while a snapshot copies from what the last commit names, go without.
 
+        Ranks that are together wait for each other. They never go without: all shall have the same commit.
+
         Raises:
             IoError: as `finish`.
+            StateError: another rank does not come.
         """
         self._last_step.finish_update()
-        if self._snapshot is None and self._due is not None and self._publisher.reads_sources:
+        may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
+        if may_go_without and self._due is not None and self._publisher.reads_sources:
             self._drain()
             self._record = self._due = None
         self.finish()
+        if self._every is not None:
+            self._way_back.before_step(self._pager.counters.step + 1)
+
+    def before_change_of_layout(self) -> None:
+        """The files of the commit before are about to go.
+
+        Raises:
+            StateError: there is a rank that may still need that.
+        """
+        if self._every is not None and not self._way_back.before_step(self._pager.counters.step + 1):
+            raise StateError(
+                "ranks have committed different steps: have all add to what is trained at the same place, right after a step"
+            )
 
     def finish(self) -> None:
         """Finish the step; if a commit is due, write what is changed, wait for it, and publish.
@@ -202,7 +218,7 @@ class Committer:
 
     def changed_in_pass(self) -> None:
         """A forward has changed parameters. What is not yet committed of the step before it cannot be any more."""
-        self._committed = None
+        self.changed_from_outside()
         if self._due is not None:
             self._drain()
             self._due = self._record = None
@@ -214,8 +230,14 @@ class Committer:
             self._snapshot = None
 
     def changed_from_outside(self) -> None:
-        """The last commit does not have what there is now, and will not be gone back to."""
+        """The last commit does not have what there is now, and will not be gone back to.
+
+        Raises:
+            IoError: no room for another swap file, which ranks may need then.
+        """
         self._committed = None
+        self.edits += 1
+        self._way_back.before_change()
 
     def can_roll_back(self, step: int) -> bool:
         """Whether `step` is committed, so that what is done of the one after it can be undone."""
@@ -259,7 +281,7 @@ class Committer:
             return
         with held_back:
             if self._record is None:
-                self._record = self._describe(self._due)
+                self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
             if self._last_step.update_is_open:
                 return
             self._state.bring_home()
@@ -303,15 +325,19 @@ class Committer:
                 self._commit(self._record)
                 self._committed = self._record.step
             self._record = self._due = self._writes = None  # only now: what fails before is tried again
-            self._store.commit() if self._every is not None else self._store.release_frozen()
+            if self._every is not None:
+                self._store.commit(self._way_back.spared(self._snapshot is not None))
+            else:
+                self._store.release_frozen()
             if self._snapshot is not None:
                 snapshot, self._snapshot = self._snapshot, None
                 try:
-                    self._keep_before()
+                    if self._every is not None:
+                        self._way_back.keep_for_snapshot()
                 except IoError as error:
                     snapshot.ticket.finish(error)  # no snapshot without a way back; the run goes on
                 else:
-                    self._publisher.start(snapshot)
+                    self._publisher.start(snapshot, self._way_back.forbids_linking)
 
     def _commit(self, record: CommitRecord) -> None:
         if self._durable:
@@ -320,17 +346,9 @@ class Committer:
         self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
+        self._way_back.prepare()
         publish_commit(self._directory, data, self._durable)
-        drop_fallback(self._directory)
-        if self._last is not None and self._last.step != whole.step:
-            self._before = self._last
-        self._last = Commit.of(whole, data)
-
-    def _keep_before(self) -> None:
-        """A snapshot is about to be published, which may be a second name of what the last commit needs."""
-        if self._every is not None and self._before is not None:
-            keep_fallback(self._directory, self._before, self._durable)
-            self._store.spare(self._before.files)
+        self._way_back.committed(Commit.of(whole, data))
 
     def _check_frozen(self) -> None:
         """Somebody may have changed a snapshot that is a swap file too: find out what that costs the run.
@@ -351,8 +369,10 @@ class Committer:
                 log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
 
     def _ways_on(self) -> str:
-        if (self._directory / FALLBACK_NAME).exists() and self._before is not None:
-            return f"End this process and begin again with resume='auto': the run goes on from step {self._before.step}"
+        if self._way_back.step is not None:
+            return (
+                f"End this process and begin again with resume='auto': the run goes on from step {self._way_back.step}"
+            )
         return "Restore the snapshot, or go on from another one with resume='discard'"
 
     def _places(self) -> list[SectionRecord]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swapper import _C
+from swapper import _C, beneath
 from swapper.checkpoint.container import ContainerLayout, PreparedTail
 from swapper.checkpoint.copying import Run, checksums_of, copy
 from swapper.checkpoint.manifest import Chunk, TensorPlace
@@ -51,8 +51,8 @@ class Base:
     def __init__(self, number: int, path: Path) -> None:
         self.number = number
         self.path = path
-        self.file = _C.File(str(path))
-        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.file = beneath.open_for_transfers(path)
+        self.descriptor = beneath.open_file(path, os.O_RDWR)
         self.status: FileStatus = (0, 0, 0)
 
     def close(self) -> FileStatus:
@@ -116,7 +116,8 @@ class Content:
 
     `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
     way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `check` raises where a file that was read is not what it was.
+    checksums in `chunks` are those of zeros. `kept` is what the frozen file has besides. `check` raises where a file that was read
+    is not what it was.
     """
 
     tail: PreparedTail
@@ -127,6 +128,7 @@ class Content:
     everything: Sequence[Run]
     left_out: frozenset[str]
     holes: Sequence[tuple[int, int]]
+    kept: Sequence[Run]
     check: Callable[[], None]
 
     def make_tail(self, found: Mapping[int, int]) -> bytes:
@@ -151,6 +153,7 @@ class Publication:
         content: what it consists of.
         base: the frozen file; None where all is copied.
         is_near: `path` is on the filesystem of the swap files.
+        may_link: the frozen file may be completed, and be the snapshot itself.
         engine: does the transfers.
         predecessor: the publication to wait for first, so that there is one at one time.
         published: called when the file has its name.
@@ -166,6 +169,7 @@ class Publication:
         content: Content,
         base: Base | None,
         is_near: bool,
+        may_link: bool,
         engine: Any,
         predecessor: Publication | None,
         published: Callable[[], None],
@@ -175,6 +179,7 @@ class Publication:
         self._content = content
         self.base = base
         self._is_near = is_near
+        self._may_link = may_link
         self._engine = engine
         self._predecessor = predecessor
         self._published = published
@@ -240,7 +245,7 @@ class Publication:
         return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
 
     def _publish(self) -> None:
-        if not (self._is_near and self._reflink()) and not (self._is_near and self._link()):
+        if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
             self._copy()
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -271,7 +276,7 @@ class Publication:
         self._end(self.base.descriptor)
         os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files are its owner's alone
         try:
-            os.link(self.base.path, self._path)
+            beneath.link(self.base.path, self._path)
         except FileExistsError:
             raise _taken(self._path) from None
         except OSError as error:
@@ -294,7 +299,7 @@ class Publication:
                     file.allocate(self._content.layout.tail_offset)
                 self._bring_over(file)
                 runs = [run for run in self._content.everything if run.source.path == self._base_path]
-                self._found.update(copy(self._engine, runs, file))
+                self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
             for offset, data in self._content.layout.headers():
                 _write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)

@@ -7,7 +7,6 @@ size and time of change. A file that somebody replaced, changed or renamed is le
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -15,9 +14,20 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper import beneath, records
 from swapper.directory import RETENTION_NAME
 
 log = logging.getLogger("swapper")
+
+_SHAPE = records.fields(
+    {
+        "published": records.listing(
+            records.row(
+                records.path, records.whole(most=(1 << 64) - 1), records.whole(), records.whole(least=-(1 << 63))
+            )
+        )
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +69,12 @@ class Retention:
         self._lock = threading.Lock()
         self._file = directory / RETENTION_NAME
         self._published: list[Published] = []
-        if self._file.exists():
+        if beneath.exists(self._file):
             try:
-                self._published = [Published(*row) for row in json.loads(self._file.read_text())]
-            except (ValueError, TypeError) as error:
-                log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, error)
+                found = records.unseal(beneath.read_small(self._file, records.MOST_RECORD_BYTES), _SHAPE)
+                self._published = [Published(*row) for row in found["published"]]
+            except (OSError, ValueError) as error:
+                log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, str(error))
 
     def published(self, path: Path, keep: int | None) -> None:
         """`path` was published. With `keep`, remove the oldest of its pattern until so many are left."""
@@ -88,5 +99,7 @@ class Retention:
 
     def _save(self) -> None:
         temporary = self._file.with_name(f"{RETENTION_NAME}.partial")
-        temporary.write_text(json.dumps([[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]))
-        temporary.rename(self._file)
+        rows = [[p.path, p.inode, p.nbytes, p.changed_ns] for p in self._published]
+        with os.fdopen(beneath.create_file(temporary), "wb") as file:
+            file.write(records.seal({"published": rows}))
+        beneath.rename(temporary, self._file)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from swapper import _C
+from swapper import beneath
 from swapper.checkpoint.container import ContainerLayout, PreparedTail, StorageRef
 from swapper.checkpoint.copying import Run
 from swapper.checkpoint.manifest import Chunk, TensorPlace
@@ -125,13 +125,16 @@ class Publisher:
             del model[name]
         return {**content, "model": model, "swapper": {**content["swapper"], "left_out": absent}}
 
-    def start(self, snapshot: Snapshot) -> None:
+    def start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool] = lambda number: False) -> None:
         """The step is written (and, where the run commits, committed): publish it from now on, in the background.
 
         Where that fails the ticket says so; the run goes on.
+
+        Args:
+            forbids_linking: whether file `number` must stay as it is, and cannot be completed to the snapshot.
         """
         try:
-            self._start(snapshot)
+            self._start(snapshot, forbids_linking)
         except Exception as error:
             snapshot.ticket.finish(error)
 
@@ -168,7 +171,7 @@ class Publisher:
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _start(self, snapshot: Snapshot) -> None:
+    def _start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool]) -> None:
         absent = [self._sections[number] for number in sorted(snapshot.left_out)]
         present = [section for section in self._sections if section not in absent]
         number = self._store.newest(without=absent)
@@ -180,8 +183,10 @@ class Publisher:
             self._store.check_whole(places)
 
         check()
-        files = {place: _C.File(self._path(*place), read_only=True) for place in {_place(piece) for piece in pieces}}
-        is_near = self._store.path(number).stat().st_dev == _device(snapshot.path.parent)
+        found = {_place(piece) for piece in pieces}
+        files = {place: beneath.open_for_transfers(self._path(*place), read_only=True) for place in found}
+        is_near = beneath.status(self._store.path(number)).st_dev == _device(snapshot.path.parent)
+        may_link = is_near and not forbids_linking(number)
         base = self._replace(number, is_near)
         try:
             everything = [
@@ -209,11 +214,12 @@ class Publisher:
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
                 holes,
+                [Run(base.file, p.file_offset, p.nbytes, p.crc32, repr(p)) for p in kept if base is not None],
                 check,
             )
             predecessor = self._publications[-1] if self._publications else None
             publication = Publication(
-                snapshot.path, snapshot.ticket, content, base, is_near, self._engine, predecessor,
+                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, predecessor,
                 lambda: self._retention.published(snapshot.path, snapshot.keep),
             )  # fmt: skip
         except BaseException:
@@ -237,8 +243,8 @@ class Publisher:
             raise
         return base
 
-    def _path(self, number: int, part: int | Path) -> str:
-        return str(part if isinstance(part, Path) else self._store.paths[number][part])
+    def _path(self, number: int, part: int | Path) -> Path:
+        return part if isinstance(part, Path) else self._store.paths[number][part]
 
 
 def _place(piece: Page) -> tuple[int, int | Path]:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
+from swapper import beneath
 from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
 from swapper.checkpoint.engines import engine_for, open_for, reserve
 from swapper.checkpoint.items import Item
@@ -123,7 +124,8 @@ class StorageWriter(FileSystemWriter):
         replaced = _files_of(self.directory) if target.name == METADATA_NAME else set()
         temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         try:
-            temporary.write_bytes(pickle.dumps(metadata))
+            with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
+                file.write(pickle.dumps(metadata))
             if self.sync_files:
                 _sync(temporary)
             temporary.replace(target)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from swapper.errors import CheckpointError
-
-
-class _Duplicate(Exception):
-    pass
+from swapper.records import parse_json
 
 
 def parse_object(what: str, text: bytes) -> dict[str, Any]:
@@ -19,20 +15,9 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
         CheckpointError: it is not JSON, not an object, or has a key twice: which one counted would be the reader's taste.
     """
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_object_of)
-    except _Duplicate as error:
-        raise CheckpointError(f"{what} has the key {str(error)!r} twice") from error
-    except (ValueError, RecursionError) as error:
+        found = parse_json(text)
+    except ValueError as error:
         raise CheckpointError(f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{what} is not a JSON object")
-    return found
-
-
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _Duplicate(name)
-        found[name] = value
     return found

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from swapper import _C
+from swapper import _C, beneath
 from swapper.checkpoint.commit import CommitRecord, files_of, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
@@ -248,10 +248,14 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
 def _at_rest(directory: Path) -> Iterator[None]:
     """Keep a run from beginning in `directory`, and refuse if one is there."""
     try:
-        descriptor = os.open(directory / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # of a copy
         yield
         return
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / 'lock'} is not a file that swapper made ({error.strerror}): remove it"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -290,6 +294,15 @@ def _changed_lent(record: CommitRecord) -> list[Fault]:
 
 
 def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    try:
+        return _parts_by_file(directory, record)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
+        ) from error
+
+
+def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(Chunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
     drives = read_drives(directory)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from swapper import beneath
 from swapper.core import swap_file
 from swapper.core.damage import as_changed
 from swapper.core.section import Page
@@ -35,7 +36,7 @@ class ScratchFile:
         nbytes = max(page.file_offset + page.nbytes for page in pages)
         self._file = swap_file.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
         for path in self._file.paths:
-            path.unlink(missing_ok=True)
+            beneath.unlink(path)
 
     def read(self, page: Page, address: int, after: Any = None) -> Any:
         if page.location is None:

@@ -22,10 +22,12 @@ first read of a page gave is what later ones are compared with.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from swapper import beneath
 from swapper.core import swap_file
 from swapper.core.damage import Damages, as_changed
 from swapper.core.lent import LentFiles
@@ -233,13 +235,17 @@ class Store:
         """[Note: checksums]"""
         return self._checks_reads or self._commits or page.section.resident or page.section.plan.family != "state"
 
-    def commit(self) -> None:
-        """What is written is what the commit names from now on. Call when no write is in flight."""
+    def commit(self, spared: frozenset[int] = frozenset()) -> None:
+        """What is written is what the commit names from now on. Call when no write is in flight.
+
+        Args:
+            spared: files that the commit before needs, and that are to `spare` from now on.
+        """
         for page in self._written:
             page.committed = page.location
             page.committed_crc32 = page.crc32
         self._written.clear()
-        self._spared = frozenset()
+        self.spare(spared)
         self.release_frozen()
 
     def roll_back(self, pieces: Iterable[Page]) -> None:
@@ -284,6 +290,18 @@ class Store:
         """Until the next commit leave these files as they are, as far as there are others to write to."""
         self._spared = numbers
 
+    def leave_spared(self) -> None:
+        """From now on there is another file than those that are spared for every page that may be written.
+
+        Raises:
+            IoError: there is no room for another; nothing is changed.
+        """
+        committed = {piece.committed for piece in self._pieces}
+        spared = [number for number in self._turns if number in self._spared]
+        if spared and not set(self._turns) - committed - self._spared:
+            self.replace(spared[0])
+            self.published(spared[0], self._look(spared[0]) or (-1, 0, 0))
+
     def replace(self, number: int) -> None:
         """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
 
@@ -298,7 +316,7 @@ class Store:
 
     def freeze(self, number: int) -> None:
         """Have a run that goes on after a crash know that file `number` is not to be written."""
-        self.path(number).chmod(0o400)
+        beneath.make_read_only(self.path(number))
 
     def published(self, number: int, status: FileStatus) -> None:
         """File `number` was published, or could not be: from now on it may go. Until then nobody may change its `status`."""
@@ -349,8 +367,9 @@ class Store:
             file.close()
 
     def _target(self, page: Page) -> int:
-        if self._preferred in self._turns and self._preferred != page.committed:
-            return self._preferred
+        preferred = self._preferred
+        if preferred in self._turns and preferred != page.committed and preferred not in self._spared:
+            return preferred
         turns = [number for number in self._turns if number != page.committed]
         return next((number for number in turns if number not in self._spared), turns[0])
 
@@ -363,5 +382,5 @@ class Store:
 
 def first_free_number(directory: Path) -> int:
     """Return a number such that no swap file of `directory` has it or a higher one."""
-    numbers = [int(path.stem.removeprefix("turn-")) for path in directory.glob("turn-*.swap")]
-    return max(numbers, default=-1) + 1
+    names = [re.fullmatch(r"turn-(\d+)\.swap", path.name) for path in beneath.files(directory)]
+    return max((int(name[1]) for name in names if name is not None), default=-1) + 1

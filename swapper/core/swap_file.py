@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swapper import _C
+from swapper import beneath
 from swapper.core.section import Page
 from swapper.drives import Drives
 from swapper.errors import CheckpointError, ChecksumError
@@ -25,7 +26,7 @@ bytes can put the former back, and not the latter."""
 
 def status_of(file: int | Path) -> FileStatus:
     """Of a path or an open descriptor."""
-    status = os.stat(file)  # noqa: PTH116  # a descriptor too
+    status = os.fstat(file) if isinstance(file, int) else beneath.status(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
@@ -93,7 +94,7 @@ class SwapFile:
         paths = self.paths
         self.close()
         for path in paths:
-            path.unlink(missing_ok=True)
+            beneath.unlink(path)
 
 
 def create(
@@ -114,10 +115,10 @@ def create(
     parts: list[Any] = []
     paths = drives.paths(name)
     for path in paths:
-        path.unlink(missing_ok=True)
+        beneath.unlink(path)
     try:
         for drive, path in enumerate(paths):
-            part = _C.File(str(path), create=True)
+            part = beneath.open_for_transfers(path, create=True)
             parts.append(part)
             for begin, end in _room(drive, nbytes, pages):
                 part.allocate(end - begin, offset=begin)
@@ -144,12 +145,12 @@ def reopen(
     frozen = is_frozen(paths[0])
     if not frozen:  # a snapshot or a power loss may have come between its making and its use
         for path in paths:
-            os.truncate(path, nbytes)
+            _truncate(path, nbytes)
         write_headers(paths[0], headers)
     parts: list[Any] = []
     try:
         for path in paths:
-            parts.append(_C.File(str(path), read_only=frozen))
+            parts.append(beneath.open_for_transfers(path, read_only=frozen))
     except BaseException:
         SwapFile(parts).close()
         raise
@@ -159,14 +160,22 @@ def reopen(
 def is_frozen(path: Path) -> bool:
     """Whether the file is, or is about to be, a snapshot's too. [Note: frozen files], store.py"""
     try:
-        status = path.stat()
+        status = beneath.status(path)
     except FileNotFoundError:
         return False
     return status.st_nlink > 1 or not status.st_mode & 0o222
 
 
+def _truncate(path: Path, nbytes: int) -> None:
+    descriptor = beneath.open_file(path, os.O_WRONLY)
+    try:
+        os.ftruncate(descriptor, nbytes)
+    finally:
+        os.close(descriptor)
+
+
 def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    descriptor = beneath.open_file(path, os.O_WRONLY)
     try:
         for offset, data in headers:
             _write_all(descriptor, data, offset)
@@ -198,13 +207,16 @@ def _runs(pages: Iterable[Page]) -> list[tuple[int, int]]:
 def _checked_status(path: Path, nbytes: int) -> FileStatus:
     state = "missing"
     try:
-        status = status_of(path)
+        status = beneath.status(path)
     except FileNotFoundError:
         pass
     else:
-        if status[0] >= nbytes:
-            return status
-        state = f"cut off ({status[0]} of {nbytes} bytes)"
+        if not stat.S_ISREG(status.st_mode):
+            state = "not a file"
+        elif status.st_size >= nbytes:
+            return status_of(path)
+        else:
+            state = f"cut off ({status.st_size} of {nbytes} bytes)"
     raise CheckpointError(
         f"{path}, a swap file of the run, is {state}: the run cannot go on. "
         "Say resume='discard' and load the last snapshot"

@@ -8,7 +8,6 @@ the bytes. The record is made with the file and never changes: whoever opens the
 from __future__ import annotations
 
 import errno
-import json
 import os
 import secrets
 import threading
@@ -17,11 +16,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from swapper import beneath, records
 from swapper.errors import ConfigError, IoError
 from swapper.io.files import OpenFile, OpenFiles, Segment
 
 STRIPE_BYTES = 4 << 20
 MOST_PATTERN = 64
+MOST_RECORD_BYTES = 4096
+FORMAT = 2
+_SHAPE = records.fields(
+    {
+        "format": records.exactly(FORMAT),
+        "id": records.text,
+        "index": records.whole(most=MOST_PATTERN - 1),
+        "stripe_bytes": records.whole(least=4096),
+        "pattern": records.listing(records.whole(most=MOST_PATTERN - 1), 1, MOST_PATTERN),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -89,26 +100,26 @@ def _error(pattern: Sequence[int], shares: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Record:
-    """What lies beside each part of a striped file, as JSON."""
+    """What lies beside each part of a striped file, as JSON with a checksum."""
 
     id: str
     index: int
     layout: Layout
 
-    def text(self) -> str:
-        layout = {"stripe_bytes": self.layout.stripe_bytes, "pattern": self.layout.pattern}
-        return json.dumps({"format": 1, "id": self.id, "index": self.index, **layout}) + "\n"
+    def data(self) -> bytes:
+        layout = {"stripe_bytes": self.layout.stripe_bytes, "pattern": list(self.layout.pattern)}
+        return records.seal({"format": FORMAT, "id": self.id, "index": self.index, **layout})
 
     @staticmethod
-    def parse(text: str) -> Record:
-        """Raises ValueError, KeyError or TypeError for anything that `text` could not have made."""
-        found = json.loads(text)
-        stripe_bytes, pattern = int(found["stripe_bytes"]), tuple(int(drive) for drive in found["pattern"])
-        if found["format"] != 1 or stripe_bytes < 4096 or stripe_bytes % 4096:
-            raise ValueError(f"format {found['format']}, stripes of {stripe_bytes} bytes")
-        if not 0 < len(pattern) <= MOST_PATTERN or min(pattern) < 0 or max(pattern) >= MOST_PATTERN:
+    def parse(data: bytes) -> Record:
+        """Raises ValueError for anything that `data` could not have made."""
+        found = records.unseal(data, _SHAPE)
+        stripe_bytes, pattern = found["stripe_bytes"], tuple(found["pattern"])
+        if stripe_bytes % 4096:
+            raise ValueError(f"stripes of {stripe_bytes} bytes")
+        if set(pattern) != set(range(max(pattern) + 1)):
             raise ValueError(f"the pattern {pattern}")
-        return Record(str(found["id"]), int(found["index"]), Layout(stripe_bytes, pattern))
+        return Record(found["id"], found["index"], Layout(stripe_bytes, pattern))
 
 
 class StripedFile:
@@ -210,7 +221,8 @@ class Stripes:
         for index, path in enumerate(paths):
             temporary = path.with_name(f"{path.name}.{identity}")
             try:
-                temporary.write_text(Record(identity, index, self._layout).text())
+                with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
+                    file.write(Record(identity, index, self._layout).data())
                 path.hardlink_to(temporary)  # never over another's
             except FileExistsError:
                 return  # somebody makes the same file: theirs is the one
@@ -222,8 +234,8 @@ class Stripes:
 
 def _read_record(path: Path) -> Record:
     try:
-        return Record.parse(path.read_text())
+        return Record.parse(beneath.read_small(path, MOST_RECORD_BYTES, follow=True))
     except OSError as error:
         raise IoError("open", str(path), 0, 0, error.errno or errno.EIO, "the record of a striped file") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise IoError("open", str(path), 0, 0, errno.EINVAL, f"it is no record of a striped file: {error!r}") from error
+    except ValueError as error:
+        raise IoError("open", str(path), 0, 0, errno.EINVAL, f"it is no record of a striped file: {error}") from error

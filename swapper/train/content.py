@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper import _C
+from swapper import _C, beneath
 from swapper.checkpoint.copying import Run, checksums_of
 from swapper.checkpoint.engines import all_over
 from swapper.core.layout import SectionPlan, TensorSpec
@@ -185,5 +185,5 @@ class CarriedContent:
 
     def _file(self, path: Path) -> Any:
         if path not in self._files:
-            self._files[path] = _C.File(str(path), read_only=True)
+            self._files[path] = beneath.open_for_transfers(path, read_only=True)
         return self._files[path]

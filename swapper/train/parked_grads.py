@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from swapper import beneath
 from swapper.errors import IoError
 from swapper.train.grad_home import Content
 from swapper.train.grads import Gradients
@@ -25,7 +26,7 @@ class ParkedGradients:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115
+        self._file = tempfile.TemporaryFile(dir=beneath.where(directory))  # noqa: SIM115
         self._places: dict[str, tuple[int, Content]] = {}
         self._end = 0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from swapper import _C
+from swapper import beneath
 from swapper.core.extents import Extents
 
 _numbers = count()
@@ -62,8 +62,8 @@ class ShelfFile:
     def _open(self) -> Any:
         if self._file is None:
             path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
-            self._file = _C.File(str(path), create=True)
-            path.unlink()
+            self._file = beneath.open_for_transfers(path, create=True)
+            beneath.unlink(path)
         return self._file
 
     def __del__(self) -> None:

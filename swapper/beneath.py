@@ -1,0 +1,182 @@
+"""Files of a run's directory, found beneath the very directory that was checked, whatever its path leads to by now.
+
+Whoever may write to a directory can put a link where a file is expected, or another directory where the run's was. So a run's
+directory is its user's alone to write. It is opened once, checked (`hold`), and what lies in it is opened, renamed and removed by
+its descriptor from then on. No link is followed, held or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import Any
+
+from swapper import _C
+from swapper.errors import DirectoryError
+
+_held: dict[Path, int] = {}
+"""Descriptors of the directories that runs of this process have open."""
+
+
+def hold(directory: Path) -> int:
+    """Open `directory`, check it, and have what lies in it found by the returned descriptor, until `release`.
+
+    Raises:
+        DirectoryError: it is a link or no directory, belongs to somebody else, or others may write to it.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise DirectoryError(
+            f"{directory} is a link, or no directory: a run's directory is made by swapper itself. Remove it, or choose another "
+            "directory"
+        ) from None
+    try:
+        _check(directory, os.fstat(descriptor))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    _held[directory] = descriptor
+    return descriptor
+
+
+def release(directory: Path) -> None:
+    """What lies in `directory` is found by its path again."""
+    descriptor = _held.pop(directory, None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _check(directory: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise DirectoryError(
+            f"{directory} belongs to {_name_of(status.st_uid)}, who could change what the run has in it: remove it, or choose "
+            "another directory"
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise DirectoryError(
+            f"others may write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}), and change what the run has in it: look "
+            f"at what is there, then `chmod go-w {directory}`"
+        )
+
+
+def _name_of(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _at(path: Path) -> tuple[str | Path, int | None]:
+    descriptor = _held.get(path.parent)
+    return (path, None) if descriptor is None else (path.name, descriptor)
+
+
+# --- as the functions of os of these names ------------------------------------------------------------------------------
+
+
+def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
+    name, directory = _at(path)
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=directory)
+
+
+def create_file(path: Path, mode: int = 0o600) -> int:
+    """Open a new file to write it; what was there goes."""
+    unlink(path)
+    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+
+
+def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> Any:
+    """Open a file for the engine; a `swapper._C.File`."""
+    return _C.File(str(path), create=create, read_only=read_only, at=_held.get(path.parent, -1))
+
+
+def where(directory: Path) -> Path:
+    """Return a path by which `directory` is found, for those who need a path."""
+    return Path(f"/proc/self/fd/{_held[directory]}") if directory in _held else directory
+
+
+def unlink(path: Path) -> None:
+    """Remove a file, if there is one."""
+    name, directory = _at(path)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory)
+
+
+def rename(path: Path, to: Path) -> None:
+    (name, directory), (new_name, new_directory) = _at(path), _at(to)
+    os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=new_directory)
+
+
+def link(path: Path, to: Path) -> None:
+    """Give a file another name."""
+    (name, directory), (new_name, new_directory) = _at(path), _at(to)
+    os.link(name, new_name, src_dir_fd=directory, dst_dir_fd=new_directory, follow_symlinks=False)
+
+
+def status(path: Path) -> os.stat_result:
+    name, directory = _at(path)
+    return os.stat(name, dir_fd=directory, follow_symlinks=False)
+
+
+def make_read_only(path: Path) -> None:
+    """Nobody may write to it. Of a run's file, which nobody else can exchange meanwhile."""
+    descriptor = open_file(path, os.O_RDONLY)
+    try:
+        os.fchmod(descriptor, 0o400)
+    finally:
+        os.close(descriptor)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is something of that name, a dangling link too."""
+    try:
+        status(path)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def files(directory: Path) -> list[Path]:
+    """Return the paths of what lies in `directory`, sorted."""
+    return sorted(directory / name for name in os.listdir(_held.get(directory, directory)))  # noqa: PTH208
+
+
+def sync(directory: Path) -> None:
+    """Have the drive keep which files there are."""
+    descriptor = (
+        os.open(".", os.O_RDONLY, dir_fd=_held[directory]) if directory in _held else os.open(directory, os.O_RDONLY)
+    )
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_small(path: Path, most_bytes: int, follow: bool = False) -> bytes:
+    """Return what a small file has.
+
+    Args:
+        most_bytes: a larger one is not what it claims to be.
+        follow: links, of files that are not a run's.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a file, or too large.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for somebody to write
+    descriptor = os.open(path, flags) if follow else open_file(path, flags)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is not a file")
+        if found.st_size > most_bytes:
+            raise ValueError(f"it has {found.st_size} bytes, and at most {most_bytes} make sense")
+        return file.read(most_bytes + 1)

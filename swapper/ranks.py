@@ -1,0 +1,228 @@
+"""The ranks of a job that train together: they begin from the same commit, and commit such that one of them can always go back.
+
+[Note: one step for all ranks] A rank is killed at any instant, and the others are then somewhere else. So each rank keeps two
+commits on disk: the one that all ranks have ("agreed"), and its own last one. Before a rank writes anything of the next step it
+waits until all ranks have told which commit is their last (`compare`, once a step). If that is the same for all, it is the agreed
+one from then on, and the one before is dropped, since the pages that it names are about to be overwritten; if not, the one before
+stays, and with it its files. So at every instant there is a commit that all ranks have, whole. Whoever begins again compares what
+all have (`choose`), takes the newest common one, and a rank that is ahead goes back to it.
+
+[Note: a group of its own] What ranks tell each other goes through a gloo group that is swapper's alone, on the CPU: its calls never
+mix with those of the user's groups, whose order is the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from swapper.errors import DirectoryError, StateError, SwapperError
+
+RANKS_CHOICES = ("together", "alone")
+
+CommitId = tuple[int, int]
+"""A step, and how often parameters were changed from outside since."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has to go on from.
+
+    Attributes:
+        place: the host and the rank's directory, for a person.
+        resume: what the user says is to be done with it.
+        job: the run's, which all its ranks share; "" where there is none.
+        commits: those that it can go on from, the newest first.
+    """
+
+    place: str
+    resume: str
+    job: str
+    commits: tuple[CommitId, ...]
+
+    def describe(self) -> str:
+        if not self.commits:
+            return f"no commit ({self.place})"
+        return f"{' or '.join(describe(commit) for commit in self.commits)} ({self.place})"
+
+
+def describe(commit: CommitId) -> str:
+    step, edits = commit
+    return f"step {step}" + (f", changed {edits} times since" if edits else "")
+
+
+def choose(held: Sequence[Held]) -> CommitId | None:
+    """Return the newest commit that all ranks have; None where all begin anew: there is none, or only of step 0. Pure.
+
+    Raises:
+        DirectoryError: ranks do not fit together; says which has what.
+    """
+    if len({each.resume for each in held}) > 1:
+        raise DirectoryError(
+            _mismatch("resume= differs from rank to rank", [each.resume for each in held], "say the same on all")
+        )
+    common = set.intersection(*(set(each.commits) for each in held))
+    has_begun = any(step > 0 for each in held for step, _ in each.commits)
+    jobs = {each.job for each in held}
+    if not has_begun and (not common or len(jobs) > 1):
+        return None  # killed before all ranks had their first commit
+    remedy = (
+        "put the missing directories back (each rank goes on from its own), or load a snapshot with resume='discard', which throws "
+        "all of them away"
+    )
+    descriptions = [each.describe() for each in held]
+    if any(not each.commits for each in held):
+        raise DirectoryError(
+            _mismatch("some ranks have no run to go on from, and others have one", descriptions, remedy)
+        )
+    if len(jobs) > 1:
+        runs = [f"run {each.job or 'of one rank alone'}, {each.describe()}" for each in held]
+        raise DirectoryError(_mismatch("the ranks' directories are of different runs", runs, remedy))
+    if not common:
+        raise DirectoryError(_mismatch("there is no step that all ranks can go on from", descriptions, remedy))
+    return max(common)
+
+
+def _mismatch(what: str, by_rank: Sequence[str], remedy: str) -> str:
+    lines = "\n".join(f"- rank {rank}: {text}" for rank, text in enumerate(by_rank))
+    return f"{what}:\n{lines}\n{remedy[0].upper()}{remedy[1:]}"
+
+
+class Ranks:
+    """This process's place among those that train together. Owns their group from construction until `close`.
+
+    Args:
+        rank, size: the place, and how many there are.
+        group: of torch.distributed, over all ranks; None: this process is for itself, whatever its number.
+        is_early: torch.distributed is not initialized yet, if it will be.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, *, is_early: bool = False) -> None:
+        self.rank = rank
+        self.size = size
+        self._is_early = is_early
+        self._group = group
+
+    @classmethod
+    def find(cls, how: str = "together") -> Ranks:
+        """Return this process's: by torch.distributed where that is initialized, else by the environment's RANK and WORLD_SIZE.
+
+        Args:
+            how: "together", or "alone": each rank is a run for itself.
+
+        Raises:
+            StateError: the other ranks do not come.
+        """
+        if not _is_initialized():
+            rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+            return cls(rank, size, is_early=how == "together")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        if how == "alone" or size == 1:
+            return cls(rank, size)
+        with _explained("make a SwapManager"):
+            return cls(rank, size, dist.new_group(backend="gloo"))
+
+    @property
+    def are_together(self) -> bool:
+        return self._group is not None
+
+    def own_name(self, path: Path) -> Path:
+        """Return the name of this rank's file, where all ranks are given one `path` for it: that of the first is `path` itself."""
+        named = re.search(rf"rank[-_]?{self.rank}(?!\d)", str(path))
+        if not self.are_together or self.rank == 0 or named:
+            return path
+        return path.with_name(f"{path.stem}.rank-{self.rank}-of-{self.size}{path.suffix}")
+
+    def check_still_so(self) -> None:
+        """Raise StateError where ranks could be together by now, and were not when the manager was made."""
+        if self._is_early and _is_initialized() and dist.get_world_size() > 1:
+            raise StateError(
+                "torch.distributed was initialized after the SwapManager was made, so ranks did not agree on the step that they "
+                "go on from: call init_process_group first, or say ranks='alone'"
+            )
+
+    def gather(self, mine: T, what: str) -> list[T]:
+        """Return what all ranks give, by rank. All ranks call it.
+
+        Args:
+            what: they are about to do, for an error.
+
+        Raises:
+            StateError: a rank does not come.
+        """
+        if self._group is None:
+            return [mine]
+        found: list[Any] = [None] * self.size
+        with _explained(what):
+            dist.all_gather_object(found, mine, group=self._group)
+        return found
+
+    def settle(self, what: str, find: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
+        """Do `find` on all ranks: where it fails on one, it fails on all, and nobody waits for that one.
+
+        Returns:
+            What it gave here, and what `tell` makes of that on each rank.
+
+        Raises:
+            StateError: it has failed on another rank; says on which and why. Its own error, where it has failed here.
+        """
+        if self._group is None:
+            found = find()
+            return found, [tell(found)]
+        try:
+            found = find()
+            told = True, tell(found)
+        except SwapperError as error:
+            self.gather((False, str(error)), what)
+            raise
+        answers = self.gather(told, what)
+        failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]
+        if failed:
+            raise StateError(f"another rank could not {what}, so this one does not either: {'; '.join(failed)}")
+        return found, [answer for _, answer in answers]
+
+    def compare(self, numbers: Sequence[int], what: str) -> list[tuple[int, ...]]:
+        """Return the numbers that each rank gives; as `gather`, and quicker."""
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with _explained(what):
+            dist.all_gather(found, mine, group=self._group)
+        return [tuple(each.tolist()) for each in found]
+
+    def close(self) -> None:
+        """Let the group go. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None and _is_initialized():
+            with contextlib.suppress(ValueError, RuntimeError):  # gone with the user's own
+                dist.destroy_process_group(group)
+
+
+def host_name() -> str:
+    return socket.gethostname()
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Any:
+    try:
+        yield
+    except RuntimeError as error:
+        raise StateError(
+            f"another rank did not come to {what}: it has ended, or takes another way ({error}). Begin all ranks again with "
+            "resume='auto': they go on from the newest step that all have. Where each is a run of its own, say "
+            "SwapManager(ranks='alone')"
+        ) from error

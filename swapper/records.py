@@ -1,0 +1,197 @@
+"""Small files that nobody vouches for: their JSON, their checksums, and the shapes that they are believed in.
+
+A shape is a function that raises ValueError for a value that has another one. `fields`, `listing` and `mapping` make shapes of
+shapes; the error then says where in the whole the wrong part is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Shape = Callable[[Any], None]
+
+MOST_RECORD_BYTES = 64 << 20
+"""Of a record as JSON: a list of a hundred thousand names takes 25 MB."""
+MOST_NAME_BYTES = 255
+"""Of a file's name, on every filesystem of Linux."""
+
+
+def parse_json(data: bytes) -> Any:
+    """Return what `data`, JSON in UTF-8, says. Raises ValueError for what is not JSON, or has a key twice at any depth."""
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_object_of, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"it has the key {name[:80]!r} twice")
+        found[name] = value
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# --- records with a checksum ----------------------------------------------------------------------------------------------
+
+
+def seal(content: Mapping[str, Any]) -> bytes:
+    """Return `content` as JSON, with the CRC-32 of the rest."""
+    return _text_of({**content, "crc32": zlib.crc32(_text_of(content))})
+
+
+def unseal(data: bytes, shape: Shape) -> dict[str, Any]:
+    """Return what `seal` was given. Raises ValueError unless `data` is what it made, and of that shape."""
+    found = parse_json(data)
+    if not isinstance(found, dict) or "crc32" not in found:
+        raise ValueError("it is not a record with a checksum")
+    if found.pop("crc32") != zlib.crc32(_text_of(found)):
+        raise ValueError("its bytes have not the CRC-32 that they were written with")
+    shape(found)
+    return found
+
+
+def _text_of(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, sort_keys=True) + "\n").encode()
+
+
+# --- shapes ---------------------------------------------------------------------------------------------------------------
+
+
+def anything(value: Any) -> None:
+    """Any value."""
+
+
+def exactly(expected: Any) -> Shape:
+    """This very value."""
+
+    def check(value: Any) -> None:
+        if type(value) is not type(expected) or value != expected:
+            raise ValueError(f"it is {_short(value)}, not {expected!r}")
+
+    return check
+
+
+def whole(least: int = 0, most: int = (1 << 63) - 1) -> Shape:
+    """An integer within bounds, both included."""
+
+    def check(value: Any) -> None:
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"it is {_short(value)}, not a whole number from {least} to {most}")
+
+    return check
+
+
+def positive(value: Any) -> None:
+    """A finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"it is {_short(value)}, not a number above 0")
+
+
+def text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"it is {_short(value)}, not text")
+
+
+def path(value: Any) -> None:
+    """What can be a file's path."""
+    text(value)
+    if (
+        not value
+        or "\0" in value
+        or any(len(part.encode(errors="replace")) > MOST_NAME_BYTES for part in value.split("/"))
+    ):
+        raise ValueError(f"it is {_short(value)}, not a path")
+
+
+def name(value: Any) -> None:
+    """The plain name of a file beside the record."""
+    path(value)
+    if "/" in value or value in (".", ".."):
+        raise ValueError(f"it is {_short(value)}, not the plain name of a file beside it")
+
+
+def nullable(shape: Shape) -> Shape:
+    """None too."""
+    return lambda value: None if value is None else shape(value)
+
+
+def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
+    """A list of so many of a shape."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):
+            raise ValueError(f"it is {_short(value)}, not a list of {least} entries or more")
+        for number, each in enumerate(value):
+            _within(f"[{number}]", shape, each)
+
+    return check
+
+
+def row(*shapes: Shape) -> Shape:
+    """A list or tuple of one of each shape, in order."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, list | tuple) or len(value) != len(shapes):
+            raise ValueError(f"it is {_short(value)}, not {len(shapes)} entries")
+        for number, (shape, each) in enumerate(zip(shapes, value, strict=True)):
+            _within(f"[{number}]", shape, each)
+
+    return check
+
+
+def mapping(keys: Shape, values: Shape) -> Shape:
+    """A dictionary from any of a shape to any of another one."""
+
+    def check(value: Any) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"it is {_short(value)}, not a dictionary")
+        for key, each in value.items():
+            keys(key)
+            _within(f"[{_short(key)}]", values, each)
+
+    return check
+
+
+def fields(required: Mapping[str, Shape], optional: Mapping[str, Shape] | None = None) -> Shape:
+    """A dictionary with these keys, each with its shape, and no others."""
+    known = {**required, **(optional or {})}
+
+    def check(value: Any) -> None:
+        if not isinstance(value, dict):
+            raise ValueError(f"it is {_short(value)}, not a dictionary")
+        for key in value:
+            if not isinstance(key, str) or key not in known:
+                raise ValueError(f"nothing is known of {_short(key)}")
+        for key, shape in known.items():
+            if key in value:
+                _within(key, shape, value[key])
+            elif key in required:
+                raise ValueError(f"{key} is missing")
+
+    return check
+
+
+def _within(place: str, shape: Shape, value: Any) -> None:
+    try:
+        shape(value)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+
+
+def _short(value: Any) -> str:
+    """Return how a value looks, in bounded time. What is nested is named by its type."""
+    if isinstance(value, str):
+        return repr(value[:80])
+    if isinstance(value, int) and not -(1 << 64) < value < 1 << 64:
+        return "a large number"
+    return repr(value) if value is None or isinstance(value, bool | int | float) else f"a {type(value).__name__}"

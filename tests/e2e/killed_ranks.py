@@ -1,0 +1,209 @@
+"""A job of several ranks that is killed again and again, as a program: they train by DDP, some are killed, all begin again.
+
+Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS]. As killed_run.py, whose model it trains: the parent has torch imported and
+forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
+of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and end.
+One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
+snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch's DDP that nobody killed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from e2e.killed_run import BUDGET, LONGEST_DELAY_S, WORDS, batch, fork, make
+from swapper.checkpoint.verify import verify
+
+STEPS = 9
+CHANGED_STEPS = (2, 5, 6)
+"""After which parameters are changed by hand."""
+SNAPSHOT_STEPS = (3, 5, 7)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = make(dropout=0.1)[0]
+        self.sometimes = nn.Linear(WORDS, WORDS)
+        self.number = 0
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        logits = self.usual(words)
+        return logits + self.sometimes(logits) if self.number % 2 else logits
+
+
+def prepare(rank: int) -> tuple[Model, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    torch.manual_seed(100 + rank)  # dropout is each rank's own
+    return model, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def step(model: Model, wrapped: nn.Module, optimizer: Any, number: int) -> float:
+    model.number = number
+    words = batch(number * dist.get_world_size() + dist.get_rank())
+    loss = cross_entropy(wrapped(words).view(-1, WORDS), words.view(-1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def change(model: Model) -> None:
+    with torch.no_grad():
+        model.usual[1].weight.mul_(0.5)
+        model.sometimes.bias.add_(1)
+
+
+def joined(rank: int, size: int, meeting: Path, work: Callable[[], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    work()
+    dist.destroy_process_group()
+
+
+def plain(directory: Path) -> None:
+    model, wrapped, optimizer = prepare(dist.get_rank())
+    losses = []
+    for number in range(STEPS):
+        losses.append(step(model, wrapped, optimizer, number))
+        if number + 1 in CHANGED_STEPS:
+            change(model)
+    torch.save((losses, model.state_dict(), optimizer.state_dict()), directory / f"plain-{dist.get_rank()}.pt")
+
+
+def run(directory: Path, tick: Callable[[], Any], update: str, snapshots: str) -> None:
+    """Train to the end, from wherever the ranks can."""
+    rank = dist.get_rank()
+    model, wrapped, optimizer = prepare(rank)
+    for module in model.modules():
+        if not list(module.children()):
+            module.register_forward_hook(lambda *_: tick() and None)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda _: tick() and None)
+    with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True) as manager:
+        _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme", update=update)
+        tick()
+        with (directory / f"losses-{rank}").open("a") as log:
+            while True:
+                if manager.step in CHANGED_STEPS and manager.extra.get("changed") != manager.step:
+                    with manager.gather(model, write=True):
+                        change(model)
+                    manager.extra["changed"] = manager.step
+                takes = snapshots == "all" or (snapshots == "first" and rank == 0)
+                if takes and manager.step in SNAPSHOT_STEPS:
+                    try:
+                        manager.snapshot(directory / f"step-{manager.step}.pt")
+                    except swapper.CheckpointError as error:
+                        assert "exists already" in str(error)
+                tick()
+                if manager.step == STEPS:
+                    break
+                number = manager.step
+                log.write(f"{number} {step(model, wrapped, optimizer, number).hex()}\n")
+                log.flush()
+        try:
+            manager.snapshot(directory / "final.pt")
+        except swapper.CheckpointError as error:
+            assert "exists already" in str(error)
+
+
+def check(directory: Path, size: int) -> None:
+    """Assert that the ranks, which have come to their end, are where plain torch is."""
+    for rank in range(size):
+        losses, model, optimizer = torch.load(directory.parent / f"plain-{rank}.pt", weights_only=True)
+        seen = [line.split() for line in (directory / f"losses-{rank}").read_text().splitlines()]
+        for number, loss in seen:
+            assert float.fromhex(loss) == losses[int(number)], f"rank {rank}: step {number} differs after a kill"
+        assert {int(number) for number, _ in seen} == set(range(STEPS))
+        name = "final.pt" if rank == 0 else f"final.rank-{rank}-of-{size}.pt"
+        final = torch.load(directory / name, weights_only=True)
+        assert final["swapper"]["step"] == STEPS
+        for key, value in model.items():
+            assert torch.equal(final["model"][f"module.{key}"], value), f"rank {rank}: {key} differs after kills"
+        for index, state in optimizer["state"].items():
+            for key, value in state.items():
+                assert torch.equal(final["optimizer"]["state"][index][key], value), f"rank {rank}: {key} differs"
+    for path in directory.glob("*.pt"):
+        assert verify(path)[0].faults == [], path
+
+
+def run_and_kill(directory: Path, size: int, chance: random.Random, **options: Any) -> bool:
+    """Start all ranks and kill some of them after some ticks. Returns True if one was killed, False if all came to their end."""
+    reader, writer = os.pipe()
+    meeting = directory / f"meeting-{chance.random()}"
+    ranks = []
+    for rank in range(size):
+
+        def work(rank: int = rank) -> None:
+            os.close(reader)
+            os.dup2(os.open(directory / f"errors-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+            joined(rank, size, meeting, lambda: run(directory, lambda: os.write(writer, b"t"), **options))
+
+        ranks.append(fork(work))
+    os.close(writer)
+    after = chance.randrange(1, 250)
+    while after > 0 and (seen := os.read(reader, after)):
+        after -= len(seen)
+    os.close(reader) if after else None
+    victims: list[int] = []
+    if not after:
+        time.sleep(LONGEST_DELAY_S * chance.random())  # chance, not synchronisation
+        victims = chance.sample(ranks, chance.randrange(1, size + 1))
+        for victim in victims:
+            os.kill(victim, signal.SIGKILL)
+        if chance.randrange(2):
+            time.sleep(LONGEST_DELAY_S * chance.random())
+            for rank in ranks:
+                os.kill(rank, signal.SIGKILL)
+        while os.read(reader, 4096):  # the others find out, and end
+            pass
+        os.close(reader)
+    statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
+    if not victims and any(statuses):
+        raise SystemExit("a rank failed: " + "".join(p.read_text() for p in sorted(directory.glob("errors-*"))))
+    return bool(victims)
+
+
+def main(directory: Path, seed: int, kills: int, size: int = 2) -> None:
+    torch.set_num_threads(1)
+    for module in ("swapper.manager", "torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+        importlib.import_module(module)  # here and not in every child: DDP does
+    plain_ranks = [
+        fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory))) for r in range(size)
+    ]
+    assert sum(os.waitpid(rank, 0)[1] for rank in plain_ranks) == 0
+    chance = random.Random(seed)
+    killed = jobs = 0
+    while killed < kills:
+        place = directory / f"job-{jobs}"
+        place.mkdir()
+        snapshots = chance.choice(("none", "first", "all"))
+        while run_and_kill(place, size, chance, update=chance.choice(("step", "deferred")), snapshots=snapshots):
+            killed += 1
+        check(place, size)
+        shutil.rmtree(place)
+        jobs += 1
+        print(f"{killed} kills", file=sys.stderr, flush=True)
+    print(f"{killed} kills, {jobs} jobs of {size} ranks, all exact")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,111 @@
+"""Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
+
+Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them: steps (how
+many more to take), resume, ranks, memory, every, snapshot (a path). "killed=RANK": that rank is killed right before the commit of
+its last step gets its name. "plain": without DDP. "late": torch.distributed is initialized after the manager was made.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from e2e.killed_run import fork
+from e2e.models import Net, train_step
+from swapper.checkpoint import committer
+
+
+class Orders:
+    def __init__(self, rank: int, given: list[str]) -> None:
+        self.rank = rank
+        self._given = [order.partition("=")[::2] for order in given]
+
+    def all(self, name: str) -> list[str]:
+        values = [value.rpartition(":")[::2] for key, value in self._given if key == name]
+        return [value.format(rank=self.rank) for of, value in values if of in ("", str(self.rank))]
+
+    def one(self, name: str, default: Any = None) -> Any:
+        return (self.all(name) or [default])[-1]
+
+    def is_said(self, name: str) -> bool:
+        return any(key == name and value in ("", str(self.rank)) for key, value in self._given)
+
+
+def say(rank: int, what: str) -> None:
+    os.write(1, f"rank {rank}: {what}\n".replace("\n", " | ", what.count("\n")).encode())
+
+
+def die_before_commit(rank: int, begun: int, step: int) -> None:
+    publish = committer.publish_commit
+
+    def killed(directory: Path, data: bytes, *more: Any) -> None:
+        from swapper.checkpoint.commit import read_commit
+
+        last = read_commit(directory)
+        if (-1 if last is None else last.step) == step - 1:
+            say(rank, f"began at {begun}, killed before commit {step}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        publish(directory, data, *more)
+
+    committer.publish_commit = killed
+
+
+def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str]) -> None:
+    orders = Orders(rank, given)
+    join = {"init_method": f"file://{meeting}", "rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
+    is_late = orders.is_said("late")
+    if is_late:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+    else:
+        dist.init_process_group("gloo", **join)
+    options = {"resume": orders.one("resume", "auto"), "ranks": orders.one("ranks", "together")}
+    every = orders.one("every", "free")
+    memory = orders.one("memory", "32MiB")
+    options["commit_every"] = every if every == "free" else int(every)
+    torch.manual_seed(0)
+    model = Net(depth=1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    try:
+        manager = swapper.SwapManager(directory, host_memory=memory, **options)
+        begun = manager.step
+        if is_late:
+            dist.init_process_group("gloo", **join)
+        wrapped: Any = model if orders.is_said("plain") or size == 1 else DistributedDataParallel(model)
+        steps = int(orders.one("steps", 0))
+        if orders.is_said("killed"):
+            die_before_commit(rank, begun, begun + steps)
+        with manager:
+            _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme")
+            for _ in range(steps):
+                train_step(wrapped, optimizer)
+            for path in orders.all("snapshot"):
+                manager.snapshot(path).result()
+        say(rank, f"began at {begun}, ended at {manager.step}")
+    except swapper.SwapperError as error:
+        say(rank, f"{type(error).__name__}: {error}")
+        os._exit(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def main(directory: Path, size: int, given: list[str]) -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        meeting = Path(scratch) / "meeting"
+        ranks = [fork(lambda rank=rank: work(rank, size, directory, meeting, given)) for rank in range(size)]
+        statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
+    raise SystemExit(any(os.WIFEXITED(status) and os.WEXITSTATUS(status) for status in statuses))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,178 @@
+"""Ranks that train together go on from one step, whatever was killed when; what does not fit together is named, on every rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import swapper
+from e2e import killed_ranks, ranks_run
+from e2e.processes import run_python
+from swapper.ranks import CommitId, Held, choose
+
+
+def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True) -> list[str]:
+    """Run `orders` (see ranks_run.py) on all ranks at once. Returns what each said, by rank."""
+    done = run_python(Path(ranks_run.__file__), directory, size, *orders)
+    assert (done.returncode == 0) == ok, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    return sorted(said)
+
+
+def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(killed_ranks.__file__), tmp_path, 5, 6)
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_a_rank_that_is_ahead_goes_back_to_the_step_that_all_have(tmp_path: Path) -> None:
+    assert launch(tmp_path, "steps=3", "killed=1") == [
+        "rank 0: began at 0, ended at 3",
+        "rank 1: began at 0, killed before commit 3",
+    ]
+    assert launch(tmp_path, "steps=1") == ["rank 0: began at 2, ended at 3", "rank 1: began at 2, ended at 3"]
+
+
+def test_killed_before_all_have_their_first_commit_all_begin_anew(tmp_path: Path) -> None:
+    assert launch(tmp_path, "steps=0", "killed=1") == [
+        "rank 0: began at 0, ended at 0",
+        "rank 1: began at 0, killed before commit 0",
+    ]
+    assert launch(tmp_path, "steps=1") == ["rank 0: began at 0, ended at 1", "rank 1: began at 0, ended at 1"]
+
+
+def test_a_rank_without_its_run_is_named_on_all(tmp_path: Path) -> None:
+    launch(tmp_path, "steps=2")
+    kept = tmp_path / "rank-1-of-2"
+    kept.rename(tmp_path / "elsewhere")
+    for said in launch(tmp_path, ok=False):
+        assert "DirectoryError" in said and "some ranks have no run to go on from" in said
+        assert "rank 0: step 2" in said and "rank 1: no commit" in said and "Put the missing directories back" in said
+    shutil.rmtree(kept)
+    (tmp_path / "elsewhere").rename(kept)
+    assert launch(tmp_path)[1] == "rank 1: began at 2, ended at 2"
+
+
+def test_directories_of_two_runs_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        launch(tmp_path / name, "steps=1")
+    shutil.rmtree(tmp_path / "a" / "rank-1-of-2")
+    (tmp_path / "b" / "rank-1-of-2").rename(tmp_path / "a" / "rank-1-of-2")
+    for said in launch(tmp_path / "a", ok=False):
+        assert "DirectoryError" in said and "different runs" in said
+
+
+def test_a_directory_of_another_rank_is_named(tmp_path: Path) -> None:
+    launch(tmp_path, "steps=1")
+    for old, new in (("0", "x"), ("1", "0"), ("x", "1")):
+        (tmp_path / f"rank-{old}-of-2").rename(tmp_path / f"rank-{new}-of-2")
+    for said in launch(tmp_path, ok=False):
+        assert "DirectoryError" in said and "holds the run of rank" in said
+
+
+@pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
+def test_another_number_of_ranks_is_refused(before: int, now: int, tmp_path: Path) -> None:
+    launch(tmp_path, "steps=1", size=before)
+    for resume in ("auto", "error"):
+        for said in launch(tmp_path, f"resume={resume}", size=now, ok=False):
+            assert (
+                "DirectoryError" in said and f"holds a run of {before} rank" in said and f"this job has {now}" in said
+            )
+    assert not list(tmp_path.glob(f"rank-*-of-{now}"))
+    assert launch(tmp_path, "resume=discard", "steps=1", size=now)[0] == "rank 0: began at 0, ended at 1"
+    assert launch(tmp_path, "steps=1", size=now)[0] == "rank 0: began at 1, ended at 2"
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    said = launch(tmp_path, "memory=1:64KiB", ok=False)
+    assert "StateError" in said[0] and "rank 1: " in said[0] and "could not manager.offload" in said[0]
+    assert "BudgetError" in said[1]
+    (tmp_path / "rank-0-of-2" / "lock").unlink()
+    (tmp_path / "rank-0-of-2" / "lock").mkdir()
+    said = launch(tmp_path, ok=False)
+    assert "DirectoryError" in said[0]
+    assert "StateError" in said[1] and "rank 0: " in said[1] and "could not open its directory" in said[1]
+
+
+def test_ranks_that_would_commit_at_different_steps_are_refused(tmp_path: Path) -> None:
+    for said in launch(tmp_path, "every=1:2", ok=False):
+        assert "ConfigError" in said and "rank 0 every 1 steps; rank 1 every 2 steps" in said
+
+
+def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
+    for said in launch(tmp_path, "resume=1:discard", ok=False):
+        assert "DirectoryError" in said and "- rank 0: auto\n- rank 1: discard" in said.replace(" | ", "\n")
+
+
+def test_a_rank_that_ended_is_noticed(tmp_path: Path) -> None:
+    said = launch(tmp_path, "steps=1:3", "plain", ok=False)
+    assert said[0] == "rank 0: began at 0, ended at 0"
+    assert "StateError" in said[1] and "another rank did not come to step 1" in said[1]
+
+
+def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:
+    assert launch(tmp_path, "steps=1:3", "plain", "ranks=alone") == [
+        "rank 0: began at 0, ended at 0",
+        "rank 1: began at 0, ended at 3",
+    ]
+
+
+def test_distributed_that_is_initialized_too_late_is_refused(tmp_path: Path) -> None:
+    for said in launch(tmp_path, "late", ok=False):
+        assert "StateError" in said and "call init_process_group first" in said
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_each_rank_has_a_snapshot_of_its_own(size: int, tmp_path: Path) -> None:
+    launch(tmp_path, "steps=1", f"snapshot={tmp_path / 'x.pt'}", f"snapshot={tmp_path / 'rank{rank}.pt'}", size=size)
+    names = [f"x.rank-{rank}-of-{size}.pt" for rank in range(1, size)] + [f"rank{rank}.pt" for rank in range(size)]
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == sorted(["x.pt", *names])
+
+
+# --- which step -------------------------------------------------------------------------------------------------------
+
+
+def held(*commits: Sequence[CommitId], jobs: Sequence[str] = ()) -> list[Held]:
+    named = jobs or ["job"] * len(commits)
+    return [Held("here", "auto", job, tuple(each)) for job, each in zip(named, commits, strict=True)]
+
+
+@given(
+    st.integers(1, 5), st.lists(st.sampled_from(["behind", "ahead", "at"]), min_size=1, max_size=5), st.integers(0, 2)
+)
+def test_the_newest_common_step_is_chosen(step: int, where: list[str], edits: int) -> None:
+    """Of all that may be on disk by the protocol: no rank is more than one commit ahead, and that one has the one before."""
+    commits = {"behind": [(step, 0)], "at": [(step, 0), (step - 1, 0)], "ahead": [(step, edits + 1), (step, 0)]}
+    found = choose(held(*(commits[each] for each in where)))
+    assert found == ((step, edits + 1) if set(where) == {"ahead"} else (step, 0))
+
+
+@pytest.mark.parametrize(
+    "commits, jobs, expected",
+    [
+        ([[], []], "ab", None),
+        ([[(0, 0)], []], "ab", None),
+        ([[(0, 0)], [(0, 0)]], "ab", None),
+        ([[(0, 0)], [(0, 0)]], "aa", (0, 0)),
+        ([[(1, 0), (0, 0)], [(0, 0)]], "aa", (0, 0)),
+        ([[(1, 0), (0, 0)], []], "ab", "have no run"),
+        ([[(3, 0), (2, 0)], [(5, 0), (4, 0)]], "aa", "no step that all ranks"),
+        ([[(3, 0)], [(3, 1)]], "aa", "no step that all ranks"),
+        ([[(3, 0)], [(3, 0)]], "ab", "different runs"),
+    ],
+)
+def test_what_ranks_have_is_one_of_these(
+    commits: list[list[CommitId]], jobs: str, expected: CommitId | str | None
+) -> None:
+    found = held(*commits, jobs=list(jobs))
+    if isinstance(expected, str):
+        with pytest.raises(swapper.DirectoryError, match=expected):
+            choose(found)
+    else:
+        assert choose(found) == expected
