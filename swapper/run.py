@@ -215,7 +215,7 @@ class Run:
         """Go on from a commit: sections and settings have what it says."""
         restore(record, self.sections, self._backing.store, self._backing.pool)
         self.pager.back_cold_pages()
-        self.model.undoing.restore_settings(record.param_groups)
+        self.model.restore_groups(record.param_groups, record.members)
         self.model.optimizer_state.entries.unpack(record.state_entries)
 
     @property

@@ -64,6 +64,7 @@ class CommitRecord:
         rng: states of the random number generators, where that was asked for.
         lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
             in nanoseconds.
+        members: for each of the optimizer's groups the names of its parameters, in order; None where they are those of the script.
     """
 
     step: int
@@ -81,6 +82,7 @@ class CommitRecord:
     extra: dict[str, Any]
     rng: dict[str, Any] | None
     lent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    members: list[list[str]] | None = None
 
 
 def files_of(record: CommitRecord) -> frozenset[int]:
@@ -223,6 +225,15 @@ def check_trained(record: CommitRecord, parameters: Collection[str], trained: Co
         )
 
 
+def check_group_count(record: CommitRecord, count: int) -> None:
+    """Raise CheckpointError unless the optimizer has as many groups as the record."""
+    if count != len(record.param_groups):
+        raise CheckpointError(
+            f"at step {record.step} the optimizer of the directory's run has {len(record.param_groups)} param_groups, and this one "
+            f"has {count}: add or remove groups before manager.offload, as the run did later"
+        )
+
+
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
     """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
     ours, theirs = describe_plans(plans), record.plans
@@ -245,6 +256,7 @@ __all__ = [
     "CommitRecord",
     "SectionRecord",
     "boot_id",
+    "check_group_count",
     "check_same",
     "check_state",
     "check_trained",

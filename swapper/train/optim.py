@@ -48,7 +48,6 @@ class PagedOptimizer(Optimizer):
         self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
-        self.param_groups = original.param_groups
         self._original = original
         self._run_step = run_step
         self._train_more = train_more
@@ -59,6 +58,18 @@ class PagedOptimizer(Optimizer):
         """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
         self._owner = owner
         self.state = {} if owner is None else owner.view  # type: ignore[assignment]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The original's: to be edited as in plain torch, see train/membership.py."""
+        return self._original.param_groups if hasattr(self, "_original") else vars(self)["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_original"):
+            self._original.param_groups = groups
+        else:
+            vars(self)["param_groups"] = groups
 
     @property
     def _bound(self) -> StateOwner:
@@ -163,7 +174,8 @@ def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     packed = []
     start = 0
     for group in param_groups:
-        count = len(group["params"])
+        members = group.get("params")
+        count = len(members) if isinstance(members, list | tuple) else 0  # what is neither is refused at the step
         settings = {key: value for key, value in group.items() if key != "params"}
         packed.append({**settings, "params": list(range(start, start + count))})
         start += count

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from swapper.core.pager import Pager
 from swapper.core.schedule import Access
@@ -21,6 +20,7 @@ from swapper.train.entrance import Entrance
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.inventory import Inventory
 from swapper.train.kept_state import KeptState
+from swapper.train.membership import Membership
 from swapper.train.on_device import OnDevice
 from swapper.train.slices import Place
 from swapper.train.state_dicts import StateDicts
@@ -32,7 +32,7 @@ class OptimizerState:
     """Owns what each parameter's state has, and what of it stays on the device.
 
     Args:
-        optimizer: the user's.
+        membership: which parameters the optimizer's groups have.
         inventory: what it and the model consist of.
         trainables: what is trained.
         places: where everything lies, by name of a parameter and key.
@@ -50,7 +50,7 @@ class OptimizerState:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        membership: Membership,
         inventory: Inventory,
         trainables: Sequence[Trainable],
         places: Mapping[tuple[str, str], Place],
@@ -64,8 +64,7 @@ class OptimizerState:
         self._pager = pager
         self._entrance = entrance
         self._finish_update = finish_update
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
+        self._membership = membership
         self._trained = [pair for t in trainables for pair in zip(t.parameters, t.places, strict=True)]
         self._names = {id(parameter): places_of.name for parameter, places_of in self._trained}
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
@@ -74,7 +73,7 @@ class OptimizerState:
         if on_device is not None and on_device.updates:
             staying = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
             self.kept = KeptState(staying, on_device, pager)
-        self._dicts = StateDicts(self._trained, self._numbers, self.entries, inventory.forms, places, sections, pager)
+        self._dicts = StateDicts(self._trained, membership, self.entries, inventory.forms, places, sections, pager)
         self.view = StateView(self._with_state, self._read)
 
     def close(self) -> None:
@@ -146,8 +145,10 @@ class OptimizerState:
     def _with_state(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizer keeps something for, in the order of its groups."""
         self._finish_update()
-        found = [(self._numbers[id(p)], p) for p, places in self._trained if self.entries[places.name]]
-        return [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
+        self._membership.follow()
+        numbers = self._membership.numbers
+        found = [p for p, places in self._trained if self.entries[places.name]]
+        return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those that are in no group are the last
 
     def _read(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return a copy of one parameter's state."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.inventory import MASTER
 from swapper.train.mapped_state import MappedState, expire, steady
+from swapper.train.membership import Membership
 from swapper.train.slices import ParameterPlaces, Place
 from swapper.train.visit import visit
 
@@ -25,7 +26,7 @@ class StateDicts:
 
     Args:
         trained: parameters whose state has a place.
-        numbers: by id of a parameter, its number in torch's form.
+        membership: has the parameters' numbers in torch's form.
         entries: what the optimizer keeps for each.
         forms: by name of a parameter, what it may keep.
         places: by name of a parameter and key, where.
@@ -36,14 +37,15 @@ class StateDicts:
     def __init__(
         self,
         trained: Sequence[tuple[nn.Parameter, ParameterPlaces]],
-        numbers: Mapping[int, int],
+        membership: Membership,
         entries: StateEntries,
         forms: Mapping[str, StateForm],
         places: Mapping[tuple[str, str], Place],
         sections: Sequence[Section],
         pager: Pager,
     ) -> None:
-        self._trained = [(numbers[id(parameter)], places_of) for parameter, places_of in trained]
+        self._trained = trained
+        self._membership = membership
         self._entries = entries
         self._forms = forms
         self._places = places
@@ -73,9 +75,9 @@ class StateDicts:
             find: returns the tensor for a name of a parameter and a key.
         """
         state: dict[int, dict[str, Any]] = {}
-        for number, places in self._trained:
+        for number, places in self._numbered():
             entries = self._entries[places.name]
-            if entries:
+            if entries and number is not None:
                 state[number] = {
                     key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
                     for key, value in entries.items()
@@ -88,14 +90,15 @@ class StateDicts:
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        for number, places in self._trained:
-            self._check(places, state.get(number, {}))
-        for number, places in self._trained:
-            self._entries.take(places.name, state.get(number, {}))
+        states = {of.name: {} if number is None else state.get(number, {}) for number, of in self._numbered()}
+        for _, places in self._trained:
+            self._check(places, states[places.name])
+        for name, given in states.items():
+            self._entries.take(name, given)
         values = {
-            (places.name, key): steady(value, self._places.get((places.name, key)))
-            for number, places in self._trained
-            for key, value in state.get(number, {}).items()
+            (name, key): steady(value, self._places.get((name, key)))
+            for name, given in states.items()
+            for key, value in given.items()
         }
         for section in self._sections:
             for slot, begin, end, view in visit(section, self._pager, write=True):
@@ -107,6 +110,12 @@ class StateDicts:
                 else:
                     view.zero_()
         self.expire("load_state_dict")
+
+    def _numbered(self) -> Iterator[tuple[int | None, ParameterPlaces]]:
+        """Yield the trained parameters with their numbers; None for one that has left its group."""
+        self._membership.follow()
+        for parameter, places in self._trained:
+            yield self._membership.numbers.get(id(parameter)), places
 
     def _check(self, places: ParameterPlaces, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""

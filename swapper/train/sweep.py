@@ -34,11 +34,15 @@ UPDATE_ELEMENTS = 1 << 19
 """[Note: small updates]"""
 
 
+NO_GROUP = -1
+
+
 @dataclass
 class Trainable:
     """One group's trainable parameters that the optimizer has, with where their state lies.
 
-    `settings` has for each the index of its group in `optimizer.param_groups`.
+    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP where it is in none any more: then it is
+    not updated. See membership.py.
     """
 
     group: int
@@ -142,7 +146,8 @@ class Sweep:
 
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
         """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
-        update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
+        members = zip(trainable.parameters, trainable.settings, strict=True)
+        update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else parameter.grad for parameter, at in members))
         changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
         torch.autograd.graph.increment_version(changed)
         return update if changed else None
