@@ -45,7 +45,7 @@ from swapper.train.passes import Passes
 from swapper.train.shadow import Shadow
 from swapper.train.spare import find_rooms
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import Sweep, Trainable
+from swapper.train.sweep import GroupUpdate, Sweep, Trainable
 from swapper.train.undoing import Undoing, UndoSections
 from swapper.train.updates import Updates
 from swapper.train.visit import fill
@@ -263,7 +263,8 @@ class OffloadedModel:
             self._membership.follow()
 
     def check_step(self) -> None:
-        """Raise StateError if a step cannot be taken as plain torch would. See Conditions."""
+        """Raise StateError if a step cannot be taken as plain torch would. See Conditions and Gradients.check."""
+        self.gradients.check((places.name, parameter) for parameter, places in self._trained())
         if not self.updates.has_begun_early:
             self._conditions.check_step()
 
@@ -278,11 +279,11 @@ class OffloadedModel:
         if self._on_device is not None:
             self._on_device.after_update()
 
-    def _make_ready(self, trainable: Trainable) -> None:
+    def _make_ready(self, update: GroupUpdate) -> None:
         """A group is about to be updated: see Sweep."""
-        self.gradients.paged.settle(trainable.parameters)
+        self.gradients.make_ready(update.trainable.parameters, update.gradients)
         if self._on_device is not None:
-            self._on_device.before_update(trainable.group)
+            self._on_device.before_update(update.trainable.group)
 
     def _have_arrived(self, trainable: Trainable) -> bool:
         """Whether an update need not wait for gradients."""

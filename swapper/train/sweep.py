@@ -115,7 +115,7 @@ class Sweep:
         page_bytes: int,
         counters: Counters,
         gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
-        make_ready: Callable[[Trainable], None],
+        make_ready: Callable[[GroupUpdate], None],
     ) -> None:
         self._trainables = trainables
         self._gradient = gradient
@@ -162,7 +162,7 @@ class Sweep:
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. What its last slice has leased is kept for the next update, until `give_back`."""
-        self._make_ready(update.trainable)
+        self._make_ready(update)
         for part in update.trainable.slices(update.active, self._page_bytes):
             self._hand_over(part.access)
             started = time.monotonic()
