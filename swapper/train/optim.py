@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from swapper.errors import StateError
 from swapper.interrupts import held_back
+from swapper.train.state_view import StateView
 
 
 class StateOwner(Protocol):
     """Who has the optimizer's state."""
 
     @property
-    def view(self) -> Mapping[torch.Tensor, Any]:
+    def view(self) -> StateView:
         """Shows the state of each parameter."""
         ...
 
@@ -57,7 +58,18 @@ class PagedOptimizer(Optimizer):
     def bind(self, owner: StateOwner | None) -> None:
         """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
         self._owner = owner
-        self.state = {} if owner is None else owner.view  # type: ignore[assignment]
+
+    @property
+    def state(self) -> Any:
+        """See train/state_view.py."""
+        return vars(self)["state"] if self._owner is None else self._owner.view
+
+    @state.setter
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        if self._owner is None:
+            vars(self)["state"] = state
+        elif state is not self._owner.view:
+            self._owner.view.replace(state)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

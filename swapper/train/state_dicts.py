@@ -32,6 +32,9 @@ class StateDicts:
         places: by name of a parameter and key, where.
         sections: of the state.
         pager: what leases go to.
+
+    Attributes:
+        generation: how often the state has changed as a whole.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class StateDicts:
         self._sections = sections
         self._pager = pager
         self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+        self.generation = 0
 
     def show(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form; its tensors show it until `expire` is called, and take no memory.
@@ -66,6 +70,20 @@ class StateDicts:
 
     def expire(self, why: str) -> None:
         """The state is about to change: what was shown is not to be looked at any more."""
+        self.generation += 1
+        expire(self._shown, why)
+
+    def read(self, place: Place) -> torch.Tensor:
+        """Return a copy of what is at a place."""
+        copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
+        for _, begin, end, view in visit(place.section, self._pager, only=[place.slot]):
+            copied.view(-1)[begin:end] = view
+        return copied
+
+    def write(self, place: Place, value: torch.Tensor, why: str) -> None:
+        """Put `value` at a place. State dicts that were shown expire."""
+        for _, begin, end, view in visit(place.section, self._pager, write=True, only=[place.slot]):
+            view.copy_(value.reshape(-1)[begin:end])
         expire(self._shown, why)
 
     def in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
@@ -90,9 +108,20 @@ class StateDicts:
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        states = {of.name: {} if number is None else state.get(number, {}) for number, of in self._numbered()}
+        self.take_some({of.name: {} if number is None else state.get(number, {}) for number, of in self._numbered()})
+
+    def take_some(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
+        """Put the state of some parameters, by name, at its places.
+
+        Args:
+            why: for errors of who looks at what was shown before.
+
+        Raises:
+            ValueError: it is not what the optimizer keeps. Nothing has changed then.
+        """
         for _, places in self._trained:
-            self._check(places, states[places.name])
+            if places.name in states:
+                self._check(places, states[places.name])
         for name, given in states.items():
             self._entries.take(name, given)
         values = {
@@ -101,15 +130,14 @@ class StateDicts:
             for key, value in given.items()
         }
         for section in self._sections:
-            for slot, begin, end, view in visit(section, self._pager, write=True):
-                owner, key = slot.spec.owner, slot.spec.kind
-                if key == MASTER:
-                    continue  # masters belong to the parameters
+            slots = [slot for slot in section.plan.slots if slot.spec.owner in states and slot.spec.kind != MASTER]
+            for slot, begin, end, view in visit(section, self._pager, write=True, only=slots):
+                owner, key = slot.spec.owner, slot.spec.kind  # masters belong to the parameters
                 if self._entries[owner].get(key) is PAGED:
                     view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
                 else:
                     view.zero_()
-        self.expire("load_state_dict")
+        self.expire(why)
 
     def _numbered(self) -> Iterator[tuple[int | None, ParameterPlaces]]:
         """Yield the trained parameters with their numbers; None for one that has left its group."""
