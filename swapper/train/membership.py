@@ -37,6 +37,7 @@ class Membership:
         self._trainables = trainables
         self._names = names
         self._trained = {id(parameter) for trainable in trainables for parameter in trainable.parameters}
+        self._settings = set.intersection(*(set(group) for group in optimizer.param_groups))  # that each group has
         self._known: list[list[int]] | None = None
         self.edits = 0
         self.untrained: list[nn.Parameter] = []
@@ -66,12 +67,11 @@ class Membership:
         seen: dict[int, int] = {}
         for index, keys in enumerate(members):
             group = self._optimizer.param_groups[index]
-            for setting in self._optimizer.defaults:
-                if setting not in group:
-                    raise StateError(
-                        f"group {index} of the optimizer has no {setting!r}: add groups with optimizer.add_param_group(), which "
-                        "fills in what is not given"
-                    )
+            for setting in sorted(self._settings - group.keys()):
+                raise StateError(
+                    f"group {index} of the optimizer has no {setting!r}: add groups with optimizer.add_param_group(), which "
+                    "fills in what is not given"
+                )
             for number, key in enumerate(keys):
                 if key not in self._names:
                     raise StateError(

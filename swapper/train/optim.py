@@ -49,6 +49,7 @@ class PagedOptimizer(Optimizer):
         self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
+        del self.defaults  # what the original has is the original's: see `__setattr__`
         self._original = original
         self._run_step = run_step
         self._train_more = train_more
@@ -70,6 +71,22 @@ class PagedOptimizer(Optimizer):
             vars(self)["state"] = state
         elif state is not self._owner.view:
             self._owner.view.replace(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original_with(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that the user's optimizer has (`defaults`, an option of its class) acts where it is read."""
+        if name not in vars(self) and not hasattr(type(self), name) and name in vars(vars(self).get("_original", self)):
+            setattr(self._original, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _original_with(self, name: str) -> Optimizer:
+        original: Optimizer | None = vars(self).get("_original")
+        if original is None or name not in vars(original):  # its methods would look for the state where it is no more
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return original
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -147,9 +147,10 @@ class Sweep:
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
         """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
         members = zip(trainable.parameters, trainable.settings, strict=True)
-        update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else parameter.grad for parameter, at in members))
-        changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
-        torch.autograd.graph.increment_version(changed)
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not asked for
+            update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else p.grad for p, at in members))
+            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            torch.autograd.graph.increment_version(changed)
         return update if changed else None
 
     def fix_all(self) -> list[GroupUpdate]:

@@ -214,7 +214,7 @@ def twice_in_one(model: nn.Module, groups: list[Any]) -> str:
 
 def lacking(model: nn.Module, groups: list[Any]) -> str:
     groups.append({"params": [groups[0]["params"].pop()]})
-    return r"group 3 of the optimizer has no 'lr'.*add_param_group"
+    return r"group 3 of the optimizer has no 'amsgrad'.*add_param_group"
 
 
 def without_parameters(model: nn.Module, groups: list[Any]) -> str:
@@ -333,3 +333,76 @@ def test_a_run_that_goes_on_has_the_groups_as_they_were_edited(tmp_path: Path) -
     ):
         groups = [*three_groups(model), {"params": []}]
         manager.offload(model, adamw(groups), params="nvme", optimizer_state="nvme")
+
+
+# --- settings, in every form -------------------------------------------------------------------------------------------
+
+
+class Scaled(torch.optim.SGD):
+    """Has an option of its own, beside its groups."""
+
+    def __init__(self, groups: Any) -> None:
+        super().__init__(groups, lr=0.1)
+        self.factor = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] * self.factor)
+
+
+def change_lr_tensor(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def change_betas(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[1]["betas"] = (0.5, 0.9)
+    optimizer.param_groups[2].update(weight_decay=0.25, eps=1e-3, maximize=True)
+
+
+def freeze(model: nn.Module, optimizer: Any) -> None:
+    model[1].requires_grad_(False)
+
+
+def change_defaults(model: nn.Module, optimizer: Any) -> None:
+    left = optimizer.param_groups[0]["params"].pop()
+    optimizer.defaults["weight_decay"] = 0.125
+    optimizer.defaults = {**optimizer.defaults, "lr": torch.tensor(0.5)}
+    optimizer.add_param_group({"params": [left]})
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_settings_changed_in_any_form_act(twins: MakeTwins, update: str) -> None:
+    def adamw_with_tensor(groups: Any) -> torch.optim.Optimizer:
+        made = torch.optim.AdamW(groups, lr=1e-2, foreach=False)
+        made.param_groups[0]["lr"] = torch.tensor(1e-2)
+        return made
+
+    pair = twins(layers(), adamw_with_tensor, select=three_groups, update=update)
+    pair.train(step, steps=1)
+    for edit in (change_lr_tensor, change_betas, freeze, change_defaults, change_lr_tensor):
+        pair.both(edit)
+        pair.train(step, steps=2)
+        pair.assert_same_parameters()
+    pair.finish(paged=False)
+
+
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_an_optimizers_own_options_act_where_they_are_changed(twins: MakeTwins, update: str) -> None:
+    pair = twins(layers(), Scaled, select=three_groups, update=update)
+    pair.train(step, steps=1)
+
+    def change(model: nn.Module, optimizer: Any) -> float:
+        optimizer.factor *= 0.5
+        return optimizer.factor
+
+    pair.both(change)
+    pair.train(step, steps=2)
+    assert pair.original.factor == 0.5
+    pair.optimizer.of_the_users_own = 3  # is on the object that the user has
+    assert not hasattr(pair.original, "of_the_users_own")
+    with pytest.raises(AttributeError, match="'PagedOptimizer' object has no attribute 'nothing'"):
+        _ = pair.optimizer.nothing
+    pair.finish(paged=False)
