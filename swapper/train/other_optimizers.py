@@ -33,16 +33,16 @@ class OtherOptimizers:
         self._names = names
         me = weakref.ref(self)  # torch's hooks keep alive what they refer to
 
-        def before_step(stepping: Optimizer, *_: Any) -> None:
+        def before_step(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (alive := me()) is not None:
-                alive._check(stepping)
+                alive._check(stepping, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
 
         self._handle = register_optimizer_step_pre_hook(before_step)
 
     def remove(self) -> None:
         self._handle.remove()
 
-    def _check(self, stepping: Optimizer) -> None:
+    def _check(self, stepping: Optimizer, has_closure: bool) -> None:
         if stepping is self._optimizer:
             raise StateError(
                 f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
@@ -52,7 +52,8 @@ class OtherOptimizers:
         for group in stepping.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                if name is not None and parameter.grad is not None:  # without one it would be left as it is
+                # Without a gradient it would be left as it is; but a closure is yet to make some.
+                if name is not None and (parameter.grad is not None or (has_closure and parameter.requires_grad)):
                     raise StateError(self._refusal(type(stepping).__name__, name))
 
     def _refusal(self, kind: str, name: str) -> str:

@@ -53,6 +53,8 @@ def test_a_model_that_was_offloaded_without_its_optimizer_is_not_trained_by_it(
         assert all(map(torch.equal, values(manager, model), before))
         model.zero_grad()
         optimizer.step()  # there is nothing that it would change
+        with pytest.raises(swapper.StateError, match=r"AdamW\.step\(\) would change parameter 0\.weight"):
+            optimizer.step(lambda: backward(model))
 
 
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
