@@ -77,16 +77,20 @@ class PagedOptimizer(Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """An attribute that the user's optimizer has (`defaults`, an option of its class) acts where it is read."""
-        if name not in vars(self) and not hasattr(type(self), name) and name in vars(vars(self).get("_original", self)):
+        if name not in vars(self) and not hasattr(type(self), name) and self._is_shared(name):
             setattr(self._original, name, value)
         else:
             super().__setattr__(name, value)
 
     def _original_with(self, name: str) -> Optimizer:
-        original: Optimizer | None = vars(self).get("_original")
-        if original is None or name not in vars(original):  # its methods would look for the state where it is no more
+        if not self._is_shared(name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return original
+        return self._original
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether it is an option of the original. Not its methods, which look for the state where it is no more; nor what torch
+        notes of its `step` (`_step_supports_amp_scaling`), which is not ours."""
+        return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
