@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from swapper.checkpoint.commit import CommitRecord, check_same, check_trained, describe_plans
+from swapper.checkpoint.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
 from swapper.checkpoint.fallback import Commit
 from swapper.checkpoint.resume import follow_placement, page_bytes_of
 from swapper.current import Current
@@ -23,6 +23,7 @@ from swapper.train.entrance import Entrance
 from swapper.train.frozen import check_lent
 from swapper.train.initial import Values, check_buffers
 from swapper.train.inventory import Inventory
+from swapper.train.membership import names_by_group
 from swapper.train.optim import PagedOptimizer
 from swapper.user_state import UserState
 
@@ -43,6 +44,7 @@ class Opening:
     """
 
     _request: Request
+    _given_members: list[list[str]]
     _optimizer: PagedOptimizer
 
     def __init__(
@@ -82,6 +84,7 @@ class Opening:
             What takes the place of the user's optimizer.
         """
         self._request = request
+        self._given_members = names_by_group(request.optimizer, _names(inventory))
         record, model, optimizer = self._record, request.model, request.optimizer
         plan = self._agree_on_plan(lambda: self._plan(request, inventory, init is not None))
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
@@ -132,6 +135,7 @@ class Opening:
         check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
         check_lent(record.lent, {} if frozen is None else frozen.stamps(inventory.plans))
         check_same(record, inventory.plans, request.kind)
+        check_group_count(record, len(request.optimizer.param_groups))
         check_buffers(request.model, "what a run goes on from")
         params = "auto" if request.params == "device" else request.params
         state = "auto" if request.optimizer_state == "device" else request.optimizer_state
@@ -142,14 +146,22 @@ class Opening:
         request, directory, current, steps = self._request, self._directory, self._current, self._steps
         described, frozen = describe_plans(plan.inventory.plans), request.frozen
         lent = {} if frozen is None else frozen.stamps(plan.inventory.plans)
+        names = _names(plan.inventory)
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
                 Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
-                lambda step: self._user.in_commit(step, directory, request, plan.places, described, lent),
+                lambda step: self._user.in_commit(
+                    step, directory, request, plan.places, described, lent, self._edited_members(names)
+                ),
             ),
             backend=current.backend, fsync=self._fsync, check_reads=self._check_reads, stall_s=self._stall_s,
         )  # fmt: skip
+
+    def _edited_members(self, names: Mapping[int, str]) -> list[list[str]] | None:
+        """Return which parameters the optimizer's groups have; None where they are those that the script gives."""
+        members = names_by_group(self._request.optimizer, names)
+        return None if members == self._given_members else members
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
@@ -168,3 +180,7 @@ class Opening:
             current.run = change.run
             if change.run is not None:
                 self._optimizer.bind(change.run.model.optimizer_state)
+
+
+def _names(inventory: Inventory) -> dict[int, str]:
+    return {id(parameter): name for group in inventory.groups for name, parameter in group.parameters}

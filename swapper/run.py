@@ -225,7 +225,7 @@ class Run:
         restore(record, self.sections, self._backing.store, self._backing.pool)
         self.pager.back_cold_pages()
         try:
-            self.model.undoing.restore_settings(record.param_groups)
+            self.model.restore_groups(record.param_groups, record.members)
             self.model.optimizer_state.entries.unpack(record.state_entries)
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(

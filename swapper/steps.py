@@ -42,6 +42,7 @@ class Steps:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
         run.model.passes.abandon()
         run.model.finish_update(in_order=True)
+        run.model.follow_groups()
         if run.model.has_more_to_train:
             self._take_up_more()
             run = self._current.running("optimizer.step()")

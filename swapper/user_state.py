@@ -87,13 +87,14 @@ class UserState:
         places: dict[str, str],
         plans: list[str],
         lent: dict[str, tuple[int, int]],
+        members: list[list[str]] | None,
     ) -> CommitRecord:
         """Return the record of a commit of `step`, its `files`, `sections` and `state_entries` still empty.
 
         Args:
             places: where each family lives.
             plans: the layout, by `describe_plans`.
-            lent: see CommitRecord.
+            lent, members: see CommitRecord.
         """
         return CommitRecord(
             step=step,
@@ -111,5 +112,6 @@ class UserState:
             extra=copy.deepcopy(self.extra),
             rng=self._rng,
             lent=lent,
+            members=members,
             job=directory.job,
         )

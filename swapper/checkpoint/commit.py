@@ -81,7 +81,11 @@ _SHAPE = records.fields(
         "rng": records.nullable(_texts),
         "lent": records.mapping(records.path, records.row(records.whole(), records.whole(-(1 << 63)))),
     },
-    {"edits": records.whole(), "job": records.text},
+    {
+        "members": records.nullable(records.listing(records.listing(records.text))),
+        "edits": records.whole(),
+        "job": records.text,
+    },
 )
 _NO_PAYLOAD = ContainerLayout.plan([])
 
@@ -124,6 +128,7 @@ class CommitRecord:
             in nanoseconds.
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
+        members: for each of the optimizer's groups the names of its parameters, in order; None where they are those of the script.
     """
 
     step: int
@@ -141,6 +146,7 @@ class CommitRecord:
     extra: dict[str, Any]
     rng: dict[str, Any] | None
     lent: dict[str, tuple[int, int]] = field(default_factory=dict)
+    members: list[list[str]] | None = None
     edits: int = 0
     job: str = ""
 
@@ -310,6 +316,15 @@ def check_trained(record: CommitRecord, parameters: Collection[str], trained: Co
         )
 
 
+def check_group_count(record: CommitRecord, count: int) -> None:
+    """Raise CheckpointError unless the optimizer has as many groups as the record."""
+    if count != len(record.param_groups):
+        raise CheckpointError(
+            f"at step {record.step} the optimizer of the directory's run has {len(record.param_groups)} param_groups, and this one "
+            f"has {count}: add or remove groups before manager.offload, as the run did later"
+        )
+
+
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
     """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
     ours, theirs = describe_plans(plans), record.plans
@@ -334,6 +349,7 @@ __all__ = [
     "CommitRecord",
     "SectionRecord",
     "boot_id",
+    "check_group_count",
     "check_same",
     "check_state",
     "check_trained",

@@ -12,8 +12,9 @@ from swapper.errors import StateError, UnsupportedError
 from swapper.train.discovery import StateForm
 from swapper.train.entries import StateEntries
 from swapper.train.inventory import Inventory, updated_dtype
+from swapper.train.membership import Membership
 from swapper.train.slices import ParameterPlaces
-from swapper.train.sweep import Trainable
+from swapper.train.sweep import NO_GROUP, Trainable
 
 
 class Conditions:
@@ -22,22 +23,38 @@ class Conditions:
     Args:
         inventory: what the model and the optimizer consist of.
         trainables: what is trained.
+        membership: has their `settings` follow the optimizer's groups.
         entries: what the optimizer keeps for each parameter.
     """
 
-    def __init__(self, inventory: Inventory, trainables: Sequence[Trainable], entries: StateEntries) -> None:
+    def __init__(
+        self, inventory: Inventory, trainables: Sequence[Trainable], membership: Membership, entries: StateEntries
+    ) -> None:
         self._inventory = inventory
+        self._trainables = trainables
+        self._membership = membership
         self._entries = entries
-        self._kinds: dict[tuple[int, torch.dtype, int], StateForm] = {}
+        self._edits = membership.edits
+        self._look_at_groups()
+
+    def _look_at_groups(self) -> None:
+        """Find out what kinds of parameters there are, by group."""
+        # For each kind the forms that parameters of it have room for, each with the name of one of them.
+        self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterPlaces]]] = {}
-        for trainable in trainables:
+        for trainable in self._trainables:
             for parameter, places, settings in zip(
                 trainable.parameters, trainable.places, trainable.settings, strict=True
             ):
-                dtype = updated_dtype(parameter, inventory.master_dtype)
-                self._kinds[settings, dtype, parameter.dim()] = inventory.forms[places.name]
+                if settings == NO_GROUP:
+                    continue
+                dtype = updated_dtype(parameter, self._inventory.master_dtype)
+                room = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
+                room.setdefault(self._inventory.forms[places.name], places.name)
                 self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
-        self._starts_together = {(s, dtype) for (s, dtype, _), form in self._kinds.items() if form.starts_together}
+        self._starts_together = {
+            (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)
+        }
 
     def check_step(self) -> None:
         """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
@@ -57,14 +74,20 @@ class Conditions:
 
     def check_settings(self) -> None:
         """The part of `check_step` that needs no gradients."""
-        for (settings, dtype, ndim), form in self._kinds.items():
+        self._membership.follow()
+        if self._edits != self._membership.edits:
+            self._look_at_groups()
+            self._edits = self._membership.edits
+        for (settings, dtype, ndim), forms in self._kinds.items():
             now = self._inventory.discovery.form(settings, dtype, ndim)
-            if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
-                raise StateError(
-                    f"the settings of the optimizer's group {settings} were changed so that it keeps other state "
-                    f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
-                    "update parameters in pieces any more: set them before manager.offload"
-                )
+            for form, name in forms.items():
+                if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
+                    raise StateError(
+                        f"parameter {name} is in the optimizer's group {settings}, which keeps other state than there is room for "
+                        f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
+                        "update parameters in pieces: the group's settings were changed, or the parameter was in another group. "
+                        "Do that before manager.offload"
+                    )
 
     @property
     def all_gradients_matter(self) -> bool:

@@ -101,7 +101,7 @@ class DeviceSweep(Sweep):
     def update(self, update: GroupUpdate) -> None:
         """Update a group. What it leaves may be on its way to the places still, its pages leased: see `settle`."""
         self.on_device.order.follow()
-        self._make_ready(update.trainable)
+        self._make_ready(update)
         self.kept.ready([update.trainable.group])
         with torch.autocast(self.on_device.device.device.type, enabled=False):
             for part in update.trainable.slices(update.active, self._page_bytes):

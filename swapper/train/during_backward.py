@@ -40,7 +40,7 @@ from swapper.core.schedule import Access
 from swapper.errors import StateError, UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import GroupUpdate, Sweep, Trainable
+from swapper.train.sweep import NO_GROUP, GroupUpdate, Sweep, Trainable
 from swapper.train.updates import Undo, Updates, apart_from_pass
 from swapper.train.used_gradient import ADVICE, protect, release
 
@@ -305,9 +305,11 @@ class StepInBackward(Updates):
     def _changed_gradients(self) -> Iterator[str]:
         for update in self._done.values():
             trainable = update.trainable
-            for parameter, gradient, places in zip(
-                trainable.parameters, update.gradients, trainable.places, strict=True
+            for parameter, gradient, places, settings in zip(
+                trainable.parameters, update.gradients, trainable.places, trainable.settings, strict=True
             ):
+                if settings == NO_GROUP:
+                    continue
                 if parameter.grad is not gradient or (
                     gradient is not None and gradient._version != self._versions[id(gradient)]
                 ):

@@ -54,6 +54,11 @@ class StateEntries:
             self._entries[name] = entries
             self._packed = None
 
+    def may_change(self, value: Any) -> None:
+        """An entry is given out, and may be changed in place."""
+        if isinstance(value, list | dict):
+            self._packed = None
+
     def take(self, name: str, state: Mapping[str, Any]) -> None:
         """Take over `optimizer.state[p]`; the caller puts the tensors in their places."""
         form = self._forms[name]

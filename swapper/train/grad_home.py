@@ -11,7 +11,7 @@ from torch import nn
 from swapper.core.schedule import Access
 from swapper.core.section import Page
 from swapper.errors import StateError
-from swapper.train.cold_grad import Change
+from swapper.train.cold_grad import Change, ColdGradient
 from swapper.train.slices import Place
 
 
@@ -41,6 +41,47 @@ class Content:
         return part
 
 
+class Accumulation:
+    """Tells whether autograd has made the gradient that a parameter has, or has added to one that the user had assigned.
+
+    Such a one is the user's: it may be a part of a larger tensor, or another parameter's too, and stays where it is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before: weakref.ref[torch.Tensor] | None = None
+
+    def begins(self, parameter: torch.Tensor) -> None:
+        """Autograd is about to add to the gradient, or to make one.
+
+        Raises:
+            StateError: what is assigned has no data that could be added to.
+        """
+        gradient = parameter.grad
+        if type(gradient) is ColdGradient:
+            raise without_data(self._name, gradient)
+        self._before = None if gradient is None else weakref.ref(gradient)
+
+    def was_there(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient`, which the parameter has now, is the one that it had when that began."""
+        return self._before is not None and self._before() is gradient
+
+
+def is_part(gradient: torch.Tensor) -> bool:
+    """Whether it has but a part of its memory: before the model is offloaded only a user has made such."""
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def without_data(name: str, gradient: ColdGradient) -> StateError:
+    """Return the error for a parameter that was given a `gradient` whose data is elsewhere, and not its own or not its newest."""
+    whose = "of an earlier backward" if gradient.swapper_name == name else f"that of {gradient.swapper_name}"
+    return StateError(
+        f"the gradient of {name} was set to one {whose}, which is {gradient.swapper_where} and has no data to assign: keep "
+        "gradients in memory with manager.offload(..., gradients='host'), or on an accelerator with gradients='device'; or let go "
+        "of it with zero_grad"
+    )
+
+
 @dataclass(slots=True)
 class Home:
     """One parameter's gradient.
@@ -49,6 +90,7 @@ class Home:
         name, parameter, place: whose, and where.
         here: the ColdGradient that the parameter has, if it has one.
         stash: the same, while autograd makes a gradient to be added to it.
+        accumulation: tells the user's gradients.
         content: what it is, besides what its pages hold.
     """
 
@@ -58,6 +100,14 @@ class Home:
     here: weakref.ref[torch.Tensor] | None = None
     stash: torch.Tensor | None = None
     content: Content = field(default_factory=Content)
+    accumulation: Accumulation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accumulation = Accumulation(self.name)
+
+    def stands_for(self, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is the ColdGradient that the pages belong to."""
+        return self.here is not None and gradient is not None and self.here() is gradient
 
     def check_whole(self) -> None:
         """Raise StateError unless all of the gradient has reached its pages."""

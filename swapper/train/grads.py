@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import ColdGradient
 from swapper.train.device_grads import DeviceGradients
-from swapper.train.grad_home import Content
+from swapper.train.grad_home import Accumulation, Content, is_part
 from swapper.train.kept_grads import GradientsOnDevice, KeptGradients
 from swapper.train.on_device import OnDevice
 from swapper.train.paged_grads import PagedGradients
@@ -113,9 +113,32 @@ class Gradients:
 
         Its pages, if any, are leased.
         """
-        if type(gradient) is ColdGradient:
+        if parameter in self.paged:
             return self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end]
+
+    def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Look at what `parameters` have as gradients, which the user may have assigned, before anything of a step is done.
+
+        Raises:
+            StateError: one has no data, and is not the parameter's own.
+            UnsupportedError: one is sparse.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and only their attributes are looked at
+            for name, parameter in parameters:
+                gradient = parameter.grad
+                if type(gradient) is ColdGradient:
+                    self.paged.check(parameter, name, gradient)
+                elif gradient is not None and gradient.layout is not torch.strided:
+                    raise UnsupportedError(
+                        f"parameter {name} has a sparse gradient, which swapper cannot page: assign it dense, grad.to_dense()"
+                    )
+
+    def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+        """An update is about to use `gradients`, one for each parameter: have them where it looks for them."""
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            self.paged.bring(parameter, gradient)
+        self.paged.settle(parameters)
 
     def before_step(self) -> None:
         """Gradients are about to be used."""
@@ -149,9 +172,10 @@ class HostGradients:
                 guests.setdefault(owner, []).append(index)
         homes = {name: _Home(name, place, pager, tuple(guests.get(name, ()))) for name, _, place in places}
         for name, parameter, _ in places:
-            if parameter.grad is not None:
+            if parameter.grad is not None and not is_part(parameter.grad):
                 homes[name].take(parameter)
             with hookable(parameter):
+                self._handles.append(parameter.register_hook(homes[name].hook_before(parameter)))  # type: ignore[no-untyped-call]
                 handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         if rooms:
@@ -177,16 +201,27 @@ class _Home:
         self._last: weakref.ref[torch.Tensor] | None = None
         self._memory: weakref.ref[Any] | None = None  # as long as any tensor, view or alias has it
         self._taking = False
+        self._accumulation = Accumulation(name)
+
+    def hook_before(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+        """Return what is called before autograd accumulates. Hooks are not looked through for cycles: not the parameter's own."""
+        of, accumulation = weakref.ref(parameter), self._accumulation
+
+        def begin(_: torch.Tensor) -> None:
+            if (parameter := of()) is not None:
+                accumulation.begins(parameter)
+
+        return begin
 
     def is_idle(self) -> bool:
         """Has nobody the gradient that is there, if any?"""
         return not self._taking and (self._memory is None or self._memory() is None)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Move the parameter's gradient to the place, if it is not there and no graph needs it where it is."""
+        """Move the parameter's gradient to the place, if it is not there, not the user's, and no graph needs it where it is."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
-        if gradient is None or gradient is last or gradient.requires_grad:
+        if gradient is None or gradient is last or gradient.requires_grad or self._accumulation.was_there(gradient):
             return
         if gradient.layout is not torch.strided:
             raise UnsupportedError(

@@ -21,7 +21,7 @@ from swapper.train.discovery import Discovery, StateForm, is_plain
 from swapper.train.frozen import FrozenFiles
 from swapper.train.refused_optimizers import check_supported
 from swapper.train.slices import ParameterPlaces, Place
-from swapper.train.sweep import Trainable
+from swapper.train.sweep import NO_GROUP, Trainable
 
 MASTER = "master"
 """The kind of an fp32 master."""
@@ -125,11 +125,14 @@ def take_inventory(
         state: list[TensorSpec] = []
         for name, parameter in group.parameters:
             index = settings.get(id(parameter))
-            if index is None or name not in with_gradient:
-                continue
-            updated = updated_dtype(parameter, master_weights)
             known = None if before is None else before.forms.get(name)
-            forms[name] = known or discovery.form(index, updated, parameter.dim())
+            updated = updated_dtype(parameter, master_weights)
+            if known is not None:  # it may have left its group since
+                forms[name] = known
+            elif index is not None and name in with_gradient:
+                forms[name] = discovery.form(index, updated, parameter.dim())
+            else:
+                continue
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
             state += _state_specs(name, parameter, updated, forms[name])
         for parameters in _by_training(group.parameters, with_gradient):
@@ -217,7 +220,7 @@ def find_trainables(inventory: Inventory, places: dict[tuple[str, str], Place]) 
             stays = group.index in inventory.staying_state
             param = places[name, "param"]
             found.places.append(ParameterPlaces(name, param, state, others, form.may_cut, paged_grad, stays))
-            found.settings.append(inventory.settings[id(parameter)])
+            found.settings.append(inventory.settings.get(id(parameter), NO_GROUP))
         if found.parameters:
             trainables.append(found)
     return trainables

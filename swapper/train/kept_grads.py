@@ -17,7 +17,7 @@ from torch import nn
 from swapper.device.layout import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
-from swapper.train.grad_home import Content
+from swapper.train.grad_home import Accumulation, Content
 from swapper.train.on_device import OnDevice
 
 
@@ -36,8 +36,9 @@ class KeptGradients:
         self._handles: list[Any] = []
         for name, parameter in self._parameters.items():
             with hookable(parameter):
-                hook = _make_hook(name, parameter, came)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                before, after = _make_hooks(name, parameter, came)
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -96,11 +97,16 @@ class GradientsOnDevice(KeptGradients):
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
 
-def _make_hook(
+def _make_hooks(
     name: str, parameter: nn.Parameter, came: Callable[[nn.Parameter], None] | None
-) -> Callable[[torch.Tensor], None]:
-    """Make a hook of the parameter. Hooks are not looked through for cycles: it does not keep it alive."""
+) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """Make hooks of the parameter. Hooks are not looked through for cycles: they do not keep it alive."""
     of = weakref.ref(parameter)
+    accumulation = Accumulation(name)
+
+    def begin(_: torch.Tensor) -> None:
+        if (parameter := of()) is not None:
+            accumulation.begins(parameter)
 
     def own(_: torch.Tensor) -> None:
         """Have a gradient not keep more memory than its own."""
@@ -112,9 +118,10 @@ def _make_hook(
             raise UnsupportedError(
                 f"parameter {name} got a sparse gradient, which swapper cannot keep: build the embedding with sparse=False"
             )
-        if gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES:
+        is_large = gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES
+        if is_large and not accumulation.was_there(gradient):
             parameter.grad = gradient.clone()
         if came is not None:
             came(parameter)
 
-    return own
+    return begin, own

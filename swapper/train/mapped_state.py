@@ -25,9 +25,10 @@ from swapper.core.section import LENT, Page
 from swapper.errors import IoError, StateError
 from swapper.modules.cold import METADATA, tensors_among, written_among
 from swapper.train.slices import Place
+from swapper.train.state_view import ShownState
 
 COPIED_BYTES = 1 << 16
-"""Tensors smaller than this, step counters above all, are copied."""
+"""Tensors smaller than this are copied."""
 
 MAP_NORESERVE = 0x4000
 """A mapping larger than memory is no promise to fill it (Linux; Python's mmap names it from 3.13 on)."""
@@ -56,7 +57,7 @@ class StateTensor(torch.Tensor):
         if func not in METADATA:
             for tensor in shown:
                 tensor.shown_by.check()
-            _check_not_written(func, args, kwargs)
+            _check_not_written(func, args or tuple(kwargs.values()), kwargs)  # torch.nn.init passes its tensor by name
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch.Tensor.to and any(result is tensor for tensor in shown):
@@ -169,14 +170,25 @@ class MappedState:
         """A small tensor, or one that cannot be mapped."""
         section, slot = place.section, place.slot
         if section.resident:
-            return section.tensor(slot).clone()
+            return self._only_shown(section.tensor(slot).clone())
         copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
         for page in pages:
             begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
             at = page.stored_offset + begin - page.offset
             mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
             copied[begin - slot.offset : end - slot.offset] = mapped
-        return copied.view(slot.spec.dtype).view(slot.spec.shape)
+        return self._only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
+
+    def _only_shown(self, copied: torch.Tensor) -> torch.Tensor:
+        """Have a copy not be written to. Single numbers may: plain optimizers take a state_dict's step counters as they are."""
+        made_by = self.made_by
+        if not copied.dim():
+            return copied
+
+        def refuse(_: torch.Tensor, how: str) -> None:
+            raise _only_shows(how, made_by)
+
+        return ShownState(copied, refuse, is_taken_over=True).tensor()
 
 
 def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
@@ -207,10 +219,14 @@ def steady(value: Any, place: Place | None) -> Any:
 def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     written = [tensor for tensor in written_among(func, args, kwargs) if type(tensor) is StateTensor]
     if written:
-        raise StateError(
-            f"{getattr(func, '__name__', func)} would write to a tensor of {written[0].shown_by.made_by}, which only shows the "
-            "state: change a copy.deepcopy of the state_dict, and give it to load_state_dict"
-        )
+        raise _only_shows(getattr(func, "__name__", str(func)), written[0].shown_by.made_by)
+
+
+def _only_shows(how: str, made_by: str) -> StateError:
+    return StateError(
+        f"{how} would write to a tensor of {made_by}, which only shows the state: change a copy.deepcopy of the state_dict, "
+        "and give it to load_state_dict"
+    )
 
 
 def _expire_in_child() -> None:

@@ -36,14 +36,16 @@ from swapper.train.grads import Gradients
 from swapper.train.initial import Values
 from swapper.train.inventory import Inventory, find_places, find_trainables
 from swapper.train.keeper import ParameterKeeper
+from swapper.train.membership import Membership
 from swapper.train.on_device import OnDevice
 from swapper.train.optim import packed_groups
 from swapper.train.optimizer_state import OptimizerState
+from swapper.train.other_optimizers import OtherOptimizers
 from swapper.train.passes import Passes
 from swapper.train.shadow import Shadow
 from swapper.train.spare import find_rooms
 from swapper.train.storage import GroupParameters
-from swapper.train.sweep import Sweep, Trainable
+from swapper.train.sweep import GroupUpdate, Sweep, Trainable
 from swapper.train.undoing import Undoing, UndoSections
 from swapper.train.updates import Updates
 from swapper.train.visit import fill
@@ -100,13 +102,15 @@ class OffloadedModel:
         self._grad_sections = grad_sections
         self._places = find_places(inventory, [*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
+        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._membership = Membership(optimizer, self._trainables, self._names)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
-            optimizer, inventory, self._trainables, self._places, state_sections, pager, entrance, self.finish_update, on_device
+            self._membership, inventory, self._trainables, self._places, state_sections, pager, entrance, self.finish_update,
+            on_device,
         )  # fmt: skip
         self._sweep = self._make_sweep(page_bytes, clock.counters)
-        self._conditions = Conditions(inventory, self._trainables, self.optimizer_state.entries)
-        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
         self.gathering = Gathering(self.groups, self._refresh_masters)
         self.keeper = ParameterKeeper(
@@ -114,7 +118,7 @@ class OffloadedModel:
             changes_itself(model),
         )  # fmt: skip
         self._gradients: Gradients | None = None
-        self._original_guard: Any = None
+        self._other_optimizers = OtherOptimizers(optimizer, self._names)
         self.undoing = Undoing(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
         self._begin_step = begin_step
         self.updates = self._make_updates(update, entrance)
@@ -149,10 +153,6 @@ class OffloadedModel:
             content: fills the places. None where a run goes on: they have their content already, and the model's values are
                 dropped.
         """
-        order = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        trained = {id(parameter) for parameter, _ in self._trained()}
-        self._untrained = [parameter for parameter in order if id(parameter) not in trained]
-        self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -238,15 +238,33 @@ class OffloadedModel:
             raise StateError("the model is not offloaded yet")
         return self._gradients
 
+    def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
+        """Give the optimizer's groups the settings that a commit has, and the parameters by name, where the run had edited that."""
+        self.undoing.restore_settings(settings)
+        if members is not None:
+            parameters = {name: p for group in self._inventory.groups for name, p in group.parameters}
+            for group, names in zip(self._optimizer.param_groups, members, strict=True):
+                group["params"] = [parameters[name] for name in names]
+
     # --- what a step does -----------------------------------------------------------------------------------------
 
     @property
     def has_more_to_train(self) -> bool:
         """Whether a parameter in the optimizer's groups has a gradient but no place for its state: it was frozen."""
-        return any(parameter.grad is not None for parameter in self._untrained)
+        return any(parameter.grad is not None for parameter in self._membership.untrained)
+
+    def follow_groups(self) -> None:
+        """A step begins: the user may have edited `optimizer.param_groups`. See Membership.
+
+        Raises:
+            StateError: an edit cannot be followed.
+        """
+        if not self.updates.has_begun_early:
+            self._membership.follow()
 
     def check_step(self) -> None:
-        """Raise StateError if a step cannot be taken as plain torch would. See Conditions."""
+        """Raise StateError if a step cannot be taken as plain torch would. See Conditions and Gradients.check."""
+        self.gradients.check((places.name, parameter) for parameter, places in self._trained())
         if not self.updates.has_begun_early:
             self._conditions.check_step()
 
@@ -261,11 +279,11 @@ class OffloadedModel:
         if self._on_device is not None:
             self._on_device.after_update()
 
-    def _make_ready(self, trainable: Trainable) -> None:
+    def _make_ready(self, update: GroupUpdate) -> None:
         """A group is about to be updated: see Sweep."""
-        self.gradients.paged.settle(trainable.parameters)
+        self.gradients.make_ready(update.trainable.parameters, update.gradients)
         if self._on_device is not None:
-            self._on_device.before_update(trainable.group)
+            self._on_device.before_update(update.trainable.group)
 
     def _have_arrived(self, trainable: Trainable) -> bool:
         """Whether an update need not wait for gradients."""
@@ -278,7 +296,8 @@ class OffloadedModel:
 
     def _begin_early(self) -> bool:
         """A backward is about to update the first group of a step. Returns False where everything must wait for the step."""
-        more_to_train = any(parameter.requires_grad for parameter in self._untrained)
+        self.follow_groups()
+        more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
         if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter:
             return False
         self._conditions.check_settings()
@@ -311,14 +330,6 @@ class OffloadedModel:
         self.passes.forget_leases()
         return not groups or self.undoing.undo_groups(groups, error, self.updates.ahead)
 
-    def _refuse_original(self, optimizer: Optimizer, *_: Any) -> None:
-        """A step hook, which both optimizers share."""
-        if optimizer is self._optimizer:
-            raise StateError(
-                "this optimizer's state was taken over by manager.offload: step the one that it returned, "
-                "`model, optimizer = manager.offload(model, optimizer)`"
-            )
-
     # --- looking at it --------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
@@ -342,8 +353,7 @@ class OffloadedModel:
         self.updates.remove()
         if self._gradients is not None:
             self._gradients.remove()
-        if self._original_guard is not None:
-            self._original_guard.remove()
+        self._other_optimizers.remove()
         if self._on_device is not None:
             self._on_device.finish()
         self._sweep.abandon()

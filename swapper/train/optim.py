@@ -14,13 +14,14 @@ from torch.optim import Optimizer
 
 from swapper.errors import StateError
 from swapper.interrupts import held_back
+from swapper.train.state_view import StateView
 
 
 class StateOwner(Protocol):
     """Who has the optimizer's state."""
 
     @property
-    def view(self) -> Mapping[torch.Tensor, Any]:
+    def view(self) -> StateView:
         """Shows the state of each parameter."""
         ...
 
@@ -48,7 +49,7 @@ class PagedOptimizer(Optimizer):
         self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
-        self.param_groups = original.param_groups
+        del self.defaults  # what the original has is the original's: see `__setattr__`
         self._original = original
         self._run_step = run_step
         self._train_more = train_more
@@ -58,7 +59,50 @@ class PagedOptimizer(Optimizer):
     def bind(self, owner: StateOwner | None) -> None:
         """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
         self._owner = owner
-        self.state = {} if owner is None else owner.view  # type: ignore[assignment]
+
+    @property
+    def state(self) -> Any:
+        """See train/state_view.py."""
+        return vars(self)["state"] if self._owner is None else self._owner.view
+
+    @state.setter
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        if self._owner is None:
+            vars(self)["state"] = state
+        elif state is not self._owner.view:
+            self._owner.view.replace(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original_with(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that the user's optimizer has (`defaults`, an option of its class) acts where it is read."""
+        if name not in vars(self) and not hasattr(type(self), name) and self._is_shared(name):
+            setattr(self._original, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _original_with(self, name: str) -> Optimizer:
+        if not self._is_shared(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._original
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether it is an option of the original. Not its methods, which look for the state where it is no more; nor what torch
+        notes of its `step` (`_step_supports_amp_scaling`), which is not ours."""
+        return not name.startswith("_") and name in vars(vars(self).get("_original", self))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The original's: to be edited as in plain torch, see train/membership.py."""
+        return self._original.param_groups if hasattr(self, "_original") else vars(self)["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_original"):
+            self._original.param_groups = groups
+        else:
+            vars(self)["param_groups"] = groups
 
     @property
     def _bound(self) -> StateOwner:
@@ -163,7 +207,8 @@ def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     packed = []
     start = 0
     for group in param_groups:
-        count = len(group["params"])
+        members = group.get("params")
+        count = len(members) if isinstance(members, list | tuple) else 0  # what is neither is refused at the step
         settings = {key: value for key, value in group.items() if key != "params"}
         packed.append({**settings, "params": list(range(start, start + count))})
         start += count

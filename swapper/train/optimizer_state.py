@@ -6,25 +6,25 @@ looks has the last step finished first, and has brought to its place what stays 
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from swapper.core.pager import Pager
-from swapper.core.schedule import Access
 from swapper.core.section import Section
+from swapper.errors import StateError
 from swapper.interrupts import held_back
 from swapper.train.entrance import Entrance
 from swapper.train.entries import PAGED, StateEntries
 from swapper.train.inventory import Inventory
 from swapper.train.kept_state import KeptState
+from swapper.train.membership import Membership
 from swapper.train.on_device import OnDevice
 from swapper.train.slices import Place
 from swapper.train.state_dicts import StateDicts
-from swapper.train.state_view import StateView
+from swapper.train.state_view import ShownState, StateView, outdated
 from swapper.train.sweep import Trainable
 
 
@@ -32,7 +32,7 @@ class OptimizerState:
     """Owns what each parameter's state has, and what of it stays on the device.
 
     Args:
-        optimizer: the user's.
+        membership: which parameters the optimizer's groups have.
         inventory: what it and the model consist of.
         trainables: what is trained.
         places: where everything lies, by name of a parameter and key.
@@ -50,7 +50,7 @@ class OptimizerState:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        membership: Membership,
         inventory: Inventory,
         trainables: Sequence[Trainable],
         places: Mapping[tuple[str, str], Place],
@@ -64,8 +64,7 @@ class OptimizerState:
         self._pager = pager
         self._entrance = entrance
         self._finish_update = finish_update
-        order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._numbers = {id(parameter): number for number, parameter in enumerate(order)}
+        self._membership = membership
         self._trained = [pair for t in trainables for pair in zip(t.parameters, t.places, strict=True)]
         self._names = {id(parameter): places_of.name for parameter, places_of in self._trained}
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
@@ -74,8 +73,10 @@ class OptimizerState:
         if on_device is not None and on_device.updates:
             staying = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
             self.kept = KeptState(staying, on_device, pager)
-        self._dicts = StateDicts(self._trained, self._numbers, self.entries, inventory.forms, places, sections, pager)
-        self.view = StateView(self._with_state, self._read)
+        self._dicts = StateDicts(self._trained, membership, self.entries, inventory.forms, places, sections, pager)
+        self._copies: weakref.WeakValueDictionary[tuple[str, str], ShownState] = weakref.WeakValueDictionary()
+        self._copied_generation = 0
+        self.view = StateView(self)
 
     def close(self) -> None:
         """Nobody wants what is on the device any more. No copy is on its way."""
@@ -141,33 +142,96 @@ class OptimizerState:
         place = self._places[name, key]
         return place.section.tensor(place.slot)
 
-    # --- one parameter's state ------------------------------------------------------------------------------------
+    # --- one parameter's state: see StateStore -------------------------------------------------------------------
 
-    def _with_state(self) -> list[torch.Tensor]:
+    def with_state(self) -> list[torch.Tensor]:
         """Return the parameters that the optimizer keeps something for, in the order of its groups."""
         self._finish_update()
-        found = [(self._numbers[id(p)], p) for p, places in self._trained if self.entries[places.name]]
-        return [parameter for _, parameter in sorted(found, key=lambda pair: pair[0])]
+        self._membership.follow()
+        numbers = self._membership.numbers
+        found = [p for p, places in self._trained if self.entries[places.name]]
+        return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those that are in no group are the last
 
-    def _read(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a copy of one parameter's state."""
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        """Return what there is for a parameter."""
         self._entrance.enter()
         self._finish_update()
-        name, group = self._names[id(parameter)], self._group_of[id(parameter)]
-        state: dict[str, Any] = {}
-        for key, value in self.entries[name].items():
-            if value is not PAGED:
-                state[key] = copy.deepcopy(value)
-                continue
-            place = self._places[name, key]
-            kept = None if self.kept is None else self.kept.read(group, place)
-            state[key] = self._copy(place) if kept is None else kept
-        return state
+        name = self._names.get(id(parameter))
+        return [] if name is None else list(self.entries[name])
 
-    def _copy(self, place: Place) -> torch.Tensor:
-        access = Access(None, tuple(place.pages(0, place.slot.spec.numel)))
-        with held_back:
-            self._pager.acquire(access)
-            copied = place.section.tensor(place.slot).clone()
-            self._pager.release(access)
-        return copied
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        """Return one of that: a copy of a tensor, or the value itself."""
+        name = self._names[id(parameter)]
+        value = self.entries[name][key]
+        if value is not PAGED:
+            self.entries.may_change(value)
+            return value
+        if self._copied_generation != self._dicts.generation:
+            self._copies.clear()
+            self._copied_generation = self._dicts.generation
+        shown = self._copies.get((name, key))
+        if shown is None:
+            place = self._places[name, key]
+            kept = None if self.kept is None else self.kept.read(self._group_of[id(parameter)], place)
+            with held_back, torch.no_grad():
+                shown = ShownState(self._dicts.read(place) if kept is None else kept, self._make_write(name, key))
+            self._copies[name, key] = shown
+        return shown.tensor()
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take these parameters' state over.
+
+        Raises:
+            StateError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        named: dict[str, Mapping[str, Any]] = {}
+        for parameter, state in states.items():
+            name = self._names.get(id(parameter))
+            if name is not None:
+                self._check_dtypes(name, state)
+                named[name] = state
+            elif state:
+                raise StateError(
+                    f"optimizer.state was given state for a parameter of shape {list(parameter.shape)} that the optimizer does not "
+                    "train: add it to a group first, optimizer.add_param_group()"
+                )
+        self._change(lambda: self._dicts.take_some(named, "a replacement in optimizer.state"))
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Do what changes the state at its places.
+
+        Raises:
+            StateError: it cannot be done.
+        """
+        self._entrance.enter_to_write()
+        self._finish_update()
+        self.bring_home()
+        try:
+            with held_back, torch.inference_mode(False), torch.no_grad():
+                change()
+        except ValueError as error:
+            raise StateError(f"optimizer.state was not changed: {error}") from error
+        finally:
+            self.forget_kept()
+
+    def _check_dtypes(self, name: str, state: Mapping[str, Any]) -> None:
+        """Raise StateError if a tensor has another dtype than the one that is kept: plain torch would go on with that."""
+        for key, value in state.items():
+            place = self._places.get((name, key))
+            if isinstance(value, torch.Tensor) and place is not None and value.dtype != place.slot.spec.dtype:
+                raise StateError(
+                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {place.slot.spec.dtype}: "
+                    "convert it"
+                )
+
+    def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
+        """Return what has a copy that was changed written. A copy that the user keeps must not keep us."""
+        owner, generation, place = weakref.ref(self), self._dicts.generation, self._places[name, key]
+
+        def write(value: torch.Tensor, how: str) -> None:
+            alive = owner()
+            if alive is None or alive._dicts.generation != generation:
+                raise outdated(name, key, how)
+            alive._change(lambda: alive._dicts.write(place, value, f"{how} on optimizer.state"))
+
+        return write

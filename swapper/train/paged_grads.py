@@ -25,7 +25,7 @@ from swapper.errors import UnsupportedError
 from swapper.interrupts import held_back
 from swapper.modules.own_hook import hookable
 from swapper.train.cold_grad import Change, ColdGradient
-from swapper.train.grad_home import Content, Home, Part
+from swapper.train.grad_home import Content, Home, Part, is_part, without_data
 from swapper.train.slices import Place
 
 USUAL_NORM = 2.0
@@ -50,7 +50,7 @@ class PagedGradients:
         self.finish_update: Callable[[], None] = lambda: None  # has a step that is still open use what it is to use
         self._handles: list[Any] = []
         for home in self._homes.values():
-            if home.parameter.grad is not None:
+            if home.parameter.grad is not None and not is_part(home.parameter.grad):
                 self._take(home)
             before, after = self._hook(home, PagedGradients._stash), self._hook(home, PagedGradients._take)
             with hookable(home.parameter):
@@ -64,6 +64,15 @@ class PagedGradients:
         for home in self._homes.values():
             if type(home.parameter.grad) is ColdGradient:
                 home.parameter.grad = None
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._homes
+
+    def check(self, parameter: nn.Parameter, name: str, gradient: ColdGradient) -> None:
+        """Raise StateError unless what the pages hold is `gradient`, which the parameter has."""
+        home = self._homes.get(id(parameter))
+        if home is None or not home.stands_for(gradient):
+            raise without_data(name, gradient)
 
     # --- what the sweep and clipping need -------------------------------------------------------------------------
 
@@ -136,6 +145,16 @@ class PagedGradients:
         """Whether `settle` would not wait for these gradients."""
         return True
 
+    def bring(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """An update is about to use `gradient`: have it at its place, if it is one that the user has assigned."""
+        home = self._homes.get(id(parameter))
+        if home is None or gradient is None or type(gradient) is ColdGradient:
+            return
+        with held_back:
+            self.forget_what_was_let_go()
+            home.here, home.content = None, Content()
+            self._move(home, gradient.detach().contiguous(), adding=False)
+
     def before_step(self) -> None:
         """The sweep leases the pages of every gradient: have something there where one was zeroed and nothing came since."""
         for home in self._homes.values():
@@ -147,9 +166,16 @@ class PagedGradients:
     # --- when the layout changes ----------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
-        """Return the names of the parameters that have a gradient here."""
+        """Return the names of the parameters that have a gradient here.
+
+        Raises:
+            StateError: one has another's, or an earlier one.
+        """
         self.restore()
-        return [home.name for home in self._homes.values() if type(home.parameter.grad) is ColdGradient]
+        homes = [home for home in self._homes.values() if type(home.parameter.grad) is ColdGradient]
+        for home in homes:
+            self.check(home.parameter, home.name, home.parameter.grad)  # type: ignore[arg-type]
+        return [home.name for home in homes]
 
     def content(self, name: str) -> Content:
         return self._by_name[name].content
@@ -188,20 +214,22 @@ class PagedGradients:
 
     def _stash(self, home: Home) -> None:
         """A gradient is about to be accumulated: what was before is out of autograd's way."""
-        if type(home.parameter.grad) is ColdGradient:
-            if not self._stashed:
-                torch.autograd.Variable._execution_engine.queue_callback(self.restore)
-            self._stashed.append(home)
-            home.stash, home.parameter.grad = home.parameter.grad, None
+        if not home.stands_for(home.parameter.grad):
+            home.accumulation.begins(home.parameter)
+            return
+        if not self._stashed:
+            torch.autograd.Variable._execution_engine.queue_callback(self.restore)
+        self._stashed.append(home)
+        home.stash, home.parameter.grad = home.parameter.grad, None
 
     def _take(self, home: Home) -> None:
-        """Move the gradient that the parameter has to its pages, on top of what was accumulated before.
+        """Move the gradient that the parameter has to its pages, on top of what was accumulated before; not one of the user's.
 
         Raises:
             IoError: a page cannot be had. The gradient counts as there, and refuses to be used until it is zeroed.
         """
         gradient = home.parameter.grad
-        if gradient is None or type(gradient) is ColdGradient:
+        if gradient is None or type(gradient) is ColdGradient or home.accumulation.was_there(gradient):
             return
         with held_back:
             self._take_held(home, gradient)
@@ -331,7 +359,9 @@ def _finder(
     def find() -> _PagedGradient | None:
         gradients, tensor = owner(), here()
         home = None if gradients is None else gradients._homes[key]
-        is_its = home is not None and (home.parameter.grad is tensor or home.stash is tensor)
+        is_its = (
+            home is not None and home.stands_for(tensor) and (home.parameter.grad is tensor or home.stash is tensor)
+        )
         return _PagedGradient(gradients, home) if gradients is not None and home is not None and is_its else None
 
     return find

@@ -49,12 +49,14 @@ class Shadow:
         self._step = _unhooked_step(type(optimizer))
         # The groups and attributes that the step has.
         self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] = []  # of the optimizer when the step began
         self._attributes: dict[str, Any] = {}  # that a call of this step left changed
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
     def begin_step(self) -> None:
         """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
-        self._begun = [_Settings(group) for group in self._optimizer.param_groups], self._own_attributes()
+        self._groups = list(self._optimizer.param_groups)
+        self._begun = [_Settings(group) for group in self._groups], self._own_attributes()
         self._settings, self._attributes = {}, {}
 
     def update(self, works: Sequence[Work]) -> None:
@@ -90,7 +92,11 @@ class Shadow:
     def changed_setting(self) -> str | None:
         """Return which setting the user has changed since `begin_step`, in words; None if none."""
         begun = self._begun[0] if self._begun is not None else []
+        if self._begun is not None and len(begun) != len(self._optimizer.param_groups):
+            return "the number of the optimizer's groups"
         for index, (ours, theirs) in enumerate(zip(begun, self._optimizer.param_groups, strict=False)):
+            if ours.members != [id(parameter) for parameter in theirs.get("params", ())]:
+                return f"'params' of the optimizer's group {index}"
             for key in {**ours.values, **theirs}:
                 if key != "params" and not is_same(ours.values.get(key, self), theirs.get(key, self)):
                     return f"{key!r} of the optimizer's group {index}"
@@ -112,7 +118,7 @@ class Shadow:
         self._begun = None
         changed, self._settings = self._settings, {}
         for index, values in changed.items():
-            self._optimizer.param_groups[index].update(values)
+            self._groups[index].update(values)
         self._optimizer.__dict__.update(self._attributes)
         self._attributes = {}
 
@@ -158,10 +164,12 @@ class _Settings:
 
     Attributes:
         values: by key. Not to be changed.
+        members: ids of its parameters.
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
         self.values = {key: value for key, value in group.items() if key != "params"}
+        self.members = [id(parameter) for parameter in group["params"]]
         self._changeable = [
             key
             for key, value in self.values.items()

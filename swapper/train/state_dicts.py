@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from swapper.train.discovery import StateForm
 from swapper.train.entries import PAGED, StateEntries, entry_of
 from swapper.train.inventory import MASTER
 from swapper.train.mapped_state import MappedState, expire, steady
+from swapper.train.membership import Membership
 from swapper.train.slices import ParameterPlaces, Place
 from swapper.train.visit import visit
 
@@ -25,31 +26,36 @@ class StateDicts:
 
     Args:
         trained: parameters whose state has a place.
-        numbers: by id of a parameter, its number in torch's form.
+        membership: has the parameters' numbers in torch's form.
         entries: what the optimizer keeps for each.
         forms: by name of a parameter, what it may keep.
         places: by name of a parameter and key, where.
         sections: of the state.
         pager: what leases go to.
+
+    Attributes:
+        generation: how often the state has changed as a whole.
     """
 
     def __init__(
         self,
         trained: Sequence[tuple[nn.Parameter, ParameterPlaces]],
-        numbers: Mapping[int, int],
+        membership: Membership,
         entries: StateEntries,
         forms: Mapping[str, StateForm],
         places: Mapping[tuple[str, str], Place],
         sections: Sequence[Section],
         pager: Pager,
     ) -> None:
-        self._trained = [(numbers[id(parameter)], places_of) for parameter, places_of in trained]
+        self._trained = trained
+        self._membership = membership
         self._entries = entries
         self._forms = forms
         self._places = places
         self._sections = sections
         self._pager = pager
         self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+        self.generation = 0
 
     def show(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form; its tensors show it until `expire` is called, and take no memory.
@@ -64,6 +70,20 @@ class StateDicts:
 
     def expire(self, why: str) -> None:
         """The state is about to change: what was shown is not to be looked at any more."""
+        self.generation += 1
+        expire(self._shown, why)
+
+    def read(self, place: Place) -> torch.Tensor:
+        """Return a copy of what is at a place."""
+        copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
+        for _, begin, end, view in visit(place.section, self._pager, only=[place.slot]):
+            copied.view(-1)[begin:end] = view
+        return copied
+
+    def write(self, place: Place, value: torch.Tensor, why: str) -> None:
+        """Put `value` at a place. State dicts that were shown expire."""
+        for _, begin, end, view in visit(place.section, self._pager, write=True, only=[place.slot]):
+            view.copy_(value.reshape(-1)[begin:end])
         expire(self._shown, why)
 
     def in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
@@ -73,9 +93,9 @@ class StateDicts:
             find: returns the tensor for a name of a parameter and a key.
         """
         state: dict[int, dict[str, Any]] = {}
-        for number, places in self._trained:
+        for number, places in self._numbered():
             entries = self._entries[places.name]
-            if entries:
+            if entries and number is not None:
                 state[number] = {
                     key: find(places.name, key) if value is PAGED else copy.deepcopy(value)
                     for key, value in entries.items()
@@ -88,25 +108,42 @@ class StateDicts:
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        for number, places in self._trained:
-            self._check(places, state.get(number, {}))
-        for number, places in self._trained:
-            self._entries.take(places.name, state.get(number, {}))
+        self.take_some({of.name: {} if number is None else state.get(number, {}) for number, of in self._numbered()})
+
+    def take_some(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
+        """Put the state of some parameters, by name, at its places.
+
+        Args:
+            why: for errors of who looks at what was shown before.
+
+        Raises:
+            ValueError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        for _, places in self._trained:
+            if places.name in states:
+                self._check(places, states[places.name])
+        for name, given in states.items():
+            self._entries.take(name, given)
         values = {
-            (places.name, key): steady(value, self._places.get((places.name, key)))
-            for number, places in self._trained
-            for key, value in state.get(number, {}).items()
+            (name, key): steady(value, self._places.get((name, key)))
+            for name, given in states.items()
+            for key, value in given.items()
         }
         for section in self._sections:
-            for slot, begin, end, view in visit(section, self._pager, write=True):
-                owner, key = slot.spec.owner, slot.spec.kind
-                if key == MASTER:
-                    continue  # masters belong to the parameters
+            slots = [slot for slot in section.plan.slots if slot.spec.owner in states and slot.spec.kind != MASTER]
+            for slot, begin, end, view in visit(section, self._pager, write=True, only=slots):
+                owner, key = slot.spec.owner, slot.spec.kind  # masters belong to the parameters
                 if self._entries[owner].get(key) is PAGED:
                     view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
                 else:
                     view.zero_()
-        self.expire("load_state_dict")
+        self.expire(why)
+
+    def _numbered(self) -> Iterator[tuple[int | None, ParameterPlaces]]:
+        """Yield the trained parameters with their numbers; None for one that has left its group."""
+        self._membership.follow()
+        for parameter, places in self._trained:
+            yield self._membership.numbers.get(id(parameter)), places
 
     def _check(self, places: ParameterPlaces, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""

@@ -1,72 +1,231 @@
-"""`optimizer.state` of the returned optimizer: to be looked at, as plain torch's can be.
+"""`optimizer.state` of the returned optimizer: looked at and changed as plain torch's.
 
-Its tensors are copies, read when they are asked for: what lies on the drive or in a frame is replaced by every step, and a
-tensor that changed, or went away, under the one who looks at it would be worse than none. To change state, load a state_dict.
+What lies on the drive or in a frame is replaced by every step, so a tensor is a copy, read when it is asked for, and stays what
+it is. Until the next step it stands for the state: an operation that writes to it, or to a view of it, has it written to its place
+at once. After that step a write to it would be lost, and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
 
 import torch
 
 from swapper.errors import StateError
+from swapper.modules.cold import tensors_among
 
 
-class StateView(Mapping[torch.Tensor, Mapping[str, Any]]):
-    """The state of each parameter that has any.
+class StateStore(Protocol):
+    """Who has the state."""
+
+    def with_state(self) -> list[torch.Tensor]:
+        """Return the parameters that have any, in the order of the optimizer's groups."""
+        ...
+
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        """Return what there is for a parameter."""
+        ...
+
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        """Return one of that: a ShownState's tensor, or a value."""
+        ...
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take these parameters' state over.
+
+        Raises:
+            StateError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        ...
+
+
+class StateView(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
+    """The state of each parameter that has any. What is set is copied to its place.
 
     Args:
-        parameters: returns those that have state now, in the order of the optimizer's groups.
-        read: returns a parameter's state, its tensors copied.
+        store: has it.
+    """
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    def __getitem__(self, parameter: torch.Tensor) -> MutableMapping[str, Any]:
+        return ParameterState(self._store, parameter)  # an empty one as well: torch's is a defaultdict
+
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        self._store.put({parameter: dict(state)})
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        if parameter not in self:
+            raise KeyError(parameter)
+        self._store.put({parameter: {}})
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._store.with_state())
+
+    def __len__(self) -> int:
+        return len(self._store.with_state())
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and bool(self._store.keys(parameter))
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        found = parameter in self
+        return self[parameter] if found else default
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        if default and parameter not in self:
+            return default[0]
+        state = dict(self[parameter])
+        del self[parameter]
+        return state
+
+    def popitem(self) -> tuple[torch.Tensor, Any]:
+        if not len(self):
+            raise KeyError("the optimizer has no state")
+        parameter = list(self)[-1]
+        return parameter, self.pop(parameter)
+
+    def clear(self) -> None:
+        self.replace({})
+
+    def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Have this and nothing else, as `optimizer.state = states` does."""
+        kept = {parameter: dict(state) for parameter, state in states.items()}
+        self._store.put({**{parameter: {} for parameter in self}, **kept})
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter([(parameter, dict(state)) for parameter, state in self.items()])
+
+
+class ParameterState(MutableMapping[str, Any]):
+    """One parameter's state, as it is when it is looked at."""
+
+    def __init__(self, store: StateStore, parameter: torch.Tensor) -> None:
+        self._store = store
+        self._parameter = parameter
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in self._store.keys(self._parameter):
+            raise KeyError(key)
+        return self._store.read(self._parameter, key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key not in self or value is not self[key]:  # loops move the state to the device where it is
+            self.update({key: value})
+
+    def __delitem__(self, key: str) -> None:
+        state = dict(self)
+        del state[key]
+        self._store.put({self._parameter: state})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.keys(self._parameter))
+
+    def __len__(self) -> int:
+        return len(self._store.keys(self._parameter))
+
+    def clear(self) -> None:
+        self._store.put({self._parameter: {}})
+
+    def update(self, *others: Any, **values: Any) -> None:
+        self._store.put({self._parameter: {**self, **dict(*others, **values)}})
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(dict(self).items())  # which torch.load(weights_only=True) knows
+
+
+class StateCopy(torch.Tensor):
+    """A copy of a part of the state. Never made by anyone: a tensor's class is set to it."""
+
+    shown: ShownState
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        copies = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateCopy]
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = [copied._version for copied in copies]
+            result = func(*args, **kwargs)
+            written = [copied for copied, version in zip(copies, versions, strict=True) if copied._version != version]
+            if func is torch.Tensor.to and any(result is copied and copied.shown.is_taken_over for copied in copies):
+                return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
+            for copied in copies:
+                copied.shown.watch_views(result)
+        if func in (torch.Tensor.numpy, torch.Tensor.__array__):
+            result.flags.writeable = False  # nobody would see it
+        for shown in dict.fromkeys(copied.shown for copied in written):
+            shown.was_written(getattr(func, "__name__", str(func)))
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.shown.memory)
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class ShownState:
+    """A copy of one tensor of the state, which all that is shown of it shares.
+
+    Args:
+        memory: the copy.
+        write: has it written to its place, or refuses that; given the copy and what the user did, in a word.
+        is_taken_over: what `.to()` gives is another optimizer's, with memory of its own.
     """
 
     def __init__(
-        self, parameters: Callable[[], list[torch.Tensor]], read: Callable[[torch.Tensor], dict[str, Any]]
+        self, memory: torch.Tensor, write: Callable[[torch.Tensor, str], None], is_taken_over: bool = False
     ) -> None:
-        self._parameters = parameters
-        self._read = read
+        self.memory = memory
+        self.is_taken_over = is_taken_over
+        self._write = write
+        self._tensor: weakref.ref[torch.Tensor] | None = None
 
-    def __getitem__(self, parameter: torch.Tensor) -> Mapping[str, Any]:
-        return _ReadOnly(self._read(parameter)) if parameter in self else _ReadOnly({})
+    def tensor(self) -> torch.Tensor:
+        """Return what the user is given; the same one for as long as anybody has it."""
+        tensor = None if self._tensor is None else self._tensor()
+        if tensor is None:
+            tensor = self._show(self.memory.detach())
+            self._tensor = weakref.ref(tensor)
+        return tensor
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._parameters())
+    def watch_views(self, result: Any) -> None:
+        """What of `result` has the same memory stands for the state too."""
+        storage = self.memory.untyped_storage().data_ptr()
+        for view in tensors_among(result):
+            plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
+            if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
+                self._show(view)
 
-    def __len__(self) -> int:
-        return len(self._parameters())
+    def was_written(self, how: str) -> None:
+        """
+        Raises:
+            StateError: it is not the state any more.
+        """
+        self._write(self.memory, how)
 
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter is known for known in self._parameters())
-
-    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
-        raise _refusal()
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        raise _refusal()
-
-    def clear(self) -> None:
-        raise _refusal()
-
-
-class _ReadOnly(dict[str, Any]):
-    """One parameter's state. Setting an entry would change nothing, and is refused, unless to what it is."""
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        is_same = key in self and value is self[key]  # loops that move the state to the device where it is
-        if not is_same or (isinstance(value, torch.Tensor) and value._version):
-            raise _refusal()
-
-    def __delitem__(self, key: str) -> None:
-        raise _refusal()
-
-    def update(self, *arguments: Any, **values: Any) -> None:
-        raise _refusal()
+    def _show(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.__class__ = StateCopy
+        tensor.shown = self  # type: ignore[attr-defined]
+        return tensor
 
 
-def _refusal() -> StateError:
+def outdated(name: str, key: str, how: str) -> StateError:
+    """Return the error for a write to a copy that the state has gone on from."""
     return StateError(
-        "optimizer.state shows copies of the state, which lies where manager.offload placed it: to change it, take "
-        "optimizer.state_dict(), change that, and give it to optimizer.load_state_dict()"
+        f"{how} would change {key!r} of {name} as it was before the last step, load_state_dict or replacement of the state, and "
+        f"have no effect: read it again, optimizer.state[parameter][{key!r}]"
     )

@@ -34,11 +34,15 @@ UPDATE_ELEMENTS = 1 << 19
 """[Note: small updates]"""
 
 
+NO_GROUP = -1
+
+
 @dataclass
 class Trainable:
     """One group's trainable parameters that the optimizer has, with where their state lies.
 
-    `settings` has for each the index of its group in `optimizer.param_groups`.
+    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP where it is in none any more: then it is
+    not updated. See membership.py.
     """
 
     group: int
@@ -111,7 +115,7 @@ class Sweep:
         page_bytes: int,
         counters: Counters,
         gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
-        make_ready: Callable[[Trainable], None],
+        make_ready: Callable[[GroupUpdate], None],
     ) -> None:
         self._trainables = trainables
         self._gradient = gradient
@@ -146,9 +150,11 @@ class Sweep:
 
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
         """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
-        update = GroupUpdate(trainable, tuple(parameter.grad for parameter in trainable.parameters))
-        changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
-        torch.autograd.graph.increment_version(changed)
+        members = zip(trainable.parameters, trainable.settings, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not asked for
+            update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else p.grad for p, at in members))
+            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            torch.autograd.graph.increment_version(changed)
         return update if changed else None
 
     def fix_all(self) -> list[GroupUpdate]:
@@ -161,7 +167,7 @@ class Sweep:
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. What its last slice has leased is kept for the next update, until `give_back`."""
-        self._make_ready(update.trainable)
+        self._make_ready(update)
         for part in update.trainable.slices(update.active, self._page_bytes):
             self._hand_over(part.access)
             started = time.monotonic()

@@ -5,7 +5,7 @@ Each page is in memory once and, if it is changed, written once, however many te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,7 +17,7 @@ from swapper.train.content import Content
 
 
 def visit(
-    section: Section, pager: Pager, *, write: bool = False, fresh: bool = False
+    section: Section, pager: Pager, *, write: bool = False, fresh: bool = False, only: Sequence[Slot] | None = None
 ) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
     """Yield (slot, begin, end, flat view of its elements [begin, end)) for all that the section holds.
 
@@ -26,25 +26,31 @@ def visit(
         pager: brings pages in and writes them back.
         write: the views may be changed.
         fresh: all of the content is made anew, so nothing is read; gaps become zeros. Implies `write`.
+        only: some of its slots, in order, instead of all; other pages are left alone.
     """
+    slots = section.plan.slots if only is None else only
     if section.resident:
         if fresh:
             section.memory.zero_()
-        for slot in section.plan.slots:
+        for slot in slots:
             yield slot, 0, slot.spec.numel, section.tensor(slot).view(-1)
         return
     first = 0  # the first slot that may reach into the page
     for page in section.pages:
-        only = frozenset({page.index})
+        itself = frozenset({page.index})
         access = Access(
-            None, (page.index,), fresh=only if fresh else frozenset(), writes=only if write or fresh else frozenset()
+            None,
+            (page.index,),
+            fresh=itself if fresh else frozenset(),
+            writes=itself if write or fresh else frozenset(),
         )
         page_end = page.offset + page.nbytes
-        slots = section.plan.slots
+        while first < len(slots) and slots[first].end <= page.offset:
+            first += 1
+        if only is not None and (first == len(slots) or slots[first].offset >= page_end):
+            continue
         pager.acquire(access)
         try:
-            while first < len(slots) and slots[first].end <= page.offset:
-                first += 1
             for slot in slots[first:]:
                 if slot.offset >= page_end:
                     break

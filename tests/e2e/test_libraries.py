@@ -147,3 +147,18 @@ def test_a_loop_gives_what_it_gives_with_plain_torch(tmp_path: Path, loop: Any) 
     with swapper.SwapManager(tmp_path / "run", "8MiB") as manager:
         ours = loop(manager, tmp_path / "ours")
     assert len(ours) == len(plain) and all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["model only", "beside an optimizer"])
+def test_a_trainer_that_makes_its_own_optimizer_is_refused_at_its_first_step(tmp_path: Path, given: bool) -> None:
+    model = llama(lora=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3) if given else None
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), per_device_train_batch_size=2, max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )  # fmt: skip
+    with swapper.SwapManager(tmp_path, "16MiB") as manager:
+        manager.offload(model, optimizer, params="host")
+        trainer = Trainer(model=model, args=arguments, train_dataset=Lines())
+        with pytest.raises(swapper.StateError, match=r"past the manager.*Trainer\(model, optimizers="):
+            trainer.train()
+        assert manager.step == 0

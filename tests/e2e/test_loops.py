@@ -198,17 +198,10 @@ def test_the_optimizers_state_can_be_looked_at(twins: MakeTwins) -> None:
     same = kept.clone()
     pair.train(train_step, steps=2)
     assert torch.equal(kept, same)  # a copy, whatever happens
-    with pytest.raises(swapper.StateError, match="load_state_dict"):
-        pair.optimizer.state[weight]["exp_avg"] = kept
-    with pytest.raises(swapper.StateError, match="load_state_dict"):
-        pair.optimizer.state[weight] = {}
     assert len(list(pair.optimizer.state.items())) == len(list(pair.plain.parameters()))
     for state in pair.optimizer.state.values():  # as loops do that move it to the device where it is
         for key, value in state.items():
             state[key] = value.to("cpu") if isinstance(value, torch.Tensor) else value
-    with pytest.raises(swapper.StateError, match="load_state_dict"):
-        shown = pair.optimizer.state[weight]
-        shown["exp_avg"] = shown["exp_avg"].mul_(2)
     pair.finish()
 
 
