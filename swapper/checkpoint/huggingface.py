@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swapper.checkpoint.sources import FileStamp, Source, open_file
+from swapper.checkpoint.sources import FileStamp, Source, is_plain_name, open_file, read_whole
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.strict_json import parse_object
 from swapper.errors import CheckpointError, IoError
@@ -58,9 +58,9 @@ def _sharded(index: Path) -> Source:
     """The shards that `index` names. It alone says which file has which tensor."""
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
-    outside = [shard for shard in shards if Path(shard).name != shard or shard in ("", ".", "..")]
+    outside = [shard for shard in shards if not is_plain_name(shard)]
     if outside:
-        raise CheckpointError(f"{index} names the shard {outside[0]!r}, which is not a file beside it")
+        raise CheckpointError(f"{index} names the shard {outside[0][:200]!r}, which is not a file beside it")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise CheckpointError(
@@ -70,13 +70,7 @@ def _sharded(index: Path) -> Source:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        if index.stat().st_size > MOST_INDEX_BYTES:
-            raise CheckpointError(f"{index} has {index.stat().st_size} bytes, which no index needs")
-        text = index.read_bytes()
-    except OSError as error:
-        raise IoError("read", str(index), 0, 0, error.errno or 0) from error
-    weight_map = parse_object(str(index), text).get("weight_map")
+    weight_map = parse_object(str(index), read_whole(index, MOST_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     wrong = [name for name, shard in weight_map.items() if not isinstance(shard, str)]

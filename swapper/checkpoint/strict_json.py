@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: an object, none of whose keys comes twice at any depth."""
+"""JSON from a file that nobody vouches for: an object, none of whose keys comes twice at any depth, and whose texts are text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text.decode("utf-8"), object_pairs_hook=_object_of)
     except _Duplicate as error:
-        raise CheckpointError(f"{what} has the key {str(error)!r} twice") from error
+        raise CheckpointError(f"{what} has the key {str(error)[:200]!r} twice") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
@@ -32,6 +32,9 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
+        for text in (name, value):
+            if isinstance(text, str) and not text.isascii():
+                text.encode()  # half of a surrogate pair raises a ValueError
         if name in found:
             raise _Duplicate(name)
         found[name] = value
