@@ -114,7 +114,7 @@ def read_record(directory: Path) -> DrivesRecord | None:
         return DrivesRecord(Drives(directories, weights, str(content["run"])), index)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DirectoryError(
             f"{path}, which says over which drives the run lies, cannot be read ({error}): put back a whole one, or say "
             "resume='discard'"

@@ -158,6 +158,8 @@ def _verify_sealed(descriptor: int, path: Path, seal: Seal, tail: bytes, progres
 def _check_readable(path: Path) -> None:
     """Raise CheckpointError if `load` would refuse the file, though all of it is as it was written."""
     file = read_torch_file(path)
+    if f"{file.root}/version" not in file.zip.records:
+        raise CheckpointError(f"{path} has no record {file.root}/version, without which torch does not load it")
     for storage in file.skeleton.storages:
         file.record(storage)
 

@@ -2,10 +2,10 @@
 
 Usage: tools/fuzz [--minutes N] [--cases N] [--seed N] [--reader NAME]... [--without NAME]... [--json] [--found DIRECTORY]
 
-Each case is made from the seed, its reader's name and its number, so a seed gives the same cases everywhere. Cases run in a process
-of their own, which is watched: a crash, a hang, memory beyond MAX_GROWTH_BYTES, an error that is not one of swapper's, a file that is
-written outside of the case's directory, or an input that is changed is a failure. Then the smallest reproducer that was found is
-written, with its reader, to the directory of --found, and the exit code is 1.
+Each case is made from the seed, its reader's name and its number, so a seed gives the same cases everywhere. Cases run in a
+process of their own, which is watched: a crash, a hang, memory beyond MAX_GROWTH_BYTES, an error that is not one of swapper's, a
+file that is written outside of the case's directory, or an input that is changed is a failure. Then the smallest reproducer that
+was found is written, with its reader, to the directory of --found, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
-from fuzz.mutating import ways_for
+from fuzz.mutating import mutate_bytes, ways_for
 from fuzz.originals import MAKERS
-from fuzz.readers import ALLOWED, OUTPUT, READERS
+from fuzz.readers import AGREES, ALLOWED, OUTPUT, READERS
 
 MAX_CASE_S = 60.0
 """For a machine that is busy with other work. A case takes a few milliseconds."""
@@ -53,7 +53,9 @@ _RUNS_CODE = (
     "os.fork",
     "ctypes.dlopen",
 )
-_CHANGES_FILES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "os.chmod", "shutil.rmtree")  # fmt: skip
+_CHANGES_FILES = tuple(
+    f"os.{what}" for what in ["remove", "rename", "mkdir", "rmdir", "truncate", "link", "symlink", "chmod"]
+)
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,12 @@ class Guard:
             event == "open"
             and isinstance(arguments[0], str | bytes)
             and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-        ):
-            self._check(event, arguments[0])
-        elif event in _CHANGES_FILES and isinstance(arguments[0], str | bytes):
+        ) or (event in _CHANGES_FILES and isinstance(arguments[0], str | bytes)):
             self._check(event, arguments[0])
 
     def _check(self, event: str, name: str | bytes) -> None:
-        path = os.path.abspath(os.fsdecode(name))
-        if not path.startswith((str(self.allowed), "/dev/", "/proc/self/")):
+        path = str(Path.cwd() / os.fsdecode(name))
+        if not path.startswith((str(self.allowed), "/dev/", "/proc/self/")) or ".." in path:
             self.seen.append(f"{event} {path}")
 
 
@@ -100,7 +100,7 @@ def changed_files(reader: str, original: Path, chance: random.Random) -> dict[st
     names = sorted(str(path.relative_to(original)) for path in original.rglob("*") if path.is_file())
     name = chance.choice(names)
     data = (original / name).read_bytes()
-    ways = ways_for(name, data)
+    ways = [mutate_bytes] if reader.endswith(AGREES) else ways_for(name, data)
     for _ in range(chance.randint(1, MAX_CHANGES)):
         data = chance.choice(ways)(data, chance)
     return {name: data}
@@ -312,8 +312,15 @@ def main(arguments: Sequence[str]) -> int:
             failure = fuzzer.reduced(failure)
             place = write_reproducer(failure, options.found)
     cases = sum(fuzzer.counts.values())
-    result = {"seed": options.seed, "cases": cases, "seconds": round(seconds, 1), "cases_a_second": round(cases / seconds, 1),
-              "by_reader": dict(fuzzer.counts), "failure": None if failure is None else {**asdict(failure), "files": str(place)}}  # fmt: skip
+    shown = None if failure is None else {**asdict(failure), "files": str(place)}
+    result = {
+        "seed": options.seed,
+        "cases": cases,
+        "seconds": round(seconds, 1),
+        "cases_a_second": round(cases / seconds, 1),
+        "by_reader": dict(fuzzer.counts),
+        "failure": shown,
+    }
     if options.json:
         print(json.dumps(result, indent=1))
     else:

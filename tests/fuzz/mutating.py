@@ -170,9 +170,7 @@ def mutate_zip(data: bytes, chance: random.Random) -> bytes:
 
 def mutate_sealed(data: bytes, chance: random.Random) -> bytes:
     """Change the tail of a sealed file (its small records, manifest, directory), and seal it again."""
-    seal = None
-    for seal in _SEAL.finditer(data):
-        pass
+    seal = max(_SEAL.finditer(data), key=lambda found: found.start(), default=None)
     if seal is None or int(seal[1]) >= seal.start():
         return mutate_bytes(data, chance)
     begin = int(seal[1])

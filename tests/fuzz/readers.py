@@ -1,6 +1,6 @@
 """Everything by which swapper reads bytes that nobody vouches for, as functions of a directory with such a file.
 
-Each is given the files of one of the originals, damaged. It may succeed, or raise an error of swapper's; whatever else is a failure.
+Each is given the files of one of the originals, damaged. It may succeed, or raise an error of swapper's; all else is a failure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.inspecting import inspect
 from swapper.checkpoint.retention import Retention
-from swapper.checkpoint.sources import open_source
 from swapper.checkpoint.verify import verify
 from swapper.directory import RETENTION_NAME
 from swapper.drives import read_record
@@ -31,6 +30,7 @@ from swapper.io.files import OpenFiles
 from swapper.io.striping import Stripes
 
 Read = Callable[[Path], Any]
+AGREES = "-agrees"
 OUTPUT = "out"
 """Below the directory: what a reader may write."""
 
@@ -49,7 +49,7 @@ def tensors_of(tree: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 def _export(path: Path, to: str, what: str = "model") -> None:
     output = path if path.is_dir() else path.parent
-    export(path, output / OUTPUT / "exported", to, what=what)
+    export(path, output / OUTPUT / f"exported-{to}-{what}", to, what=what)
 
 
 def _each(*reads: Read) -> Read:
@@ -158,13 +158,15 @@ READERS: dict[str, tuple[str, Read]] = {
     "dcp-load": ("dcp", _dcp_load),
     "zero": ("zero", lambda path: _export(path, "torch")),
     "quantised": ("quantised", _through(_quantised)),
-    "snapshot": ("snapshot", _through(_each(agree, load, inspect))),
+    "snapshot": ("snapshot", _through(_each(verify, load, inspect))),
+    "snapshot-agrees": ("snapshot", _through(agree)),
     "run": ("run-directory", _run),
     "resume": ("run-directory", _resume),
     "stripes": ("stripes", _stripes),
     "drives": ("drives", read_record),
 }
-"""By name: the original whose files are damaged, and what reads them."""
+"""By name: the original whose files are damaged, and what reads them. For those that end in AGREES it is the bytes that are damaged,
+and not what the format says with checksums made right: `verify` is for accidents."""
 
 ALLOWED = (SwapperError, BudgetError, ConfigError)
 warnings.simplefilter("ignore")
