@@ -104,7 +104,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
 
     def __init__(self, file: Any, nbytes: int) -> None:
         super().__init__(file, encoding="latin-1")
-        self._copies_left = nbytes
+        self._nbytes = self._copies_left = nbytes
         self._globals: dict[tuple[str, str], Global] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -223,6 +223,12 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
             check_key(item)
         self.append(frozenset(items))
 
+    def _byte_array(self) -> None:
+        nbytes = int.from_bytes(self.read(8), "little")
+        if nbytes > self._nbytes:
+            raise CheckpointError(f"it has {nbytes} bytes in one piece")
+        self.append(bytearray(self.read(nbytes)))
+
     for _opcode, _method in (
         (pickle.REDUCE, _reduce),
         (pickle.NEWOBJ, _reduce),
@@ -235,6 +241,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         (pickle.APPENDS, _appends),
         (pickle.ADDITEMS, _add_items),
         (pickle.FROZENSET, _frozen_set),
+        (pickle.BYTEARRAY8, _byte_array),
     ):
         dispatch[_opcode[0]] = _method
     del _opcode, _method

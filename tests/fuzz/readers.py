@@ -165,8 +165,8 @@ READERS: dict[str, tuple[str, Read]] = {
     "stripes": ("stripes", _stripes),
     "drives": ("drives", read_record),
 }
-"""By name: the original whose files are damaged, and what reads them. For those that end in AGREES it is the bytes that are damaged,
-and not what the format says with checksums made right: `verify` is for accidents."""
+"""By name: the original whose files are damaged, and what reads them. For those that end in AGREES it is the bytes that are
+damaged, and not what the format says with checksums made right: `verify` is for accidents."""
 
 ALLOWED = (SwapperError, BudgetError, ConfigError)
 warnings.simplefilter("ignore")

@@ -92,6 +92,7 @@ ENDLESS_WORK = {
     "a size copied again and again": pickled(
         b"ctorch\nSize\nq\x00(", b"K\x01" * 1000, b"tq\x01\x85q\x02", b"h\x00h\x02R"
     ),
+    "a bytearray beyond the end": b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
     "bytes by their number": pickled(b"c__builtin__\nbytearray\n", huge(1 << 40), b"\x85R"),
     "a tensor beyond its storage": pickled(tensor(b"K\x00", b"K\x05\x85", b"K\x01\x85")),
     "a tensor of more than there can be": pickled(tensor(b"K\x00", huge(1 << 61) + b"\x85", b"K\x00\x85")),
