@@ -16,6 +16,7 @@ import io
 import mmap as memory_map
 import os
 import sys
+import tarfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -143,11 +144,17 @@ def _is_zip(path: Path) -> bool:
 
 
 def _check_old_file(path: Path) -> None:
-    """Refuse a file of torch before 1.6 whose pickles would keep torch busy without end."""
+    """Refuse a file of torch before 1.6 whose pickles would keep torch busy without end, and archives, for which torch makes a
+    directory before it refuses them."""
     with path.open("rb") as file:
         if file.read(len(PICKLE_MAGIC)) == PICKLE_MAGIC:
             file.seek(0)
             check_pickles(file, _OLD_PICKLES, path.stat().st_size, str(path))
+            return
+    if tarfile.is_tarfile(path):
+        raise CheckpointError(
+            f"{path} cannot be loaded: it is a tar archive, as torch before 0.1.10 wrote, or filled with zeros"
+        )
 
 
 def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_location: MapLocation) -> bool:
