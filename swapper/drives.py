@@ -124,7 +124,7 @@ def read_record(directory: Path) -> DrivesRecord | None:
         return DrivesRecord(Drives(directories, weights, content["run"]), content["index"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:
         raise DirectoryError(
             f"{path}, which says over which drives the run lies, cannot be read ({error}): put back a whole one, or say "
             "resume='discard'"

@@ -21,7 +21,10 @@ MOST_NAME_BYTES = 255
 
 
 def parse_json(data: bytes) -> Any:
-    """Return what `data`, JSON in UTF-8, says. Raises ValueError for what is not JSON, or has a key twice at any depth."""
+    """Return what `data`, JSON in UTF-8, says.
+
+    Raises ValueError for what is not JSON, has a key twice at any depth, or a string that is not text.
+    """
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_object_of, parse_constant=_refuse_constant)
     except RecursionError:
@@ -31,6 +34,9 @@ def parse_json(data: bytes) -> Any:
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
+        for string in (name, value):
+            if isinstance(string, str) and not string.isascii():
+                string.encode()  # half of a surrogate pair raises a ValueError
         if name in found:
             raise ValueError(f"it has the key {name[:80]!r} twice")
         found[name] = value

@@ -32,7 +32,7 @@ class AssembledTensor(ExportTensor):
         """Yield its elements in their order. The next ones are read meanwhile."""
         if self.chunked is None:
             raise AssertionError("a tensor is to be assembled from no chunks")
-        turned = {part: payloads.gathered(part) for part in self.parts if part.stride is not None}  # whole, and seldom
+        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and seldom
         waiting: deque[_Reading] = deque()
         for box in self.chunked.boxes(BOX_BYTES):
             waiting.append(_Reading(box))

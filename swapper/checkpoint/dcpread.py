@@ -6,7 +6,6 @@ files. Each tensor is one or more chunks, each chunk an item: a torch.save of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,15 @@ import torch
 
 from swapper.checkpoint.chunks import Chunk, ChunkedTensor
 from swapper.checkpoint.joined import Extent, JoinedFile
-from swapper.checkpoint.skeleton import Opaque, TensorView, read_skeleton
-from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.skeleton import TensorView, are_sizes, read_skeleton
+from swapper.checkpoint.sources import FileStamp, Source, is_plain_name, opened, read_whole
 from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import opened, read_item
-from swapper.errors import CheckpointError, IoError
+from swapper.checkpoint.torchfile import read_item
+from swapper.checkpoint.unpickling import Opaque
+from swapper.errors import CheckpointError
 
 METADATA_NAME = ".metadata"
-_MOST_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,7 @@ def read_directory(path: Path) -> DcpDirectory:
         CheckpointError: the metadata is damaged, or a chunk is not where it says.
         IoError: something cannot be read.
     """
-    try:
-        data = (path / METADATA_NAME).read_bytes()
-    except OSError as error:
-        raise IoError("read", str(path / METADATA_NAME), 0, 0, error.errno or 0) from error
+    data = read_whole(path / METADATA_NAME, MAX_METADATA_BYTES)
     tree = read_skeleton(data, str(path / METADATA_NAME)).tree
     try:
         described = _fields(tree)["state_dict_metadata"]
@@ -98,12 +95,16 @@ def _fields(obj: Any) -> dict[str, Any]:
 def _index(index: Any) -> tuple[str, tuple[int, ...] | None]:
     fields = _fields(index)
     offset = fields.get("offset")
-    return fields["fqn"], None if offset is None else tuple(offset)
+    if not isinstance(fields["fqn"], str):
+        raise TypeError("a tensor's name is no text")
+    return fields["fqn"], None if offset is None else _sizes(offset)
 
 
 def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dict[str, Any]]) -> ChunkedTensor:
+    if not isinstance(name, str):
+        raise TypeError("a tensor's name is no text")
     dtype, shape = entry["properties"].state[0], _sizes(entry["size"])
-    if not isinstance(name, str) or not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"tensor {name!r} has no dtype")
     chunks = []
     for described in entry["chunks"]:
@@ -124,12 +125,12 @@ def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dic
 
 def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, Any]) -> StoredTensor:
     relative, offset, length = place["relative_path"], place["offset"], place["length"]
-    if not isinstance(relative, str) or Path(relative).name != relative or relative in ("", ".", ".."):
-        raise ValueError(f"{relative!r} is not a file beside it")
+    if not isinstance(relative, str) or not is_plain_name(relative):
+        raise ValueError("a chunk's file is not one beside it")
     if place.get("transform_descriptors"):
-        raise ValueError(f"{name} was transformed ({place['transform_descriptors']}) when it was saved")
+        raise ValueError(f"{name} was transformed when it was saved")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError(f"{name} is said to be {length} bytes at {offset}")
+        raise ValueError(f"{name} is not said to be so many bytes at some offset")
     with opened(path / relative) as descriptor:
         item = read_item(descriptor, path / relative, offset, length)
     view = item.skeleton.tree
@@ -138,8 +139,7 @@ def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], p
     return replace(item.stored(name, view), path=path / relative)
 
 
-def _sizes(values: Iterable[Any]) -> tuple[int, ...]:
-    sizes = tuple(values)
-    if not all(type(size) is int and 0 <= size < 1 << 62 for size in sizes):
-        raise ValueError(f"{str(sizes)[:100]} are not sizes")
-    return sizes
+def _sizes(values: Any) -> tuple[int, ...]:
+    if not are_sizes(values):
+        raise ValueError("sizes or offsets of a tensor cannot be")
+    return tuple(values)

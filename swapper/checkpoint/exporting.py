@@ -37,10 +37,11 @@ from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
 from swapper.checkpoint.relay import Relay
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.saving import save
-from swapper.checkpoint.skeleton import Opaque, Skeleton
+from swapper.checkpoint.skeleton import Skeleton
 from swapper.checkpoint.sources import FileStamp, Source, open_source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import read_torch_file
+from swapper.checkpoint.unpickling import Opaque
 from swapper.errors import CheckpointError, IoError
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
@@ -179,7 +180,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
         if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
             raise CheckpointError(
                 f"{source.path}: {name} is a sparse, quantized or nested tensor, or an object with tensors in it, "
-                f"and not a plain tensor ({value.origin or type(value).__name__}): it cannot be exported"
+                f"and not a plain tensor ({value.made}): it cannot be exported"
             )
         if name not in source.tensors or not name.startswith(prefix):
             left_out.append(name)
@@ -196,7 +197,7 @@ def _model_prefix(skeleton: Skeleton) -> str:
 
 
 def _holds_tensor(value: Opaque) -> bool:
-    return "_rebuild" in type(value).__name__ or "Tensor" in type(value).__name__
+    return value.made is not None and ("_rebuild" in value.made.name or "Tensor" in value.made.name)
 
 
 def _select_from_dcp(path: Path, what: str) -> Selection:

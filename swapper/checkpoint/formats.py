@@ -28,6 +28,7 @@ from swapper.errors import CheckpointError
 
 ALIGNMENT = 4096
 PIECES_AHEAD = 2
+PIECE_ELEMENTS = 4 << 20
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -74,7 +75,8 @@ class Payloads:
                 engine, file = self._open(part.path)
                 relay.append_read(engine, file, part.offset, part.nbytes, checksum)
                 continue
-            _append(relay, self.gathered(part).view(-1), checksum)
+            for piece in _pieces(self.strided(part)):
+                _append(relay, piece.view(-1), checksum)
 
     def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in their order, `count` at a time; the next ones are read meanwhile. No part has strides."""
@@ -112,14 +114,23 @@ class Payloads:
             self._files[path] = engine_for(path), open_for(path, read_only=True)
         return self._files[path]
 
-    def gathered(self, part: StoredTensor) -> torch.Tensor:
-        """A tensor whose elements do not lie in order is brought into memory whole, and into order."""
+    def strided(self, part: StoredTensor) -> torch.Tensor:
+        """A tensor whose elements do not lie in order: its bytes are brought into memory as they are."""
         engine, file = self._open(part.path)
         memory = torch.empty(part.nbytes, dtype=torch.uint8)
         engine.read(file, part.offset, memory.data_ptr(), part.nbytes, keep=memory).wait()
-        plain = torch.empty(part.shape, dtype=part.dtype)
-        plain.copy_(memory.view(part.dtype).as_strided(part.shape, part.stride or ()))
-        return plain
+        return memory.view(part.dtype).as_strided(part.shape, part.stride or ())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield contiguous tensors of at most PIECE_ELEMENTS that are the tensor's elements in their order: of an expanded one there
+    are many more than it has memory."""
+    if tensor.numel() <= PIECE_ELEMENTS:
+        yield tensor.contiguous()
+        return
+    row = tensor.numel() // tensor.shape[0]
+    for part in torch.split(tensor, PIECE_ELEMENTS // row) if row <= PIECE_ELEMENTS else tensor:
+        yield from _pieces(part)
 
 
 def _append(relay: Relay, flat: torch.Tensor, checksum: Checksum | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swapper import beneath, records
-from swapper.checkpoint.sources import FileStamp, Source, open_file
+from swapper import records
+from swapper.checkpoint.sources import FileStamp, Source, open_file, read_whole
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.strict_json import parse_object
 from swapper.errors import CheckpointError, IoError
@@ -68,13 +68,7 @@ def _sharded(index: Path) -> Source:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        text = beneath.read_small(index, MOST_INDEX_BYTES, follow=True)
-    except ValueError as error:
-        raise CheckpointError(f"{index} is no index of shards: {error}") from error
-    except OSError as error:
-        raise IoError("read", str(index), 0, 0, error.errno or 0) from error
-    weight_map = parse_object(str(index), text).get("weight_map")
+    weight_map = parse_object(str(index), read_whole(index, MOST_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     try:

@@ -16,6 +16,7 @@ import io
 import mmap as memory_map
 import os
 import sys
+import tarfile
 import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -27,10 +28,10 @@ from torch.utils.serialization import config
 
 from swapper import _C
 from swapper.checkpoint.engines import drain, engine_for, open_for, wait_for_all
-from swapper.checkpoint.skeleton import StorageId
-from swapper.checkpoint.sources import ZIP_MAGIC, FileStamp
+from swapper.checkpoint.skeleton import StorageId, check_pickles
+from swapper.checkpoint.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
 from swapper.checkpoint.torchfile import TorchFile, read_torch_file
-from swapper.checkpoint.zipread import ZipRecord
+from swapper.checkpoint.zipread import ZipRecord, unpacked_crc32
 from swapper.errors import CheckpointError, IoError
 from swapper.io.staging import Staging
 
@@ -45,6 +46,8 @@ MOST_AHEAD_BYTES = 256 << 20
 """Bytes that are being read and that nobody has asked for yet."""
 _MOST_AHEAD_READS = 1024
 _MOST_TRIES = 20
+_OLD_PICKLES = 5
+"""Magic number, version, the system's sizes, the object, the keys of its storages."""
 _NEEDS_PLAIN_LOCATION = (b"_rebuild_wrapper_subclass", b"_rebuild_device_tensor_from")
 """Rebuild functions of torch's that do not work with a map_location that is a function."""
 
@@ -80,6 +83,8 @@ def load(
     file = Path(path)
     wants_mapping = config.load.mmap if mmap is None else mmap
     if not _is_zip(file):
+        if weights_only:
+            _check_old_file(file)
         return _load_by_torch(file, map_location, wants_mapping, weights_only)
     checkpoint, payloads = _open(file)
     with contextlib.closing(payloads):
@@ -120,6 +125,10 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file
     memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
     engine = engine_for(checkpoint.path)
     for record in records.values():
+        if record.compressed:
+            with opened(checkpoint.path) as descriptor:
+                _check_checksum(checkpoint.path, record, unpacked_crc32(descriptor, checkpoint.path, record))
+            continue
         checksum = 0
         for begin in range(0, record.nbytes, max(memory.numel(), 1)):
             step = min(memory.numel(), record.nbytes - begin)
@@ -130,11 +139,22 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file
 
 
 def _is_zip(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == ZIP_MAGIC
-    except OSError as error:
-        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    with opened(path) as descriptor:
+        return read_at(descriptor, path, 0, len(ZIP_MAGIC)) == ZIP_MAGIC
+
+
+def _check_old_file(path: Path) -> None:
+    """Refuse a file of torch before 1.6 whose pickles would keep torch busy without end, and archives, for which torch makes a
+    directory before it refuses them."""
+    with path.open("rb") as file:
+        if file.read(len(PICKLE_MAGIC)) == PICKLE_MAGIC:
+            file.seek(0)
+            check_pickles(file, _OLD_PICKLES, path.stat().st_size, str(path))
+            return
+    if tarfile.is_tarfile(path):
+        raise CheckpointError(
+            f"{path} cannot be loaded: it is a tar archive, as torch before 0.1.10 wrote, or filled with zeros"
+        )
 
 
 def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_location: MapLocation) -> bool:
@@ -161,7 +181,9 @@ def _load_by_torch(path: Path, map_location: Any, mmap: bool, weights_only: bool
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
 
-def _check_checksum(path: Path, record: ZipRecord, checksum: int) -> None:
+def _check_checksum(path: Path, record: ZipRecord, checksum: int | None) -> None:
+    if checksum is None:
+        raise CheckpointError(f"{path}: {record.name} does not unpack to {record.unpacked_nbytes} bytes: it is damaged")
     if checksum != record.crc32:
         absent = " (none was saved: config.save.compute_crc32 was off)" if record.crc32 == 0 else ""
         raise CheckpointError(

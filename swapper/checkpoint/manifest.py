@@ -89,15 +89,17 @@ class Manifest:
         try:
             content = json.loads(data)
             if content["format"] != FORMAT:
-                raise CheckpointError(f"the manifest is of format {content['format']}, this swapper reads {FORMAT}")
+                raise CheckpointError(
+                    f"the manifest is of format {str(content['format'])[:20]}, this swapper reads {FORMAT}"
+                )
             chunks = [Chunk(*map(int, row)) for row in content["chunks"]]
             tensors = {
                 str(key): [TensorPlace(str(name), int(offset), int(size)) for name, offset, size in rows]
                 for key, rows in content["tensors"].items()
             }
             return cls.make(chunks, nbytes, tensors)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"the manifest cannot be read ({error!r})") from error
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"the manifest cannot be read ({type(error).__name__})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,10 @@ def find_seal(last: bytes, file_nbytes: int) -> Seal | None:
         return None
     comment = last[at + END_RECORD_BYTES :]
     match = _SEAL.fullmatch(comment)
-    if match is None:
-        return None
+    if match is None or int.from_bytes(last[at + END_RECORD_BYTES - 2 : at + END_RECORD_BYTES], "little") != len(
+        comment
+    ):
+        return None  # some of its zeros may be cut off, or others appended
     end = file_nbytes - len(comment)
     begin = int(match[1])
     return Seal(begin, end, int(match[2], 16)) if begin < end else None

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.sources import FileStamp, Source, opened, read_at
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.strict_json import parse_object
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError
 
 SIZE_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+MAX_DIMENSIONS = 64
 METADATA_KEY = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -44,15 +45,12 @@ def read(path: Path) -> Source:
         CheckpointError: the file is not what the format demands; says what is wrong.
         IoError: it cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            stamp = FileStamp.of(file.fileno())
-            size = file.read(SIZE_BYTES)
-            header_bytes = int.from_bytes(size, "little")
-            _check_header_size(path, len(size), header_bytes, stamp.nbytes)
-            text = file.read(header_bytes)
-    except OSError as error:
-        raise IoError("read", str(path), 0, SIZE_BYTES, error.errno or 0) from error
+    with opened(path) as descriptor:
+        stamp = FileStamp.of(descriptor)
+        size = read_at(descriptor, path, 0, SIZE_BYTES)
+        header_bytes = int.from_bytes(size, "little")
+        _check_header_size(path, len(size), header_bytes, stamp.nbytes)
+        text = read_at(descriptor, path, SIZE_BYTES, header_bytes)
     if len(text) != header_bytes:
         raise CheckpointError(f"{path} is cut off: its header of {header_bytes} bytes is not all there")
     header = parse_object(f"{path}: its header", text)
@@ -79,18 +77,18 @@ def _check_header_size(path: Path, size_bytes: int, header_bytes: int, file_byte
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
     def refuse(reason: str) -> CheckpointError:
-        return CheckpointError(f"{path}: tensor {name!r} {reason}")
+        return CheckpointError(f"{path}: tensor {name[:200]!r} {reason}")
 
     if not isinstance(entry, dict) or not entry.keys() >= FIELDS:
         raise refuse(f"does not have {', '.join(sorted(FIELDS))}")
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
-        raise refuse(f"has the dtype {entry['dtype']!r}, which is not known: known are {', '.join(DTYPES)}")
+        raise refuse(f"has the dtype {str(entry['dtype'])[:100]!r}, which is not known: known are {', '.join(DTYPES)}")
     dtype = DTYPES[entry["dtype"]]
     shape, offsets = entry["shape"], entry["data_offsets"]
     if not _are_sizes(shape):
-        raise refuse(f"has the shape {shape!r}, which is not a list of sizes")
+        raise refuse(f"has the shape {str(shape)[:100]}, which is not a list of at most {MAX_DIMENSIONS} sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse(f"has the data_offsets {offsets!r}, which are not [begin, end]")
+        raise refuse(f"has the data_offsets {str(offsets)[:100]}, which are not [begin, end]")
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise refuse(f"has {offsets[1] - offsets[0]} bytes, but {entry['dtype']} {shape} takes {nbytes}")
@@ -98,7 +96,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
 
 
 def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
+    is_short = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
+    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, file_bytes: int) -> None:

@@ -3,25 +3,39 @@
 Loading a pickle calls what it names. Here nothing that it names is imported or called: containers become containers of ours,
 torch's rebuild functions become `TensorView`s, and all else becomes an `Opaque` that remembers its name. That is how a
 checkpoint's tensors are listed without reading one, and how `load` knows which storages a pickle will ask for.
+
+[Note: work in proportion to the bytes] A pickle of a few bytes can describe a nest without end: a list that holds itself, or
+dicts that each hold the next one twice. The unpickler (unpickling.py) takes time and memory in proportion to the pickle's bytes,
+and so does the walk over the nest: a cycle is refused where it closes, and the names of all that is found are counted.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from swapper.checkpoint.pickling import LEGACY_STORAGES
+from swapper.checkpoint.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 from swapper.errors import CheckpointError
 
-_MOST_NODES = 1_000_000
-_MOST_DEPTH = 200
+MAX_DEPTH = 1000
+"""Of containers in containers. Python's own pickler writes no deeper nest."""
+MAX_NAME_CHARS = 16384
+"""Of the path of one tensor or value."""
+MAX_DIMENSIONS = 64
+MAX_TENSOR_BYTES = 1 << 62
+_MAX_ARGUMENTS = 16
+"""Of torch's functions that rebuild tensors."""
+_FREE_CHARS = 1_000_000
+_CHARS_A_BYTE = 64
+_CHARS_A_NODE = 8
+"""The names of all nodes, and so much for each, may have _FREE_CHARS characters and _CHARS_A_BYTE more for each byte of the
+pickle. Real checkpoints need up to 20 (many small numbers in a list with a long name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,51 +74,6 @@ class TensorView:
         return True
 
 
-class Opaque:
-    """An object that is none of the known ones. Nothing of its class was run."""
-
-    origin = ""
-
-    def __new__(cls, *args: Any, **named: Any) -> Any:
-        self = object.__new__(cls)
-        self.args = args
-        self.state = None
-        return self
-
-    args: tuple[Any, ...]
-    state: Any
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __call__(self, *args: Any) -> Any:
-        return _opaque(Opaque)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        pass
-
-    def extend(self, values: Any) -> None:
-        pass
-
-
-class Mapped(OrderedDict[Any, Any]):
-    """Stands for OrderedDict, Counter and defaultdict."""
-
-    state: Any = None
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*(arg for arg in args[-1:] if isinstance(arg, (Mapping, list, tuple))))
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
 @dataclass(frozen=True)
 class Skeleton:
     """The result of `read_skeleton`."""
@@ -112,6 +81,8 @@ class Skeleton:
     tree: Any
     storages: Sequence[StorageId]
     """In the order in which the pickle asks for them, each as often as it does."""
+    nbytes: int
+    """Of the pickle."""
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
         """Yields every dense tensor by its path in the tree: {"model": {"a.weight": t}} gives "model.a.weight"."""
@@ -120,73 +91,109 @@ class Skeleton:
                 yield name, value
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yields whatever is not a container, by its path."""
-        budget = 1_000_000 + 16 * len(self.storages)
-        stack: list[tuple[str, Any]] = [("", self.tree)]
-        while stack:
-            budget -= 1
-            if budget < 0:
+        """Yields whatever is not a container, by its path. See [Note: work in proportion to the bytes].
+
+        Raises:
+            CheckpointError: a container holds itself, the nest is too deep, or there is more of it than such a pickle has.
+        """
+        chars_left = _FREE_CHARS + _CHARS_A_BYTE * self.nbytes
+        around: dict[int, None] = {}  # ids of the containers that we are inside of, outermost first
+        todo = [iter([("", self.tree)])]
+        while todo:
+            name, value = next(todo[-1], (None, None))
+            if name is None:
+                todo.pop()
+                if around:
+                    around.popitem()
+                continue
+            chars_left -= len(name) + _CHARS_A_NODE
+            if chars_left < 0 or id(value) in around or len(around) > MAX_DEPTH:
                 raise CheckpointError(
-                    "the checkpoint's containers hold each other without end: it is hostile or damaged"
+                    "the checkpoint's containers hold each other without end, or are nested too deep: it is hostile or damaged"
                 )
-            name, value = stack.pop()
-            children = _children(value)
+            children = _children(name, value)
             if children is None:
                 yield name, value
             else:
-                stack += [(f"{name}.{key}" if name else str(key), child) for key, child in reversed(children)]
+                around[id(value)] = None
+                todo.append(children)
 
 
 def read_skeleton(data: bytes, name: str) -> Skeleton:
     """Return what is in the pickle `data`; `name` is for messages.
 
     Raises:
-        CheckpointError: it is damaged, or its tensors do not fit their storages.
+        CheckpointError: it is damaged or hostile, or its tensors do not fit their storages.
     """
-    reader = _Reader(io.BytesIO(data))
+    return Skeleton(*_read(io.BytesIO(data), len(data), name), len(data))
+
+
+def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
+    """Read `count` pickles, one after the other, from a file of `nbytes`, as files of torch before 1.6 begin.
+
+    Raises:
+        CheckpointError: one is damaged or hostile.
+    """
+    for _ in range(count):
+        _read(file, nbytes, name)
+
+
+def _read(file: Any, nbytes: int, name: str) -> tuple[Any, list[StorageId]]:
+    reader = _Reader(file, nbytes)
     try:
-        tree = reader.load()
+        return reader.load(), reader.storages
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
     except Exception as error:  # a damaged pickle makes it raise whatever there is
-        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {error}") from error
-    return Skeleton(tree, reader.storages)
+        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return what a container holds, by path; None if `value` is none."""
     if isinstance(value, dict):
-        return list(value.items())
+        return ((_path(name, key), child) for key, child in value.items())
     if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
+        return ((_path(name, number), child) for number, child in enumerate(value))
     return None
 
 
-class _Reader(pickle._Unpickler):
-    """The unpickler in Python: the one in C takes memory for as many memo entries as a hostile file says to have.
+def _path(name: str, key: Any) -> str:
+    own = key if isinstance(key, str) else name_of_key(key)
+    if len(name) + len(own) > MAX_NAME_CHARS:
+        raise CheckpointError(
+            f"the checkpoint has a name of more than {MAX_NAME_CHARS} characters, which begins {(name or own)[:60]!r}: it is "
+            "hostile or damaged"
+        )
+    if not own.isascii():
+        try:
+            own.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the checkpoint has the name {own[:60]!r}, which is no text") from None
+    return f"{name}.{own}" if name else own
 
-    What `find_class` gives are types, each with a `__setstate__` of its own: so a pickle that tries to change one fails.
-    """
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, encoding="latin-1")
+class _Reader(BoundedUnpickler):
+    """Makes storages and tensors of what torch's pickles name."""
+
+    def __init__(self, file: Any, nbytes: int) -> None:
+        super().__init__(file, nbytes)
         self.storages: list[StorageId] = []
-        self._types: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        found = self._types.get((module, name))
-        if found is None:
-            found = self._types[module, name] = _stand_in(module, name)
-        return found
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        return super().find_class(module, name)
 
-    def get_extension(self, code: int) -> None:
-        raise CheckpointError("it names objects by numbers, which have no meaning outside of the process that wrote it")
+    def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
+        rebuild = _REBUILDS.get((made.module, made.name))
+        return super().make(made, arguments) if rebuild is None else rebuild(made, *arguments[:_MAX_ARGUMENTS])
 
     def persistent_load(self, pid: Any) -> StorageId:
-        kind, storage_type, key, location, numel = pid if isinstance(pid, tuple) and len(pid) >= 5 else (None,) * 5
-        dtype = getattr(storage_type, "storage_dtype", None)
+        kind, storage_type, key, location, numel = pid[:5] if isinstance(pid, tuple) and len(pid) >= 5 else (None,) * 5
+        dtype = _storage_dtype(storage_type)
         known = kind == "storage" and isinstance(key, str) and isinstance(location, str)
-        if not known or not isinstance(dtype, torch.dtype) or type(numel) is not int or numel < 0:
-            raise CheckpointError(f"it asks for {str(pid)[:200]}, which is no storage")
+        if not known or dtype is None or type(numel) is not int or not 0 <= numel < MAX_TENSOR_BYTES:
+            raise CheckpointError("it asks for what is no storage")
         storage = StorageId(key, dtype, location, numel * dtype.itemsize)
         self.storages.append(storage)
         return storage
@@ -205,38 +212,35 @@ _STORAGE_DTYPES = {
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 
-def _stand_in(module: str, name: str) -> Any:
-    if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:
-        return type(name, (Opaque,), {"storage_dtype": _STORAGE_DTYPES[name]})
-    if module == "torch" and name in _DTYPES:
-        return _DTYPES[name]
-    rebuild: Any = _REBUILDS.get((module, name))
-    if rebuild is not None:
-        return type(name, (Opaque,), {"__new__": rebuild})
-    if module == "collections" and name in ("OrderedDict", "Counter", "defaultdict"):
-        return type(name, (Mapped,), {})
-    return type(name, (Opaque,), {"origin": f"{module}.{name}"})
+def _storage_dtype(kind: Any) -> torch.dtype | None:
+    """The dtype of the elements of torch's class of storages that a pickle names; None if it is none."""
+    is_storage = isinstance(kind, Global) and kind.module in ("torch", "torch.storage")
+    return _STORAGE_DTYPES.get(kind.name) if is_storage else None
 
 
-def _tensor_v2(cls: Any, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
+def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
     lazy = len(rest) > 1 and bool(rest[1])  # conjugate or negative bit
-    return _view(storage, storage.dtype, offset, size, stride, grad) if not lazy else _opaque(cls)
+    return Opaque(made) if lazy else _view(storage, storage.dtype, offset, size, stride, grad)
 
 
-def _tensor_v3(cls: Any, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any) -> Any:
+def _tensor_v3(
+    made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any
+) -> Any:
     lazy = len(rest) > 1 and bool(rest[1])
-    return _view(storage, rest[0], offset, size, stride, grad) if not lazy else _opaque(cls)
+    return Opaque(made) if lazy else _view(storage, rest[0], offset, size, stride, grad)
 
 
-def _parameter(cls: Any, data: Any, *rest: Any) -> Any:
+def _parameter(made: Global, data: Any, *rest: Any) -> Any:
     return data
 
 
-def _size(cls: Any, values: Any = ()) -> Any:
+def _size(made: Global, values: Any = ()) -> Any:
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS:
+        raise CheckpointError("it has a torch.Size that is none")
     return tuple(values)
 
 
-_REBUILDS = {
+_REBUILDS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
@@ -246,21 +250,27 @@ _REBUILDS = {
 }
 
 
-def _opaque(cls: Any) -> Any:
-    return object.__new__(cls)
+def are_sizes(values: Any) -> bool:
+    """Whether these can be a tensor's sizes, strides or offsets: a short sequence of whole numbers that are not negative."""
+    return (
+        isinstance(values, (tuple, list))
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values)
+    )
 
 
 def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
-    numbers = [offset, *size, *stride]
-    sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and len(size) == len(stride)
-    if not sound or not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-        raise CheckpointError(f"a tensor of size {str(size)[:100]} and stride {str(stride)[:100]} cannot be")
+    sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
+    if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
+        raise CheckpointError("it has a tensor whose sizes, strides or offset cannot be")
     view = TensorView(storage, dtype, offset, tuple(size), tuple(stride), bool(grad))
     end = offset * dtype.itemsize + view.nbytes
     if view.nbytes and end > storage.nbytes:
         raise CheckpointError(
-            f"a tensor of {dtype} {tuple(size)} reaches to byte {end} of storage {storage.key}, which has {storage.nbytes}"
+            f"a tensor of {dtype} {tuple(size)} reaches to byte {end} of storage {storage.key[:60]}, which has {storage.nbytes}"
         )
+    if math.prod(size) * dtype.itemsize >= MAX_TENSOR_BYTES:
+        raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has more bytes than there can be")
     return view
 
 

@@ -9,8 +9,11 @@ A source remembers what its files looked like when their headers were read, so t
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +42,69 @@ class FileStamp:
         """Of a path or an open descriptor."""
         status = os.stat(file)  # noqa: PTH116  # a descriptor too
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Opens a regular file for small reads at random places; yields its descriptor. A pipe is refused, not waited for.
+
+    Raises:
+        CheckpointError: it is a pipe, a socket or a device.
+        IoError: it cannot be opened, or is a directory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IoError("open", str(path), 0, 0, errno.EISDIR)
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{path} is a pipe, a socket or a device: name a file")
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
+    """Return bytes [offset, offset + nbytes) of an open file, fewer where it ends before; `path` is for messages.
+
+    Raises:
+        IoError: it cannot be read.
+    """
+    parts = []
+    try:
+        while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
+            parts.append(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+    except OSError as error:
+        raise IoError("read", str(path), offset, nbytes, error.errno or 0) from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_whole(path: Path, most_bytes: int) -> bytes:
+    """Return what is in a file that is to be small.
+
+    Raises:
+        CheckpointError: it has more than `most_bytes`, or is no regular file.
+        IoError: it cannot be read.
+    """
+    with opened(path) as descriptor:
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes > most_bytes:
+            raise CheckpointError(f"{path} has {nbytes} bytes, more than such a file needs")
+        return read_at(descriptor, path, 0, nbytes)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can be that of a file beside another one."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return name not in ("", ".", "..") and not {b"/"[0], 0} & set(encoded) and len(encoded) <= 255
 
 
 @dataclass(frozen=True)
@@ -120,11 +186,8 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
 def open_file(path: Path) -> Source:
     """As `open_source`, for one file."""
-    try:
-        with path.open("rb") as file:
-            begin = file.read(9)
-    except OSError as error:
-        raise IoError("open", str(path), 0, 9, error.errno or 0) from error
+    with opened(path) as descriptor:
+        begin = read_at(descriptor, path, 0, 9)
     if begin[:4] == ZIP_MAGIC:
         return _read_by("torchfile", path)
     if begin[8:] == b"{":

@@ -23,11 +23,13 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.futures import Future
 
+from swapper.checkpoint.dcpread import MAX_METADATA_BYTES
 from swapper.checkpoint.engines import drain, engine_for, open_for
-from swapper.checkpoint.skeleton import TensorView
+from swapper.checkpoint.skeleton import TensorView, read_skeleton
+from swapper.checkpoint.sources import is_plain_name, opened, read_whole
 from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import opened, read_item
-from swapper.errors import CheckpointError, IoError
+from swapper.checkpoint.torchfile import read_item
+from swapper.errors import CheckpointError
 
 
 @dataclass
@@ -64,10 +66,8 @@ class StorageReader(FileSystemReader):
             IoError: it cannot be read.
         """
         path = Path(self._get_metadata_path(named.get("rank")))
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise IoError("read", str(path), 0, 0, error.errno or 0) from error
+        data = read_whole(path, MAX_METADATA_BYTES)
+        read_skeleton(data, str(path))  # refuses what would take no end of time or memory
         try:
             metadata = _MetadataReader(io.BytesIO(data)).load()
         except CheckpointError as error:
@@ -91,8 +91,8 @@ class StorageReader(FileSystemReader):
         for request in plan.items:
             per_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in per_file.items():
-            if Path(name).name != name:
-                raise CheckpointError(f"{self.path}: the metadata names {name!r}, which is not a file beside it")
+            if not isinstance(name, str) or not is_plain_name(name):
+                raise CheckpointError(f"{self.path}: the metadata names a file that is not one beside it")
             requests.sort(key=lambda request: self.storage_data[request.storage_index].offset)
             with _OpenFile(Path(self.path) / name) as file:
                 for request in requests:
@@ -210,8 +210,9 @@ def _narrowed(tensor: torch.Tensor, request: ReadItem) -> torch.Tensor:
     return tensor
 
 
-class _MetadataReader(pickle.Unpickler):
-    """Reads a `.metadata`, of the classes that such a file is made of."""
+class _MetadataReader(pickle._Unpickler):
+    """Reads a `.metadata`, of the classes that such a file is made of. In Python: the unpickler in C takes memory for as many memo
+    entries as a pickle says to have."""
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _OTHERS = frozenset(

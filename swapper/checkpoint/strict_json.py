@@ -1,4 +1,4 @@
-"""JSON from a file that nobody vouches for: an object, none of whose keys comes twice at any depth."""
+"""JSON from a file that nobody vouches for: an object, none of whose keys comes twice at any depth, and whose texts are text."""
 
 from __future__ import annotations
 

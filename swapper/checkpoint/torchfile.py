@@ -6,18 +6,19 @@ Reads the zip's directory and data.pkl, and no payload. Believes neither: the zi
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from swapper.checkpoint.skeleton import Skeleton, StorageId, TensorView, read_skeleton
-from swapper.checkpoint.sources import FileStamp, Source
+from swapper.checkpoint.sources import FileStamp, Source, opened
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.zipread import ZipIndex, ZipRecord, read_index
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError
+
+_MAX_PICKLE_BYTES = 1 << 30
+_MAX_SETTING_BYTES = 100
+"""Of a record that is a word or a number."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ class TorchFile:
             raise CheckpointError(
                 f"{self.path} has no record {name!r}, which its data.pkl names: take another copy of it"
             )
-        if not record.compressed and record.nbytes < storage.nbytes:
+        nbytes = record.unpacked_nbytes
+        if nbytes < storage.nbytes or (record.compressed and nbytes > storage.nbytes):
             raise CheckpointError(
-                f"{self.path}: record {name!r} has {record.nbytes} bytes, and its data.pkl says {storage.nbytes}: take another "
+                f"{self.path}: record {name!r} has {nbytes} bytes, and its data.pkl says {storage.nbytes}: take another "
                 "copy of it"
             )
         return record
@@ -103,7 +105,7 @@ def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFil
 
 def _read_zip(descriptor: int, path: Path, index: ZipIndex) -> TorchFile:
     root = _root(index)
-    pickle = _content(index, descriptor, f"{root}/data.pkl")
+    pickle = _content(index, descriptor, f"{root}/data.pkl", _MAX_PICKLE_BYTES)
     if pickle is None:
         raise CheckpointError(f"{path} is a zip, and not a torch checkpoint: it has no {root}/data.pkl")
     byteorder = _content(index, descriptor, f"{root}/byteorder")
@@ -147,24 +149,12 @@ def _root(index: ZipIndex) -> str:
     return root
 
 
-def _content(index: ZipIndex, descriptor: int, name: str) -> bytes | None:
+def _content(index: ZipIndex, descriptor: int, name: str, most_bytes: int = _MAX_SETTING_BYTES) -> bytes | None:
     record = index.records.get(name)
     if record is None:
         return None
+    if record.nbytes > most_bytes:
+        raise CheckpointError(f"{index.path}: {name} has {record.nbytes} bytes, more than such a record needs")
     if record.compressed:
         raise CheckpointError(f"{index.path}: {name} is compressed: unpack it and pack it again with `zip -0`")
     return index.read(descriptor, record)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Opens a file for small reads at random places."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-        yield descriptor
-    finally:
-        os.close(descriptor)

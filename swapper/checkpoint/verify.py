@@ -1,8 +1,9 @@
 """Verifying: every byte of a snapshot, or of what a run's last commit names, against the checksums with which it was written.
 
 A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a manifest
-is checked by the CRCs of its zip, which cover its records and not what lies between them. Files are streamed through the engine
-into VERIFY_BYTES of memory, whatever their size; nothing of them is unpickled but a commit record that is whole.
+is checked by the CRCs of its zip, which cover its records and not what lies between them; of that, the names are compared. Files
+are streamed through the engine into VERIFY_BYTES of memory, whatever their size; nothing of them is run but a commit record that
+is whole. What is called whole was read by the reader that `load`, `inspect` and `export` have too, so they accept it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 import struct
 import zipfile
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,10 @@ from swapper import _C, beneath
 from swapper.checkpoint.commit import CommitRecord, files_of, read_commit
 from swapper.checkpoint.container import ContainerLayout
 from swapper.checkpoint.manifest import MANIFEST_NAME, MAX_END_BYTES, Chunk, Manifest, Seal, TensorPlace, find_seal
+from swapper.checkpoint.safetensors import read as read_safetensors
+from swapper.checkpoint.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at
+from swapper.checkpoint.torchfile import read_torch_file
+from swapper.checkpoint.zipread import ZipRecord, read_index, unpacked_crc32
 from swapper.core.section import LENT, Section
 from swapper.core.swap_file import is_frozen
 from swapper.directory import COMMIT_NAME
@@ -37,6 +43,7 @@ from swapper.errors import CheckpointError, IoError
 PIECE_BYTES = 4 << 20
 PIECES = 4
 VERIFY_BYTES = PIECES * PIECE_BYTES
+MAX_TAIL_BYTES = 1 << 30
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
@@ -101,7 +108,8 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
     """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
 
     Raises:
-        CheckpointError: there is nothing that could be verified, or a run is in use.
+        CheckpointError: it cannot be checked: there is nothing that has checksums, or that swapper reads; or a run is in use.
+        IoError: it cannot be opened.
     """
     place = Path(path)
     if place.is_dir():
@@ -111,8 +119,8 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
         if not runs:
             raise CheckpointError(f"{place} holds no committed run: name a snapshot, or the directory of a run")
         return [_verify_run(run, progress) for run in runs]
-    if not place.is_file():
-        raise CheckpointError(f"{place} does not exist, or is no file: name a snapshot, or the directory of a run")
+    if not place.exists():
+        raise CheckpointError(f"{place} does not exist: name a snapshot, or the directory of a run")
     return [_verify_file(place, progress)]
 
 
@@ -120,31 +128,54 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
 
 
 def _verify_file(path: Path, progress: Progress) -> Report:
-    nbytes = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(max(0, nbytes - MAX_END_BYTES))
-        seal = find_seal(file.read(), nbytes)
-        if seal is None:
-            return _verify_unsealed(path, nbytes, progress)
-        file.seek(seal.begin)
-        tail = file.read(seal.end - seal.begin)
+    with opened(path) as descriptor:
+        nbytes = os.fstat(descriptor).st_size
+        last = read_at(descriptor, path, max(0, nbytes - MAX_END_BYTES), MAX_END_BYTES)
+        seal = find_seal(last, nbytes)
+        if seal is None or seal.end - seal.begin > MAX_TAIL_BYTES:
+            report = _verify_unsealed(descriptor, path, last, progress)
+        else:
+            tail = read_at(descriptor, path, seal.begin, seal.end - seal.begin)
+            report = _verify_sealed(descriptor, path, seal, tail, progress)
+    if not report.faults:
+        _check_readable(path)
+    return report
+
+
+def _verify_sealed(descriptor: int, path: Path, seal: Seal, tail: bytes, progress: Progress) -> Report:
+    nbytes = os.fstat(descriptor).st_size
     report = Report(str(path), "snapshot", nbytes - seal.begin, nbytes)
     report.faults += _check_tail(path, tail, seal)
     manifest = _find_manifest(tail, seal)
     if manifest is None:  # what is before the tail has still the checksums in the directory, if that is whole
-        report.faults += _check_records(path, report, progress, seal.begin)
+        report.faults += _check_records(descriptor, path, report, progress, seal.begin)
         return report
-    tensors = {key: list(places) for key, places in manifest.tensors.items()}
-    parts = [_Part(chunk, *_record_of(chunk, tensors)) for chunk in manifest.chunks]
+    parts = _parts_of(manifest)
     report.faults += _check({path: parts}, report, progress)
     return report
 
 
-def _record_of(chunk: Chunk, tensors: Mapping[str, Sequence[TensorPlace]]) -> tuple[str, Sequence[TensorPlace]]:
-    for key, places in tensors.items():
-        if places and places[0].offset <= chunk.offset < places[-1].offset + places[-1].nbytes:
-            return f"data/{key}", places
-    return "", ()
+def _check_readable(path: Path) -> None:
+    """Raise CheckpointError if `load` would refuse the file, though all of it is as it was written."""
+    file = read_torch_file(path)
+    if f"{file.root}/version" not in file.zip.records:
+        raise CheckpointError(f"{path} has no record {file.root}/version, without which torch does not load it")
+    for storage in file.skeleton.storages:
+        file.record(storage)
+
+
+def _parts_of(manifest: Manifest) -> list[_Part]:
+    records = sorted(((places[0].offset, key) for key, places in manifest.tensors.items() if places))
+    begins = [begin for begin, _ in records]
+    parts = []
+    for chunk in manifest.chunks:
+        number = bisect_right(begins, chunk.offset) - 1
+        places = manifest.tensors[records[number][1]] if number >= 0 else ()
+        if places and chunk.offset < places[-1].offset + places[-1].nbytes:
+            parts.append(_Part(chunk, f"data/{records[number][1]}", places))
+        else:
+            parts.append(_Part(chunk, "", ()))
+    return parts
 
 
 def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
@@ -162,6 +193,8 @@ def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
 def _reads(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     if re.fullmatch(r"[^/]*/data/[0-9]+", info.filename):
         return True  # not of the tail
+    if info.compress_type != zipfile.ZIP_STORED:
+        return False
     try:
         archive.read(info)
     except Exception:
@@ -174,9 +207,9 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
     name = f"/{MANIFEST_NAME}".encode()
     at = tail.find(name)
     header = at - tail.rfind(b"PK\x03\x04", 0, at)
-    if at < 0 or tail.rfind(b"PK\x03\x04", 0, at) < 0:
-        return None
     begin = at - header
+    if at < 0 or begin < 0 or begin + _LOCAL_HEADER.size > len(tail) or header == at + 1:
+        return None
     fields = _LOCAL_HEADER.unpack_from(tail, begin)
     data = begin + _LOCAL_HEADER.size + fields[9] + fields[10]
     end = tail.find(b"PK\x07\x08", data)
@@ -191,38 +224,70 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
 # --- a checkpoint without a seal --------------------------------------------------------------------------------------
 
 
-def _verify_unsealed(path: Path, nbytes: int, progress: Progress) -> Report:
+def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progress) -> Report:
+    nbytes = os.fstat(descriptor).st_size
     report = Report(str(path), "torch checkpoint", 0, nbytes)
+    begin = read_at(descriptor, path, 0, 9)
+    if nbytes and begin[:4] != ZIP_MAGIC and b"PK\x05\x06" not in last:
+        return _verify_other(path, begin, report)
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except Exception as error:  # whatever damage makes zipfile raise
+        index = read_index(descriptor, path)
+    except CheckpointError as error:
         what = f"the end of the file is missing or damaged, or this is no checkpoint: {error}"
         report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
         return report
-    if any(name.endswith(f"/{MANIFEST_NAME}") for name in names):
+    if any(name.endswith(f"/{MANIFEST_NAME}") for name in index.records):
         report.kind = "snapshot"
         what = "the seal at the end of the file is damaged"
         report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
-    report.faults += _check_records(path, report, progress, nbytes)
+    if all(record.crc32 == 0 for record in index.records.values() if record.nbytes):
+        raise CheckpointError(
+            f"{path} was saved without checksums (config.save.compute_crc32 was off): it cannot be checked"
+        )
+    report.faults += _check_records(descriptor, path, report, progress, nbytes)
     return report
 
 
-def _check_records(path: Path, report: Report, progress: Progress, before: int) -> list[Fault]:
-    """Check the records of a zip that lie before offset `before` by the CRCs of its directory."""
-    parts = []
+def _verify_other(path: Path, begin: bytes, report: Report) -> Report:
+    """Look at a file that is no zip: of a known kind it can be said only whether it is cut off."""
+    kind = "no checkpoint that swapper knows"
+    if begin[8:] == b"{":
+        try:
+            read_safetensors(path)
+        except CheckpointError as error:
+            report.kind = "safetensors file"
+            report.faults.append(Fault(str(path), 0, report.nbytes, str(error)))
+            return report
+        kind = "a safetensors file, whose header fits its size"
+    elif begin[:2] == PICKLE_MAGIC:
+        kind = "a torch checkpoint of before torch 1.6"
+    raise CheckpointError(f"{path} is {kind}: there are no checksums in it, so it cannot be checked")
+
+
+def _check_records(descriptor: int, path: Path, report: Report, progress: Progress, before: int) -> list[Fault]:
+    """Check the records of a zip that begin before offset `before` by the CRCs of its directory."""
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            for info in archive.infolist():
-                if info.header_offset >= before or info.compress_type != zipfile.ZIP_STORED:
-                    continue
-                file.seek(info.header_offset)
-                fields = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                begin = info.header_offset + _LOCAL_HEADER.size + fields[9] + fields[10]
-                parts.append(_Part(Chunk(begin, info.file_size, info.CRC), info.filename, ()))
-    except Exception as error:
-        return [Fault(str(path), 0, path.stat().st_size, f"the directory of the zip cannot be read: {error}")]
-    return _check({path: parts}, report, progress)
+        index = read_index(descriptor, path)
+    except CheckpointError as error:
+        return [Fault(str(path), 0, report.nbytes, f"the directory of the zip cannot be read: {error}")]
+    records = [record for record in index.records.values() if record.header_offset < before]
+    faults = [
+        Fault(str(path), record.header_offset, 0, "its header has another name than the directory", record.name)
+        for record in records
+        if not _has_its_name(descriptor, path, record)
+    ]
+    for record in records:
+        if record.compressed and unpacked_crc32(descriptor, path, record) != record.crc32:
+            faults.append(Fault(str(path), record.offset, record.nbytes, "it has another CRC-32", record.name))
+    stored = [record for record in records if not record.compressed]
+    parts = [_Part(Chunk(record.offset, record.nbytes, record.crc32), record.name, ()) for record in stored]
+    return faults + _check({path: parts}, report, progress)
+
+
+def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
+    name = record.name.encode()
+    header = read_at(descriptor, path, record.header_offset, _LOCAL_HEADER.size + len(name))
+    return header[26:28] == len(name).to_bytes(2, "little") and header[_LOCAL_HEADER.size :] == name
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------

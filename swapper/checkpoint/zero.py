@@ -12,15 +12,16 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swapper.checkpoint.formats import ExportTensor
-from swapper.checkpoint.skeleton import TensorView
+from swapper.checkpoint.skeleton import TensorView, are_sizes
 from swapper.checkpoint.sources import FileStamp
 from swapper.checkpoint.stored import StoredTensor
 from swapper.checkpoint.torchfile import TorchFile, read_torch_file
 from swapper.errors import CheckpointError, IoError
 
+T = TypeVar("T")
 LATEST = "latest"
 OPTIMIZER_SUFFIX = "_optim_states.pt"
 MODEL_SUFFIX = "_model_states.pt"
@@ -103,7 +104,7 @@ class _Flat:
 def _assemble(path: Path, ranks: Sequence[TorchFile], models: Sequence[TorchFile]) -> list[ExportTensor]:
     states = [file.skeleton.tree["optimizer_state_dict"] for file in ranks]
     stage, world = states[0]["zero_stage"], states[0]["partition_count"]
-    world = max(world) if isinstance(world, (list, tuple)) else world
+    world = max(_all(int, world)) if isinstance(world, (list, tuple)) else world
     if world != len(ranks):
         raise CheckpointError(f"{path} has {len(ranks)} files *{OPTIMIZER_SUFFIX} of {world}")
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
@@ -113,7 +114,7 @@ def _assemble(path: Path, ranks: Sequence[TorchFile], models: Sequence[TorchFile
     found += _of_stage_3(groups, model["param_shapes"]) if stage == 3 else _of_stage_2(groups, model["param_shapes"])
     by_name = {tensor.name: tensor for tensor in found}
     for name, other in (model.get("shared_params") or {}).items():
-        if other in by_name:
+        if isinstance(name, str) and isinstance(other, str) and other in by_name:
             one = by_name[other]
             by_name[name] = ExportTensor(name, one.dtype, one.shape, one.parts)
     return list(by_name.values())
@@ -121,6 +122,7 @@ def _assemble(path: Path, ranks: Sequence[TorchFile], models: Sequence[TorchFile
 
 def _of_stage_2(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[str, Any]]) -> list[ExportTensor]:
     found = []
+    _check_shapes(shapes)
     for number, group in enumerate(shapes):
         flat = _Flat(rank[number] for rank in groups)
         cursor = 0
@@ -135,6 +137,7 @@ def _of_stage_2(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[
 
 def _of_stage_3(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[str, Any]]) -> list[ExportTensor]:
     flats = [_Flat(rank) for rank in groups]
+    _check_shapes(shapes)
     found = []
     cursor = 0
     for name, shape in [item for group in shapes for item in group.items()]:
@@ -147,6 +150,7 @@ def _of_stage_3(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[
 def _frozen(models: Sequence[TorchFile], stage: int) -> list[ExportTensor]:
     """Parameters that are not trained lie in the model's files: whole, or in stage 3 in parts of the ranks."""
     shapes = models[0].skeleton.tree.get("frozen_param_shapes") or {}
+    _check_shapes([shapes])
     found = []
     for name, shape in shapes.items():
         files = models if stage == 3 else models[:1]
@@ -160,9 +164,29 @@ def _frozen(models: Sequence[TorchFile], stage: int) -> list[ExportTensor]:
 
 
 def _buffers(file: TorchFile, model: dict[str, Any]) -> list[ExportTensor]:
-    names = set(model["buffer_names"])
+    names = set(_all(str, model["buffer_names"]))
     views = {name: view for name, view in model["module"].items() if name in names and isinstance(view, TensorView)}
     return [ExportTensor(n, v.dtype, v.shape, (file.stored(n, v),)) for n, v in views.items()]
+
+
+def _all(kind: type[T], values: Sequence[Any]) -> Sequence[T]:
+    """Return `values`.
+
+    Raises:
+        ValueError: one is not of `kind`.
+    """
+    if not all(isinstance(value, kind) for value in values):
+        raise ValueError(f"there is something that is not of {kind.__name__}")
+    return values
+
+
+def _check_shapes(shapes: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError unless these are groups of shapes by name, each name once."""
+    names = _all(str, [name for group in _all(dict, shapes) for name in group])
+    if len(set(names)) != len(names):
+        raise ValueError("two parameters have one name")
+    if not all(are_sizes(shape) for group in shapes for shape in group.values()):
+        raise ValueError("a parameter's shape cannot be")
 
 
 def _tensor(name: str, shape: Iterable[int], parts: Sequence[StoredTensor]) -> ExportTensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +23,11 @@ _ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
 _END = struct.Struct("<4s4H2IH")  # 4.3.16
 _LONGEST_COMMENT = 0xFFFF
-_ENCRYPTED = 0x0001
-_STORED = 0
+_FLAGS_REFUSED = 0x2061
+"""Encrypted, patch data, strongly encrypted, masked: what torch refuses too."""
+_IS_DIRECTORY = 0x10
+_STORED, _DEFLATED = 0, 8
+_UNPACKED_BYTES = 1 << 20
 _MOST_DIRECTORY_BYTES = 1 << 30
 _END_BYTES = 2048
 
@@ -38,6 +42,7 @@ class ZipRecord:
     nbytes: int
     crc32: int
     compressed: bool  # then `nbytes` are those in the file
+    unpacked_nbytes: int
 
     @property
     def end(self) -> int:
@@ -145,11 +150,13 @@ def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
     limit = tail_offset + at
     locator_at = at - _ZIP64_LOCATOR.size
     if locator_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\x06\x07":
-        _, _, end64_offset, _ = _ZIP64_LOCATOR.unpack_from(tail, locator_at)
+        _, locator_disk, end64_offset, disks = _ZIP64_LOCATOR.unpack_from(tail, locator_at)
+        if locator_disk or disks != 1:
+            raise _bad(part.path, "it is a part of a zip of several parts")
         if end64_offset > limit - _ZIP64_LOCATOR.size - _ZIP64_END.size:
             raise _bad(part.path, f"its zip64 end record is said to be at {end64_offset}, where it cannot be")
         end64 = _ZIP64_END.unpack(part.read(end64_offset, _ZIP64_END.size))
-        if end64[0] != b"PK\x06\x06":
+        if end64[0] != b"PK\x06\x06" or not _ZIP64_END.size - 12 <= end64[1] < 1 << 32:
             raise _bad(part.path, f"there is no zip64 end record at {end64_offset}, where one is said to be")
         _, _, _, _, disk, first_disk, count_here, count, nbytes, begin = end64
         limit = end64_offset
@@ -180,13 +187,15 @@ def _parse_entry(path: Path, listing: bytes, cursor: int, directory_offset: int)
     if ZIP64_LIMIT in (nbytes, packed, header_offset):
         extra = listing[extra_at : extra_at + extra_bytes]
         nbytes, packed, header_offset = _zip64_values(path, name, extra, nbytes, packed, header_offset)
-    if flags & _ENCRYPTED or disk:
-        raise _bad(path, f"{name!r} is encrypted, or in another part")
+    if flags & _FLAGS_REFUSED or disk or method not in (_STORED, _DEFLATED):
+        raise _bad(path, f"{name!r} is encrypted, in another part, or compressed in a way that torch does not know")
+    if fields[15] & _IS_DIRECTORY and nbytes:
+        raise _bad(path, f"{name!r} is said to be a directory")
     if method == _STORED and packed != nbytes:
         raise _bad(path, f"{name!r} is stored, yet has {nbytes} bytes in {packed}")
     if header_offset > directory_offset or packed > directory_offset - header_offset:
         raise _bad(path, f"{name!r} is said to be {packed} bytes from {header_offset} on, which the file does not have")
-    return ZipRecord(name, header_offset, 0, packed, crc32, method != _STORED), after
+    return ZipRecord(name, header_offset, 0, packed, crc32, method != _STORED, nbytes), after
 
 
 def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int, offset: int) -> tuple[int, int, int]:
@@ -206,6 +215,22 @@ def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int,
             return nbytes, packed, offset
         at += 4 + length
     raise _bad(path, f"{name!r} lacks its zip64 sizes")
+
+
+def unpacked_crc32(descriptor: int, path: Path, record: ZipRecord) -> int | None:
+    """Return the checksum of what a compressed record unpacks to, in bounded memory; None if that has not its size."""
+    unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
+    checksum = nbytes = 0
+    try:
+        for begin in range(record.offset, record.end, _UNPACKED_BYTES):
+            packed = _read_at(descriptor, path, begin, min(_UNPACKED_BYTES, record.end - begin))
+            while packed and nbytes <= record.unpacked_nbytes:
+                data = unpacker.decompress(packed, _UNPACKED_BYTES)
+                checksum, nbytes = zlib.crc32(data, checksum), nbytes + len(data)
+                packed = unpacker.unconsumed_tail
+    except zlib.error:
+        return None
+    return checksum if nbytes == record.unpacked_nbytes and unpacker.eof else None
 
 
 def _is_payload(name: str) -> bool:
@@ -233,7 +258,7 @@ def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
                 part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, where it is said to be"
             )
         offset = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
-    return ZipRecord(entry.name, entry.header_offset, offset, entry.nbytes, entry.crc32, entry.compressed)
+    return replace(entry, offset=offset)
 
 
 def _check_apart(path: Path, records: Mapping[str, ZipRecord], directory_offset: int) -> None:

@@ -24,7 +24,11 @@ def verify(
     path: Annotated[Path, typer.Argument(help="A snapshot, a run's directory, or any torch checkpoint.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Check every page and CRC, and name what is corrupt. Exit code: 0 all is well, 1 something is corrupt, 2 cannot tell."""
+    """Check every page and CRC, and name what is damaged.
+
+    Exit code: 0: whole; 1: damaged; 2: it cannot be checked (no such file, in use, no checksums in it as in a safetensors file, or
+    not of a kind that swapper reads).
+    """
     console = Console(stderr=as_json)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     try:

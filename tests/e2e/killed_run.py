@@ -3,9 +3,10 @@
 Usage: killed_run.py DIRECTORY SEED KILLS [SECOND]. With SECOND, a directory, each run lies over two drives. The parent has torch
 imported and forks each run, so that a kill costs little. A run writes a byte to a pipe at each forward and backward of each layer
 and around each step; the parent kills it with SIGKILL a little after a random number of them, so the kills fall anywhere in a step,
-with snapshots on their way, every second time with the workers of a DataLoader alive, and with updates at any of their times; and
-after some kills somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is seen must
-equal a run that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
+with snapshots on their way, and every second time with the workers of a DataLoader alive. The runs take turns over all placements
+of parameters, state and gradients, and all times of the updates, each in the smallest budget that works; and after some kills
+somebody writes into a snapshot, which may be the very file that the run was to go on from. Whatever is seen must equal a run of
+plain torch that nobody killed: losses, parameters, random numbers, and every snapshot that has its name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import swapper
+from e2e.twins import smallest_budget
 from swapper.checkpoint.verify import verify
 
 STEPS = 12
@@ -81,15 +84,17 @@ def batches(begin: int, end: int, workers: int) -> Iterator[torch.Tensor]:
 def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int = STEPS, **options: Any) -> None:
     """Train to the end, from wherever the last run was committed."""
     workers = options.pop("workers", 0)
-    update = options.pop("update", "step")
+    options = {"host_memory": BUDGET, **options}
+    placed = {"params": "nvme", "optimizer_state": "nvme"}
+    placed |= {name: options.pop(name) for name in (*placed, "gradients", "update") if name in options}
     drives = [directory, *options.pop("others", ())]
     model, optimizer, scheduler = make(dropout=0.1)
     warnings.simplefilter("ignore")  # the first layer's backward hook has no gradient to look at
     for module in model:
         module.register_forward_hook(lambda *_: tick(b"f") and None)
         module.register_full_backward_hook(lambda *_: tick(b"b") and None)
-    with swapper.SwapManager(drives, host_memory=BUDGET, resume="auto", rng=True, **options) as manager:
-        model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", update=update)
+    with swapper.SwapManager(drives, resume="auto", rng=True, **options) as manager:
+        model, optimizer = manager.offload(model, optimizer, **placed)
         manager.register(scheduler=scheduler)
         tick(b"o")
         with losses.open("a") as log:
@@ -175,6 +180,27 @@ def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **op
     return os.WIFSIGNALED(status)
 
 
+def find_kinds(directory: Path) -> list[dict[str, Any]]:
+    """Return options of `run` for all placements and update times that there are, with the smallest budget of each."""
+    kinds = []
+    names = ("params", "optimizer_state", "gradients", "update")
+    for values in product(("nvme", "host"), ("nvme", "host"), ("nvme", "host"), ("step", "deferred", "backward")):
+        kind = dict(zip(names, values, strict=True))
+        place = directory / "-".join(values)
+        place.mkdir()
+        model, optimizer, _ = make(dropout=0.1)
+        try:
+            budget = smallest_budget(place, model, optimizer, **kind)
+        except (swapper.ConfigError, swapper.UnsupportedError):
+            continue  # of which there is none: gradients on NVMe of parameters in memory
+        finally:
+            shutil.rmtree(place)
+        # Where something is in memory a commit takes writes of its own, so that none is made unless it is asked for.
+        commit = {"commit_every": 1} if "host" in values[:2] else {}
+        kinds.append({**kind, "host_memory": budget, **commit})
+    return kinds
+
+
 def harm_snapshot(directory: Path, chance: random.Random) -> bool:
     """Cut off one of the snapshots, or overwrite a part of it, and take its name away; returns False if there is none to harm."""
     paths = sorted(directory.glob("step-*.pt"))
@@ -199,8 +225,13 @@ def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> 
     swapper.SwapManager  # noqa: B018  # imported here and not in every child
     expected = Expected()
     chance = random.Random(seed)
+    kinds = find_kinds(directory)
+    chance.shuffle(kinds)
+    share = -(-kills // len(kinds))
     killed = runs = harmed = 0
     while killed < kills:
+        kind = kinds[runs % len(kinds)]
+        most = min(killed + share, kills)  # then the run comes to its end
         place = directory / f"run-{runs}"
         others = [] if second is None else [second / f"run-{runs}"]
         for path in (place, *others):
@@ -208,11 +239,11 @@ def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> 
         while run_and_kill(
             place,
             place / "losses",
-            chance.randrange(1, 60),
+            chance.randrange(1, 60) if killed < most else 1 << 30,
             LONGEST_DELAY_S * chance.random(),
             workers=2 * chance.randrange(2),
-            update=chance.choice(("step", "deferred", "backward")),
             others=others,
+            **kind,
         ):
             killed += 1
             harmed += chance.randrange(4) == 0 and harm_snapshot(place, chance)
@@ -220,8 +251,8 @@ def main(directory: Path, seed: int, kills: int, second: Path | None = None) -> 
         for path in (place, *others):
             shutil.rmtree(path)
         runs += 1
-        print(f"{killed} kills", file=sys.stderr, flush=True)
-    print(f"{killed} kills, {harmed} snapshots harmed, {runs} runs, all exact")
+        print(f"{killed} kills, the last of {kind}", file=sys.stderr, flush=True)
+    print(f"{killed} kills, {harmed} snapshots harmed, {runs} runs of {len(kinds)} kinds, all exact")
 
 
 if __name__ == "__main__":

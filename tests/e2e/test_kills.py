@@ -12,13 +12,13 @@ from e2e.stopped_calls import why_not
 
 
 def test_killed_at_random_instants_a_run_goes_on_exactly(tmp_path: Path) -> None:
-    done = run_python(Path(killed_run.__file__), tmp_path, 1, 6)
+    done = run_python(Path(killed_run.__file__), tmp_path, 1, 4)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
 
 def test_killed_at_random_instants_a_run_over_two_drives_goes_on_exactly(tmp_path: Path, second_drive: Path) -> None:
-    done = run_python(Path(killed_run.__file__), tmp_path, 3, 5, second_drive)
+    done = run_python(Path(killed_run.__file__), tmp_path, 3, 3, second_drive)
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
