@@ -528,12 +528,12 @@ class Pager:
         page.next_use = self._schedule.next_use(page.index)
         if page.residency is Residency.CLEAN and not self._write_back.is_read_again(page):
             page.next_use = NEVER  # what it has will be made anew: nothing is worth less
+        self._frames.guard(page)  # before it is on its way to the drive
         if page.residency is Residency.DIRTY:
             if page.fresh:
                 self._frames.evict(page)  # it was not filled: the store still has its content
             elif not page.section.transient:
                 self._write_back.add(page, made)
-        self._frames.guard(page)
         self._frames.offer(page)
 
     def _is_being_saved(self, page: Page) -> bool:
