@@ -51,7 +51,7 @@ class Ticket {
 
   // The outcome of `ticket`, which it keeps alive. It is set before anything that waits for the ticket
   // begins.
-  static std::shared_ptr<const std::atomic<Outcome>> outcome_of(const std::shared_ptr<Ticket>& ticket) {
+  static std::shared_ptr<std::atomic<Outcome>> outcome_of(const std::shared_ptr<Ticket>& ticket) {
     return {ticket, &ticket->outcome_};
   }
 

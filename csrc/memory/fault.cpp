@@ -79,8 +79,11 @@ bool read_bytes(const Range& range, std::uint64_t from, std::byte* into, std::ui
   const Departing& leaving = range.departing;
   if (leaving.write && leaving.write->load(std::memory_order_acquire) != Outcome::succeeded) {
     if (!read_all(leaving.fd, into, nbytes, leaving.offset + from)) return false;
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // the copy first, then the question
-    if (leaving.write->load(std::memory_order_acquire) != Outcome::succeeded) return true;
+    // Changes nothing. But what is read before a read-modify-write that releases is read before the outcome
+    // is.
+    Outcome outcome = Outcome::pending;
+    leaving.write->compare_exchange_strong(outcome, Outcome::pending, std::memory_order_acq_rel);
+    if (outcome != Outcome::succeeded) return true;
   }
   return read_all(range.backing.fd, into, nbytes, range.backing.offset + from);
 }

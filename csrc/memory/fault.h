@@ -49,7 +49,7 @@ struct Backing {
 // Until `write` is over they are in memory, `fd` from `offset`, which outlives the range. Without `write`
 // they are not. [Note: bytes on their way out]
 struct Departing {
-  std::shared_ptr<const std::atomic<Outcome>> write;
+  std::shared_ptr<std::atomic<Outcome>> write;
   int fd = -1;
   std::uint64_t offset = 0;
 };

@@ -96,7 +96,7 @@ void Window::unmap(std::uint64_t window_offset, std::uint64_t nbytes, Backing ba
 }
 
 void Window::promise(std::uint64_t window_offset, std::uint64_t nbytes, std::uint64_t arena_offset,
-                     std::shared_ptr<const std::atomic<Outcome>> write, Backing backing) {
+                     std::shared_ptr<std::atomic<Outcome>> write, Backing backing) {
   check_arena(arena_offset, nbytes);
   hide(window_offset, nbytes, std::move(backing), {std::move(write), arena_->memfd(), arena_offset});
 }

@@ -48,7 +48,7 @@ class Window {
   // The same of memory that is mapped there and is being written to where `backing` is: as soon as that is
   // over, as `write` tells, the memory may be used for something else. [Note: bytes on their way out]
   void promise(std::uint64_t window_offset, std::uint64_t nbytes, std::uint64_t arena_offset,
-               std::shared_ptr<const std::atomic<Outcome>> write, Backing backing);
+               std::shared_ptr<std::atomic<Outcome>> write, Backing backing);
 
  private:
   void check_range(std::uint64_t offset, std::uint64_t nbytes) const;
