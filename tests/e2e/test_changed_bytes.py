@@ -126,7 +126,8 @@ def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, t
     assert again.sections == record.sections
 
 
-def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm: Harm) -> None:
     """Of a run that commits every second step, the step in between is damaged."""
     pair = twins(Net(), commit_every=2)
     pair.train(train_step, steps=2)
@@ -135,7 +136,7 @@ def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins) -> N
     manager = pair.manager
     manager.current.run.pager.flush()
     send_away(manager)
-    changed_bytes.change(manager, "param", changed_bytes.flip_bits)
+    changed_bytes.change(manager, "param", harm)
     with pytest.raises(swapper.ChecksumError, match=r"The last commit does not need them.*resume='auto'"):
         loss_of(pair.swapped, tokens())
     with suppress(swapper.ChecksumError):
