@@ -35,6 +35,7 @@ def named(error: BaseException) -> str:
     return text
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("family", ["param", "state"])
@@ -57,6 +58,7 @@ def test_a_changed_page_is_an_error_before_it_is_used(twins: MakeTwins, family: 
     assert verify(pair.directory)[0].faults
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, update: str, harm: Harm) -> None:
@@ -75,6 +77,7 @@ def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, upda
         pair.close()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("options", [{}, {"optimizer_state": "nvme", "params": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("commit_every", ["free", None])
 @pytest.mark.parametrize("update", UPDATES)
