@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from swapper.core.memory import HostMemory
@@ -41,6 +41,7 @@ class Backing:
         sections: Sequence[Section],
         paged_grads: Sequence[Section],
         files: Mapping[int, str],
+        needed: Collection[int] | None,
         first_file: int,
         backend: str,
         check_reads: bool,
@@ -53,6 +54,7 @@ class Backing:
             sections: of parameters and optimizer state.
             paged_grads: of gradients that are on NVMe.
             files: names of swap files that are there already, by number.
+            needed: numbers of those that must be whole; None: all.
             first_file: number of the first one, where there is none.
             backend: of the engine.
             check_reads: see Store.
@@ -67,7 +69,7 @@ class Backing:
         headers, tail_offset = plan.layout.headers(), plan.layout.tail_offset
         pieces = stored_pieces(sections)
         self._store = Store(
-            self.engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file, check_reads
+            self.engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file, needed, check_reads
         )
         if paged_grads:
             pages = [page for section in paged_grads for page in section.pages]

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.backing import Backing, stored_pieces
-from swapper.checkpoint.commit import CommitRecord, encode_commit
+from swapper.checkpoint.commit import CommitRecord, encode_commit, files_of
 from swapper.checkpoint.committer import Committer
 from swapper.checkpoint.fallback import Commit, WayBack
 from swapper.checkpoint.resume import restore
@@ -163,7 +163,10 @@ class Run:
     def _open_backing(self, plan: Plan, origin: Origin, backend: str, check_reads: bool) -> None:
         paged_grads = [section for section in self._grad_sections if section.pages]
         files, first_file = origin.files, origin.first_file
-        self._backing.open(plan, self._directory, self.sections, paged_grads, files, first_file, backend, check_reads)
+        needed = None if origin.record is None else files_of(origin.record)
+        self._backing.open(
+            plan, self._directory, self.sections, paged_grads, files, needed, first_file, backend, check_reads
+        )
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
             self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,

@@ -52,6 +52,7 @@ class Store:
         first: number of the first file of a new run.
         turns: how many files are written in turns: TURNS, or 1 for a run that never commits. [Note: checksums]
         pieces: everything that is stored: pages, and resident sections as a whole.
+        needed: numbers of those of `existing` that have something of the run, which must be whole; None: all.
         check_reads: compare what is read with the checksum of what was written. [Note: checksums]
 
     Raises:
@@ -69,6 +70,7 @@ class Store:
         turns: int,
         pieces: Sequence[Page],
         first: int = 0,
+        needed: Collection[int] | None = None,
         check_reads: bool = True,
     ) -> None:
         self._engine = engine
@@ -95,7 +97,7 @@ class Store:
         try:
             self._lent = LentFiles(p.section.plan.lent.path for p in pieces if p.section.plan.lent is not None)
             for number, name in existing.items():
-                self._open(number, name)
+                self._open(number, name, needed is None or number in needed)
             while len(self._files) - len(self._frozen) < turns:
                 number = max(self._files, default=first - 1) + 1
                 self._files[number] = self.create_file(number)
@@ -191,7 +193,10 @@ class Store:
         if not self._commits:
             return "Close the manager and go on from a snapshot that was taken before"
         if page.location != page.committed:
-            return "The last commit does not need them: close the manager and begin again with resume='auto'"
+            return (
+                "The last commit does not need them: close the manager and begin again with resume='auto', or, if it is said that "
+                "something else is lost there, from a snapshot"
+            )
         if page.location in self._frozen and self._spared:
             return "Close the manager and begin again with resume='auto', which goes on from the commit before"
         return "The last commit needs them: close the manager and go on from a snapshot, with resume='discard'"
@@ -373,9 +378,9 @@ class Store:
         turns = [number for number in self._turns if number != page.committed]
         return next((number for number in turns if number not in self._spared), turns[0])
 
-    def _open(self, number: int, name: str) -> None:
+    def _open(self, number: int, name: str, is_needed: bool) -> None:
         """Open a file of a run that goes on. [Note: frozen files]"""
-        self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers)
+        self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers, is_needed)
         if frozen is not None:
             self._frozen[number] = frozen
 

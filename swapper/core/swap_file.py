@@ -131,17 +131,20 @@ def create(
 
 
 def reopen(
-    drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]]
+    drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]], is_needed: bool
 ) -> tuple[SwapFile, FileStatus | None]:
     """Open a swap file of a run that goes on; returns the status of its first part too, if that is frozen.
 
     See [Note: frozen files], store.py.
 
+    Args:
+        is_needed: the commit has something in it.
+
     Raises:
-        CheckpointError: a part is missing or too short.
+        CheckpointError: a part is missing, or too short where it is needed.
     """
     paths = drives.paths(name)
-    status = [_checked_status(path, nbytes) for path in paths]
+    status = [_checked_status(path, nbytes if is_needed else 0) for path in paths]
     frozen = is_frozen(paths[0])
     if not frozen:  # a snapshot or a power loss may have come between its making and its use
         for path in paths:

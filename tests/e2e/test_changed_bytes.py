@@ -35,6 +35,7 @@ def named(error: BaseException) -> str:
     return text
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("family", ["param", "state"])
@@ -57,6 +58,7 @@ def test_a_changed_page_is_an_error_before_it_is_used(twins: MakeTwins, family: 
     assert verify(pair.directory)[0].faults
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, update: str, harm: Harm) -> None:
@@ -75,6 +77,7 @@ def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, upda
         pair.close()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("options", [{}, {"optimizer_state": "nvme", "params": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("commit_every", ["free", None])
 @pytest.mark.parametrize("update", UPDATES)
@@ -126,7 +129,8 @@ def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, t
     assert again.sections == record.sections
 
 
-def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins) -> None:
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm: Harm) -> None:
     """Of a run that commits every second step, the step in between is damaged."""
     pair = twins(Net(), commit_every=2)
     pair.train(train_step, steps=2)
@@ -135,7 +139,7 @@ def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins) -> N
     manager = pair.manager
     manager.current.run.pager.flush()
     send_away(manager)
-    changed_bytes.change(manager, "param", changed_bytes.flip_bits)
+    changed_bytes.change(manager, "param", harm)
     with pytest.raises(swapper.ChecksumError, match=r"The last commit does not need them.*resume='auto'"):
         loss_of(pair.swapped, tokens())
     with suppress(swapper.ChecksumError):
