@@ -89,8 +89,12 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
 
 def create_file(path: Path, mode: int = 0o600) -> int:
     """Open a new file to write it; what was there goes."""
-    unlink(path)
-    return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    try:
+        return open_file(path, flags, mode)
+    except FileExistsError:
+        unlink(path)
+        return open_file(path, flags, mode)
 
 
 def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> Any:

@@ -30,7 +30,7 @@ def main(directory: Path) -> None:
     torch.set_num_threads(1)
     status, calls = run_until(lambda: work(directory), killed_run.fork, directory, -1)
     assert status == 0, os.waitstatus_to_exitcode(status)
-    renames = [index for index, name in enumerate(calls) if name == "rename"]
+    renames = [index for index, name in enumerate(calls) if name == "renameat"]
     assert len(renames) == STEPS + 1
     for before, index in zip([0, *renames], renames, strict=False):
         last_page = max(i for i in range(before, index) if calls[i] == "pwrite64")

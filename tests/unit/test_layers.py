@@ -1,9 +1,9 @@
 """Who may import whom. The architecture is one-way; these rules keep it so.
 
-Python: errors, config, headroom, counters, stats, trace, watchdog, interrupts, closing, drives, directory, ranks,
-beneath, records and the data plane (_C), then io, core, device, modules, then train, infer and checkpoint side by side,
-then the plan, the beginning, the request, the backing, the run, its changes (regroup), its steps, its opening, the
-manager (and with it `import swapper`), then integrations and cli. C++: base, cuda, memory, io, bindings, tests.
+Python: errors, config, headroom, counters, stats, trace, watchdog, interrupts, closing, drives, directory, ranks, beneath,
+records and the data plane (_C), then io, core, device, modules, then train, infer and checkpoint side by side, then the plan, the
+beginning, the request, the backing, the run, its changes (regroup), its steps, its opening, the manager (and with it
+`import swapper`), then integrations and cli. C++: base, cuda, memory, io, bindings, tests.
 """
 
 from __future__ import annotations
