@@ -38,6 +38,7 @@ class Opening:
         fallback: the one before it, if that is still a way back.
         fsync: commits survive a power loss.
         stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+        operates: operations on parameters that are away are done; else they are refused.
     """
 
     _request: Request
@@ -54,6 +55,7 @@ class Opening:
         *,
         fsync: bool,
         stall_s: float | None,
+        operates: bool,
     ) -> None:
         self._current = current
         self._directory = directory
@@ -64,6 +66,7 @@ class Opening:
         self._fallback = fallback
         self._fsync = fsync
         self._stall_s = stall_s
+        self._operates = operates
         self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
 
     def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
@@ -130,7 +133,7 @@ class Opening:
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
-                Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
+                Entrance(current.enter, current.enter_to_write, self._operates), steps.begin, steps.undo_update,
                 lambda step: self._user.in_commit(step, directory, request, plan.places, described, lent),
             ),
             backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,

@@ -143,6 +143,24 @@ class Hooks:
                 return True
         return False
 
+    def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
+        """Return what `run` returns, an operation outside of the modules that contain `parameters`, which are there.
+
+        To its backward it is what the call of a module is.
+        """
+        if not torch.is_grad_enabled():
+            return run()
+        groups = dict.fromkeys(self._group_of[id(parameter)].group.index for parameter in parameters)
+        call = Call("an operation", list(groups), self._tick())
+        output = run()
+        call.end = self._tick()
+        watched = [tensor for tensor in tensors_among(output) if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+        if watched:
+            self._updates.uses.begin(call)
+        return output
+
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
