@@ -281,6 +281,12 @@ def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return _view(func, args, kwargs) if is_view else NotImplemented
 
 
+def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An offset is counted from the beginning of the memory, which is that of many parameters."""
+    has_offset = len(args) > 3 or kwargs.get("storage_offset") is not None
+    return _refuse_form(func, args, kwargs) if has_offset else _view(func, args, kwargs)
+
+
 def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
 
@@ -355,6 +361,8 @@ _ACTIONS: dict[Function, _Action] = {
     torch.detach: _detach,
     torch.Tensor.__getitem__: _index,
     torch.Tensor.__iter__: _iterate,
+    torch.Tensor.as_strided: _stride,
+    torch.as_strided: _stride,
 }
 """What becomes of a function that is not in METADATA. NotImplemented: it is an operation that needs data."""
 
@@ -595,6 +603,8 @@ def _has_caught_up(parameter: nn.Parameter) -> bool:
 
 def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that `func`, one of torch's, would write to with these arguments."""
+    if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of torch.nn.functional, which gives these by name
+        return tensors_among((args, kwargs))
     first = args[:1] or list(kwargs.values())  # torch.nn.init gives all by name
     return tensors_among([*(first if writes_first(func) else ()), kwargs.get("out")])
 

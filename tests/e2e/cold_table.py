@@ -37,7 +37,7 @@ UNARY = (
     "frexp isfinite isinf isnan isneginf isposinf isreal lgamma log log10 log1p log2 logit neg negative positive rad2deg reciprocal "
     "round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc relu logical_not nonzero argwhere sum mean prod "
     "std var norm min max amin amax aminmax argmin argmax median nanmean nansum all any count_nonzero numel dim ndimension nelement "
-    "size stride tolist unique flatten ravel t adjoint contiguous detach is_contiguous storage_offset element_size is_complex "
+    "size stride tolist unique flatten ravel t adjoint contiguous detach is_contiguous element_size is_complex "
     "is_floating_point is_signed get_device float double half bfloat16 int long bool cpu squeeze unbind data_ptr numpy to_sparse "
     "matrix_exp det logdet trace diag triu tril cumsum_of_all item is_nonzero msort flip_of_all is_shared is_pinned item_of_sum"
 ).split()  # fmt: skip
@@ -101,7 +101,8 @@ VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
     "new axis": lambda p: p[None, :, 3],
     "diagonal": lambda p: p.diagonal(),
     "unfold": lambda p: p.unfold(0, 4, 2),
-    "as_strided": lambda p: p.as_strided((4, 4), (2, 1), 5),
+    "as_strided": lambda p: p.as_strided((4, 4), (2, 1)),
+    "as_strided from an offset": lambda p: p.as_strided((4, 4), (2, 1), 5),
     "unflatten": lambda p: p.unflatten(0, (2, 256)),
     "chunk": lambda p: p.chunk(3),
     "split": lambda p: p.split(100),
@@ -348,10 +349,10 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "init.orthogonal_": lambda p: nn.init.orthogonal_(p),
     "init.trunc_normal_": lambda p: nn.init.trunc_normal_(p),
     "init.zeros_": lambda p: nn.init.zeros_(p),
-    "row by row": lambda p: [row.mul_(n) for n, row in enumerate(p[:5])],
-    "a view of it": lambda p: p.view(-1)[:7].zero_(),
-    "its transpose": lambda p: p.t().add_(1.0),
-    "a view's out=": lambda p: torch.add(torch.ones(128), 1, out=p[3]),
+    "row by row": lambda p: [row.mul_(n) for n, row in enumerate(p[:5])] and None,
+    "a view of it": lambda p: p.view(-1)[:7].zero_() is None,
+    "its transpose": lambda p: p.t().add_(1.0) is None,
+    "a view's out=": lambda p: torch.add(torch.ones(128), 1, out=p[3]) is None,
     "foreach_add_": lambda p: torch._foreach_add_([p], 1.0),
     "foreach_lerp_": lambda p: torch._foreach_lerp_([p], [like(p)], 0.5) if hasattr(torch, "_foreach_lerp_") else None,
     "foreach_copy_": lambda p: torch._foreach_copy_([p], [like(p)]),
@@ -359,7 +360,6 @@ CHANGES: dict[str, Callable[[torch.Tensor], Any]] = {
     "dropout in place": lambda p: F.dropout(p, 0.5, inplace=True),
     "t_": lambda p: p.t_().t_(),
     "resize_": lambda p: p.resize_(512, 128),
-    "set_": lambda p: p.set_(torch.ones(512, 128)),
     "apply_": lambda p: p.apply_(lambda value: value + 1),
     "renorm_": lambda p: p.renorm_(2, 0, 0.5),
     "embedding with max_norm": lambda p: F.embedding(torch.tensor([3, 1]), p, max_norm=0.1),
@@ -376,6 +376,7 @@ add("data.mul_.add_ of q.data", lambda p, q: p.data.mul_(0.9).add_(q.data, alpha
 add("add_ of itself", lambda p, q: without_graph(lambda p: p.add_(p), p))
 add("add_ of its own transpose", lambda p, q: without_graph(lambda p: p[:128].add_(p[:128].t()), p))
 add("swap with q", lambda p, q: without_graph(lambda p: (p.copy_(torch.stack([q, p])[0]), q.copy_(p))[1], p))
+add("embedding with max_norm by position", lambda p, q: without_graph(lambda p: F.embedding(torch.tensor([3, 1]), p, None, 0.1), p))
 add("set data", lambda p, q: setattr(p, "data", torch.zeros(512, 128)))
 add("vector_to_parameters", lambda p, q: nn.utils.vector_to_parameters(torch.zeros(p.numel()), [p]))
 

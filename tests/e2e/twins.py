@@ -96,6 +96,7 @@ class Twins:
         room_bytes: int = 0,
         backend: str = "auto",
         commit_every: int | str | None = "free",
+        cold: str = "read",
         select: Callable[[nn.Module], Any] = lambda model: [p for p in model.parameters() if p.requires_grad],
         wait: bool = False,
         **options: Any,
@@ -125,6 +126,7 @@ class Twins:
         self.room_bytes = room_bytes
         self.backend = backend
         self.commit_every = commit_every
+        self.cold = cold
         self.manager: swapper.SwapManager | None = None
         if not wait:
             self.offload()
@@ -142,7 +144,7 @@ class Twins:
             budget = smallest_budget(self.directory, self.swapped, self.original, **self.options) + self.room_bytes
         directories = [self.directory, *self.others] if self.others else self.directory
         return swapper.SwapManager(
-            directories, host_memory=budget, backend=self.backend, commit_every=self.commit_every
+            directories, host_memory=budget, backend=self.backend, commit_every=self.commit_every, cold=self.cold
         )
 
     def plan(self) -> swapper.Plan:
