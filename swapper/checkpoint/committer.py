@@ -122,6 +122,7 @@ class Committer:
         self._before = before
         if before is not None:
             store.spare(before.files)
+        self._is_behind = False  # what was changed from outside since the last commit is in none
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
@@ -181,6 +182,15 @@ class Committer:
         self.finish()
         self._publisher.finish()
 
+    def commit_changes(self, step: int) -> None:
+        """No step will commit what was changed from outside: do it, as of `step`, where the run commits at all.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        if self._is_behind and self._every is not None:
+            self.write_all(step)
+
     @property
     def committed(self) -> int | None:
         """The step that is committed."""
@@ -216,6 +226,7 @@ class Committer:
     def changed_from_outside(self) -> None:
         """The last commit does not have what there is now, and will not be gone back to."""
         self._committed = None
+        self._is_behind = True
 
     def can_roll_back(self, step: int) -> bool:
         """Whether `step` is committed, so that what is done of the one after it can be undone."""
@@ -305,6 +316,7 @@ class Committer:
             if self._every is not None:
                 self._commit(self._record)
                 self._committed = self._record.step
+                self._is_behind = False
             self._record = self._due = self._writes = None  # only now: what fails before is tried again
             self._store.commit() if self._every is not None else self._store.release_frozen()
             if self._snapshot is not None:

@@ -20,12 +20,15 @@ is closed. So a hook on a tensor has a weak reference to `Hooks`, and a `Call`, 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from swapper.closing import end_all
 from swapper.core.heap import note_used
@@ -216,7 +219,7 @@ class Hooks:
 
     def _check_members(self, unit: Unit, module: nn.Module) -> None:
         for owner, name, parameter in self._members[unit.name]:
-            if owner._parameters.get(name) is not parameter:
+            if owner._parameters.get(name) is not parameter and not _is_functional_call():
                 raise StateError(
                     f"parameter {name!r} of {unit.name or type(module).__name__} was replaced by another object after "
                     "manager.offload, which would not be trained. Change values inside "
@@ -364,6 +367,14 @@ def _when_backward_reaches(hooks: weakref.ref[Hooks], call: Call | None = None) 
             alive.backward_reaches(call)
 
     return hook
+
+
+def _is_functional_call() -> bool:
+    """Return whether torch.func.functional_call is running, which gives a model other parameters for the time of one forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != stateless.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_backward() -> bool:

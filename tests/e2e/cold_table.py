@@ -136,7 +136,14 @@ def several(views: Any) -> list[torch.Tensor]:
 
 
 def form(tensor: torch.Tensor) -> Any:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_leaf, type(tensor.grad_fn).__name__
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+        tensor.is_leaf,
+        type(tensor.grad_fn).__name__,
+    )
 
 
 # --- reads ------------------------------------------------------------------------------------------------------------
@@ -376,7 +383,10 @@ add("data.mul_.add_ of q.data", lambda p, q: p.data.mul_(0.9).add_(q.data, alpha
 add("add_ of itself", lambda p, q: without_graph(lambda p: p.add_(p), p))
 add("add_ of its own transpose", lambda p, q: without_graph(lambda p: p[:128].add_(p[:128].t()), p))
 add("swap with q", lambda p, q: without_graph(lambda p: (p.copy_(torch.stack([q, p])[0]), q.copy_(p))[1], p))
-add("embedding with max_norm by position", lambda p, q: without_graph(lambda p: F.embedding(torch.tensor([3, 1]), p, None, 0.1), p))
+add(
+    "embedding with max_norm by position",
+    lambda p, q: without_graph(lambda p: F.embedding(torch.tensor([3, 1]), p, None, 0.1), p),
+)
 add("set data", lambda p, q: setattr(p, "data", torch.zeros(512, 128)))
 add("vector_to_parameters", lambda p, q: nn.utils.vector_to_parameters(torch.zeros(p.numel()), [p]))
 
@@ -393,9 +403,15 @@ add("backward through two", lambda p, q: ((p @ q.t()).relu() @ p).square().mean(
 add("backward of a view", lambda p, q: p.view(-1).backward(torch.ones(512 * 128)))
 add("backward of itself", lambda p, q: p.backward(torch.ones(512, 128)))
 add("autograd.grad", lambda p, q: torch.autograd.grad((p * q).sum(), [p, q]))
-add("autograd.grad twice", lambda p, q: [torch.autograd.grad(x, p, retain_graph=n == 0) for x in [(p.exp() * q).sum()] for n in (0, 1)])
+add(
+    "autograd.grad twice",
+    lambda p, q: [torch.autograd.grad(x, p, retain_graph=n == 0) for x in [(p.exp() * q).sum()] for n in (0, 1)],
+)
 add("autograd.grad of a norm", lambda p, q: torch.autograd.grad(p.norm(), p))
-add("double backward", lambda p, q: torch.autograd.grad(torch.autograd.grad((p.pow(3) * q).sum(), p, create_graph=True)[0].sum(), [p, q]))
+add(
+    "double backward",
+    lambda p, q: torch.autograd.grad(torch.autograd.grad((p.pow(3) * q).sum(), p, create_graph=True)[0].sum(), [p, q]),
+)
 add("gradient edge", lambda p, q: torch.autograd.graph.get_gradient_edge(p).output_nr)
 add("changed between", lambda p, q: (lambda y: (without_graph(lambda p: p.add_(1), p), y.backward()))((p * p).sum()))
 add("data changed between", lambda p, q: (lambda y: (p.data.add_(1), y.backward()))((p * p).sum()))

@@ -69,7 +69,7 @@ def do(pair: Twins, name: str, operation: Operation, seed: int) -> str:
         raise error or AssertionError(f"plain torch raises in backward {plain_error!r}")
     for one, other in zip(pair.swapped.parameters(), pair.plain.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), "one of them has a gradient"
-        same(one.grad, other.grad)
+        same(pair.gradient(one), other.grad)
     for layer in ("head", "embedding"):
         one, other = pair.swapped.get_submodule(layer).weight, pair.plain.get_submodule(layer).weight
         with pair.manager.gather(one):
@@ -102,7 +102,10 @@ def same(actual: Any, expected: Any) -> None:
     """Assert that two results are the same, bit for bit."""
     for one, other in zip(leaves_of(actual), leaves_of(expected), strict=True):
         if not isinstance(other, torch.Tensor):
-            assert one == other or (one != one and other != other) or isinstance(other, torch.autograd.graph.Node), (one, other)
+            assert one == other or (one != one and other != other) or isinstance(other, torch.autograd.graph.Node), (
+                one,
+                other,
+            )
             continue
         assert (one.shape, one.dtype, one.requires_grad) == (other.shape, other.dtype, other.requires_grad)
         if other.layout is torch.strided:

@@ -15,7 +15,6 @@ RUNS: dict[str, dict[str, Any]] = {
     "step": {},
     "deferred": {"update": "deferred"},
     "backward": {"update": "backward"},
-    "gradients on NVMe": {"gradients": "nvme"},
     "never committed": {"commit_every": None},
 }
 ALL = bool(os.environ.get("SWAPPER_TEST_ALL"))
