@@ -46,7 +46,7 @@ from swapper.train.updates import Updates
 class Call:
     """One forward of one unit, and the groups that it leases: by name and by index, see [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "end", "given", "groups", "module", "start", "use")
+    __slots__ = ("backward_task", "end", "given", "groups", "is_functional", "module", "start", "use")
 
     def __init__(self, module: str, groups: list[int], start: int) -> None:
         self.module = module
@@ -55,6 +55,7 @@ class Call:
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
         self.use = -1  # see Uses
+        self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
 
 
@@ -169,7 +170,7 @@ class Hooks:
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._check_usable()
-            self._check_members(unit, module)
+            is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
             if any(call.module == unit.name for call in self._held) and not _in_backward():
@@ -185,6 +186,7 @@ class Hooks:
             if not in_backward:
                 self._updates.forward_reaches(unit.groups)
             call = Call(unit.name, [], self._tick())
+            call.is_functional = is_functional
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
             self._forward.append(call)
@@ -217,14 +219,24 @@ class Hooks:
 
         return hook
 
-    def _check_members(self, unit: Unit, module: nn.Module) -> None:
+    def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
+        """Return whether torch.func.functional_call gives the unit other parameters for this one forward.
+
+        Raises:
+            StateError: it has other ones for good.
+        """
+        is_functional = False
         for owner, name, parameter in self._members[unit.name]:
-            if owner._parameters.get(name) is not parameter and not _is_functional_call():
+            if owner._parameters.get(name) is parameter:
+                continue
+            is_functional = is_functional or _is_functional_call()
+            if not is_functional:
                 raise StateError(
                     f"parameter {name!r} of {unit.name or type(module).__name__} was replaced by another object after "
                     "manager.offload, which would not be trained. Change values inside "
                     "`with manager.gather(..., write=True)` or by load_state_dict without assign=True"
                 )
+        return is_functional
 
     def _is_stale(self, unit: Unit) -> bool:
         """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
@@ -245,7 +257,11 @@ class Hooks:
             own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
             for tensor in own or watched:
                 tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
-            if not watched and any(p.requires_grad for group in groups for p in group.parameters):
+            if (
+                not watched
+                and not call.is_functional
+                and any(p.requires_grad for group in groups for p in group.parameters)
+            ):
                 held = Call(call.module, list(call.groups), call.start)
                 for group in groups:
                     group.lease()

@@ -1,4 +1,4 @@
-"""Cold parameters never lie or crash, with cold="raise": what is done to one gives the right result, or an error that names the way."""
+"""Cold parameters never lie or crash. With cold="raise" what needs their data raises an error that names the way."""
 
 from __future__ import annotations
 

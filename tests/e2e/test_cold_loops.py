@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +34,7 @@ def l2_first(model: Any, optimizer: Any) -> torch.Tensor:
 
 def smoothness(model: Any, optimizer: Any) -> torch.Tensor:
     weights = [block.up.weight for block in model.blocks]
-    penalty = sum(F.mse_loss(a, b) for a, b in zip(weights, weights[1:], strict=False))
+    penalty = sum(F.mse_loss(a, b) for a, b in itertools.pairwise(weights))
     return finish_step(loss_of(model, tokens()) + penalty, optimizer)
 
 
@@ -266,7 +267,7 @@ def test_a_language_model_with_updates_by_hand(tmp_path: Path, caplog: pytest.Lo
     plain = Language()
     model = copy.deepcopy(plain)
     text = torch.randint(500, (40, 4))
-    manager = swapper.SwapManager(tmp_path, host_memory="2MiB")  # one of the two lines
+    manager = swapper.SwapManager(tmp_path, host_memory="4MiB")  # one of the two lines
     model, _ = manager.offload(model, params="nvme")  # the other one
 
     def train(model: Language) -> list[float]:
@@ -293,7 +294,7 @@ def test_a_language_model_with_updates_by_hand(tmp_path: Path, caplog: pytest.Lo
     assert_same(dict(torch.load(saved)), dict(plain.state_dict()))
     manager.close()
     again = Language()
-    with swapper.SwapManager(tmp_path, host_memory="2MiB", resume="auto") as manager:
+    with swapper.SwapManager(tmp_path, host_memory="4MiB", resume="auto") as manager:
         again, _ = manager.offload(again, params="nvme")
         assert_same(dict(copy.deepcopy(again).state_dict()), dict(plain.state_dict()))
         assert train(again) == train(plain)
