@@ -6,6 +6,7 @@ updated (updates.py) and how that is undone (undoing.py), passes (passes.py), gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -47,6 +48,8 @@ from swapper.train.sweep import Sweep, Trainable
 from swapper.train.undoing import Undoing, UndoSections
 from swapper.train.updates import Updates
 from swapper.train.visit import fill
+
+log = logging.getLogger("swapper")
 
 
 class OffloadedModel:
@@ -153,6 +156,7 @@ class OffloadedModel:
         trained = {id(parameter) for parameter, _ in self._trained()}
         self._untrained = [parameter for parameter in order if id(parameter) not in trained]
         self._original_guard = self._optimizer.register_step_pre_hook(self._refuse_original)
+        self._tell_of_strides()
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -174,6 +178,16 @@ class OffloadedModel:
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+
+    def _tell_of_strides(self) -> None:
+        """Every parameter is contiguous at its place, whatever strides it had."""
+        strided = [name for group in self._inventory.groups for name, p in group.parameters if not p.is_contiguous()]
+        if strided:
+            log.warning(
+                "offload: %s%s not contiguous (channels_last, transposed, expanded), and will be: everything is as in plain torch "
+                "after `parameter.data = parameter.data.contiguous()`, and in the last bits perhaps not as before that",
+                ", ".join(strided[:3]), " is" if len(strided) == 1 else f" ({len(strided)} in all) are",
+            )  # fmt: skip
 
     def _group(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> GroupParameters:
         expire = partial(self.keeper.shown.expire, group=group.index)
