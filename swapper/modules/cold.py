@@ -197,9 +197,11 @@ class ColdView(torch.Tensor):
 
     Attributes:
         swapper_owner: the parameter.
+        swapper_apart: it has memory of its own, which shows what the parameter's has.
     """
 
     swapper_owner: nn.Parameter
+    swapper_apart: bool
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -331,7 +333,7 @@ def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     owner = owner_of(first)
     whole = _answering(owner, func).whole(owner) if type(first) is ColdParameter else None
     result = _native(func, args if whole is None else (whole, *args[1:]), kwargs)
-    return _watched(result, [owner], {} if whole is None else {id(owner): whole}, func)
+    return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
 def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -386,7 +388,7 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         views = [t for t in touched if type(t) is ColdView and id(t.swapper_owner) not in instead]
         with _as_plain_tensors(views):
             result = func(*arguments[0], **arguments[1])
-        return _watched(result, owners, instead, func)
+        return _watched(result, owners, instead, touched, func)
 
     def read(instead: Mapping[int, torch.Tensor]) -> Any:
         return _lent(away, func, "read", run, instead)
@@ -437,11 +439,7 @@ def _answering(parameter: nn.Parameter, func: Any) -> Keeper:
 def _check_views(touched: Iterable[Cold], func: Function) -> None:
     """Raise StateError if the memory of a parameter is another one than when a view of it was made."""
     for tensor in touched:
-        if (
-            type(tensor) is ColdView
-            and not tensor.__dict__.get("swapper_apart")
-            and not _is_of(tensor, tensor.swapper_owner)
-        ):
+        if type(tensor) is ColdView and not tensor.swapper_apart and not _is_of(tensor, tensor.swapper_owner):
             raise StateError(
                 f"{_name_of(func)} was given a view of a parameter that was made before the parameter's memory was another one "
                 "(the optimizer got more to train, or the manager was closed): make the view anew"
@@ -457,7 +455,13 @@ def _check_written(func: Function, args: Any, kwargs: Any, touched: Sequence[Col
         _refuse(owner_of(touched[0]), func)
 
 
-def _watched(result: Any, owners: Sequence[nn.Parameter], instead: Mapping[int, torch.Tensor], func: Function) -> Any:
+def _watched(
+    result: Any,
+    owners: Sequence[nn.Parameter],
+    instead: Mapping[int, torch.Tensor],
+    touched: Sequence[Cold],
+    func: Function,
+) -> Any:
     """Return what an operation gave, with views of parameters that go away again as such.
 
     Raises:
@@ -467,21 +471,25 @@ def _watched(result: Any, owners: Sequence[nn.Parameter], instead: Mapping[int, 
         if not isinstance(item, torch.Tensor):
             if not isinstance(item, _PLAIN_RESULTS):
                 _refuse(owners[0], func)
-            continue
-        if isinstance(item, Cold | nn.Parameter) or item.layout is not torch.strided:
-            continue
-        for owner in owners:
-            whole = instead.get(id(owner))
-            if _is_of(item, owner if whole is None else whole):
-                if type(item) is not torch.Tensor:
-                    break  # it watches itself
-                if whole is not None and type(whole) is not torch.Tensor:
-                    _refuse(owner, func)  # what shows the parameter for this operation shows something else later
-                item.__class__ = ColdView
-                item.swapper_owner = owner  # type: ignore[attr-defined]
-                item.swapper_apart = whole is not None  # type: ignore[attr-defined]
-                break
+        elif type(item) is torch.Tensor and item.layout is torch.strided:
+            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
+                if _is_of(item, owner) if shown is None else _share_memory(item, shown):
+                    _watch(item, owner, shown, func)
+                    break
     return result
+
+
+def _watch(view: torch.Tensor, owner: nn.Parameter, shown: torch.Tensor | None, func: Function) -> None:
+    if shown is not None and type(shown) not in (torch.Tensor, ColdView):
+        _refuse(owner, func)  # what shows the parameter for this operation shows something else later
+    view.__class__ = ColdView
+    view.swapper_owner = owner  # type: ignore[attr-defined]
+    view.swapper_apart = shown is not None  # type: ignore[attr-defined]
+
+
+def _apart(touched: Iterable[Cold]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Views that have memory of their own, with their parameters."""
+    return ((t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart)
 
 
 _PLAIN_RESULTS = (
@@ -499,14 +507,19 @@ def _leaves(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _is_of(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Return whether `tensor` lies in the memory of `whole`."""
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            if tensor.untyped_storage()._cdata != whole.untyped_storage()._cdata:
-                return False
+            return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
         except NotImplementedError:  # it has none: functorch has wrapped it
             return False
+
+
+def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
+    """Return whether `tensor` lies at the place of `whole`, which shares its memory with other parameters."""
+    if not _share_memory(tensor, whole):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
         begin, at = whole.storage_offset() * whole.itemsize, tensor.storage_offset() * tensor.itemsize
         return begin <= at <= begin + whole.nbytes
 
@@ -518,7 +531,7 @@ def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
         if whole is None:
             return tree
         if type(tree) is ColdView:
-            whole = _as_plain(tree) if tree.__dict__.get("swapper_apart") else _same_view(tree, whole)
+            whole = _as_plain(tree) if tree.swapper_apart else _same_view(tree, whole)
         with torch._C.DisableTorchFunctionSubclass():
             if torch.is_grad_enabled() and tree.requires_grad:
                 return _InPlaceOf.apply(tree, whole)  # type: ignore[no-untyped-call]
