@@ -59,6 +59,8 @@ class SwapManager:
         rng: commits and snapshots hold the states of the random number generators (Python's, torch's, NumPy's) as of the
             end of their step, and a run that goes on puts them back in `offload`.
         backend: how transfers are made: "auto", "uring" or "threads".
+        cold: what becomes of an operation on a parameter that is away, outside of a forward that contains it: with "read" it is
+            done, in place or not, the parameter being in memory for that one operation; with "raise" it is a ColdParameterError.
         stall_s: when one wait for the drive takes longer than so many seconds, the log gets a dump of what is going on, as from
             `dump`; None: never. SIGUSR1 asks for one too, where nobody else has a handler for it (watchdog.py).
 
@@ -86,6 +88,7 @@ class SwapManager:
         check_reads: bool = True,
         rng: bool = False,
         backend: str = "auto",
+        cold: str = "read",
         stall_s: float | None = 60.0,
         ranks: str = "together",
     ) -> None:
@@ -97,6 +100,7 @@ class SwapManager:
             raise ConfigError(f"commit_every={commit_every!r} needs crash_resume=True: leave one of them out")
         self._commit_every = commit_every if crash_resume else None
         parse_choice(backend, "backend", ("auto", "uring", "threads"))
+        parse_choice(cold, "cold", ("read", "raise"))
         if stall_s is not None and not stall_s > 0:
             raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
         self._recording = ExitStack()  # of the trace that the environment asks for
@@ -111,7 +115,7 @@ class SwapManager:
         self.current = Current(self._directory, backend)
         self._opening = Opening(
             self.current, self._directory, self._clock, self._user, self._resumed, fallback,
-            fsync=fsync, check_reads=check_reads, stall_s=stall_s,
+            fsync=fsync, check_reads=check_reads, stall_s=stall_s, operates=cold == "read",
         )  # fmt: skip
         self._opening.remove_strays()
 

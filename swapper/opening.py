@@ -41,6 +41,7 @@ class Opening:
         fsync: commits survive a power loss.
         check_reads: what is read from swap files is compared with what was written.
         stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+        operates: operations on parameters that are away are done; else they are refused.
     """
 
     _request: Request
@@ -59,6 +60,7 @@ class Opening:
         fsync: bool,
         check_reads: bool,
         stall_s: float | None,
+        operates: bool,
     ) -> None:
         self._current = current
         self._directory = directory
@@ -70,6 +72,7 @@ class Opening:
         self._fsync = fsync
         self._check_reads = check_reads
         self._stall_s = stall_s
+        self._operates = operates
         self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
 
     def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
@@ -150,7 +153,7 @@ class Opening:
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
-                Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
+                Entrance(current.enter, current.enter_to_write, self._operates), steps.begin, steps.undo_update,
                 lambda step: self._user.in_commit(
                     step, directory, request, plan.places, described, lent, self._edited_members(names)
                 ),

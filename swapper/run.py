@@ -375,6 +375,8 @@ class Run:
         self.model.gathering.close()
         self.pager.flush()
         self.committer.finish()
+        if not self.plan.inventory.forms:
+            self.committer.commit_changes(self._counters.step)
 
     def count_bytes(self) -> None:
         """Bring the counters up to date."""

@@ -120,6 +120,7 @@ class Committer:
         self._committed = committed
         self._way_back = way_back
         self.edits = 0
+        self._is_behind = False  # what was changed from outside since the last commit is in none
         self._due: int | None = None  # the step to be written whole
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the step that is due
@@ -197,6 +198,15 @@ class Committer:
         self.finish()
         self._publisher.finish()
 
+    def commit_changes(self, step: int) -> None:
+        """No step will commit what was changed from outside: do it, as of `step`, where the run commits at all.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        if self._is_behind and self._every is not None:
+            self.write_all(step)
+
     @property
     def committed(self) -> int | None:
         """The step that is committed."""
@@ -236,6 +246,7 @@ class Committer:
             IoError: no room for another swap file, which ranks may need then.
         """
         self._committed = None
+        self._is_behind = True
         self.edits += 1
         self._way_back.before_change()
 
@@ -324,6 +335,7 @@ class Committer:
             if self._every is not None:
                 self._commit(self._record)
                 self._committed = self._record.step
+                self._is_behind = False
             self._record = self._due = self._writes = None  # only now: what fails before is tried again
             if self._every is not None:
                 self._store.commit(self._way_back.spared(self._snapshot is not None))

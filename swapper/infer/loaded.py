@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,10 @@ from swapper.infer.rows import look_up_by_rows, stop_looking_up
 from swapper.infer.sharing import Together
 from swapper.infer.streaming import Streaming
 from swapper.infer.unplanned import make_room
-from swapper.infer.weights import CPU, GroupWeights
+from swapper.infer.weights import CPU, FOR_INFERENCE, GroupWeights, refuse_gradient
 from swapper.interrupts import held_back
+from swapper.modules.cold import Run
+from swapper.modules.cold_tables import Function
 
 log = logging.getLogger("swapper")
 
@@ -64,7 +66,7 @@ class LoadedModel:
     """Owns files, memory, engine, pager and hooks of one model. Made by `load`.
 
     Attributes:
-        advice: see swapper.modules.cold.Keeper.
+        advice, answers: see swapper.modules.cold.Keeper.
         counters: what was done so far.
     """
 
@@ -72,6 +74,8 @@ class LoadedModel:
         "Its model was loaded for inference: run the model, or look at a weight in model.state_dict(), which maps the files and "
         "reads nothing. .to(), .half() and the like cannot be applied: say dtype= when loading."
     )
+
+    answers = True
 
     def __init__(
         self,
@@ -241,11 +245,28 @@ class LoadedModel:
     def catch_up(self, parameter: nn.Parameter) -> None:
         """Nothing: weights do not change."""
 
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        """The files are mapped in the place of the parameters."""
+        return run({id(parameter): self.whole(parameter) for parameter in parameters})
+
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        name = getattr(function, "__name__", function)
+        raise StateError(f"{name} would change parameter {self._names[id(parameters[0])]}, but {FOR_INFERENCE}")
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the weight as the file is mapped, where it is used. Nothing is read before it is looked at, but for a device."""
+        if parameter.requires_grad and torch.is_grad_enabled():
+            refuse_gradient()
+        return self._shown(parameter).to(self._where)
+
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
         self._check_usable()
         if self._hooks is not None and self._hooks.bring(parameter):
             return None  # within a forward
+        return self._shown(parameter)
+
+    def _shown(self, parameter: nn.Parameter) -> torch.Tensor:
         recipe = self._recipes[id(parameter)]
         self._source.check_unchanged(
             {e.path for p in recipe.parts for _, e in self._source.extents(p.path, p.offset, p.nbytes)}

@@ -19,7 +19,7 @@ from swapper.checkpoint.quantization import Layout
 from swapper.checkpoint.stored import StoredTensor
 from swapper.errors import UnsupportedError
 from swapper.infer.matching import Make, Recipe, shape_of
-from swapper.modules.cold import SET_DATA
+from swapper.modules.cold_tables import SET_DATA
 
 
 @dataclass(frozen=True, eq=False)

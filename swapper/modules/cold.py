@@ -1,9 +1,10 @@
 """Cold parameters: the guard in front of memory that is away.
 
 While a parameter's pages may be away its class is `ColdParameter`. It is the same object with the same shape, dtype,
-gradient and hooks, but an operation that needs its data is sent to its keeper first. Inside the forward of a module that
-contains the parameter the keeper brings it in and the operation goes on (a parent may use a child's weight directly, as
-nn.MultiheadAttention does); anywhere else it raises, instead of reading memory that is not there.
+gradient and hooks. What asks for these is answered at once, and so are views of it, of class `ColdView`. An operation that needs
+data is sent to the parameter's keeper first. Inside the forward of a module that contains the parameter the keeper brings
+it in for the rest of that forward (a parent may use a child's weight directly, as nn.MultiheadAttention does). Anywhere else
+it is brought in for the one operation, to be read or changed; or refused, where that is asked for or would not be exact.
 """
 
 from __future__ import annotations
@@ -11,15 +12,29 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
-from swapper.errors import ColdParameterError
+from swapper.errors import ColdParameterError, StateError
+from swapper.modules.cold_tables import (
+    AFTER_ANOTHER,
+    CHANGES_OF_FORM,
+    LIKE,
+    METADATA,
+    SET_DATA,
+    VIEWS,
+    Function,
+    getters,
+    writes_first,
+)
 from swapper.modules.conversions import CONVERSIONS, changes_nothing
+
+Run = Callable[[Mapping[int, torch.Tensor]], Any]
+"""An operation on parameters that are warm while it runs, or is given tensors in their places, by id."""
 
 
 class Keeper(Protocol):
@@ -27,12 +42,28 @@ class Keeper(Protocol):
 
     Attributes:
         advice: what a user can do who needs the data of one; whole sentences.
+        answers: operations outside of a forward are done; else they are refused.
     """
 
     advice: str
 
+    @property
+    def answers(self) -> bool: ...
+
     def bring(self, parameter: nn.Parameter) -> bool:
         """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
+        ...
+
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        """Return what `run` returns, which is an operation of `function` that reads cold parameters."""
+        ...
+
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        """As `read`, where they are changed."""
+        ...
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return what views of the cold `parameter` are views of; None: of the parameter itself."""
         ...
 
     def catch_up(self, parameter: nn.Parameter) -> None:
@@ -40,11 +71,11 @@ class Keeper(Protocol):
         ...
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is refused."""
+        """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is an operation like others."""
         ...
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        """Return `parameter[index]` without bringing all of `parameter` in; None: all of it is brought in."""
+        """Return `parameter[index]` without bringing all of `parameter` in; None: it is an operation like others."""
         ...
 
     def note_change(self, group: Any, names: list[str]) -> None:
@@ -94,7 +125,7 @@ def _forbid_in_child() -> None:
     for parameter in list(_guarded.values()):
         set_cold(parameter)
     if _guarded:
-        METADATA.difference_update(_getters("grad", "_grad"))  # gradients lie there too
+        METADATA.difference_update(getters("grad", "_grad"))  # gradients lie there too
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)
@@ -131,97 +162,15 @@ def is_aliasing() -> bool:
     return getattr(_thread, "aliases", False)
 
 
-def _getters(*names: str) -> set[Callable[..., Any]]:
-    """What `__torch_function__` is given for these attributes; versions of torch differ in which there are."""
-    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
-
-
-def _setters(*names: str) -> set[Callable[..., Any]]:
-    return {getattr(torch.Tensor, name).__set__ for name in names}
-
-
-# What can be answered without the data.
-METADATA: set[Callable[..., Any]] = {
-    *_getters(
-        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names"),
-        *("_version", "retains_grad", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized"),
-        *("is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_nested", "is_vulkan", "is_ort", "is_mtia", "is_ipu"),
-        *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad"),
-        *("is_xla", "is_maia", "name"),
-    ),
-    *_setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
-    getattr(torch.Tensor, "grad").__delete__,  # noqa: B009  # mypy takes it for an instance's
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.numel,
-    torch.Tensor.nelement,
-    torch.Tensor.stride,
-    torch.Tensor.element_size,
-    torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex,
-    torch.Tensor.is_contiguous,
-    torch.Tensor.is_signed,
-    torch.Tensor.is_inference,
-    torch.Tensor.storage_offset,
-    torch.Tensor.get_device,
-    torch.Tensor.requires_grad_,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-    torch.Tensor.__len__,
-    torch.Tensor.is_same_size,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_signed,
-    torch.is_inference,
-    torch.numel,
-    torch.is_same_size,
-    torch._has_compatible_shallow_copy_type,
-}
-
-
-SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 class ColdParameter(nn.Parameter):
     """A parameter whose data may be away. Never made by anyone: a parameter's class is set to it and back."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            return func(args[0], _without_data(args[1]), *args[2:], **kwargs)
-        if func is torch.Tensor.detach and not is_aliasing():
-            keeper = _keepers.get(id(args[0]))
-            detached = None if keeper is None else keeper.detached(args[0])
-            if detached is not None:
-                return detached
-        if func is torch.Tensor.__getitem__ and type(args[0]) is cls:
-            keeper = _keepers.get(id(args[0]))
-            row = None if keeper is None else keeper.indexed(args[0], args[1])
-            if row is not None:
-                return row
-        if func in CONVERSIONS and changes_nothing(lambda tensor: func(tensor, *args[1:], **kwargs), args[0]):
-            return args[0]
-        if func == SET_DATA and args[0] is args[1]:  # Module.to, where nothing changes
-            return None
-        aliasing = func is torch.Tensor.detach and is_aliasing()
-        if func not in METADATA and not aliasing:
-            cold = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is ColdParameter]
-            for parameter in cold:
-                keeper = _keepers.get(id(parameter))
-                if keeper is None or not keeper.bring(parameter):
-                    raise _refusal(parameter, keeper, func)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if _has_caught_up(self):
-            return repr(self)
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"ColdParameter(away, shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+        return repr(self) if _has_caught_up(self) else _describe(self)
 
     def __format__(self, specification: str) -> str:
         return repr(self) if not specification else str(super().__format__(specification))  # type: ignore[no-untyped-call]
@@ -229,12 +178,432 @@ class ColdParameter(nn.Parameter):
     def __deepcopy__(self, memo: Any) -> Any:
         if _has_caught_up(self):
             return self.__deepcopy__(memo)
-        raise _refusal(self, _keepers.get(id(self)), "deepcopy")
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(_copy(self), self.requires_grad)
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """A plain parameter is pickled, of what shows this one: torch.save of a model need not hold all of it in memory."""
         if _has_caught_up(self):
             return self.__reduce_ex__(protocol)
-        raise _refusal(self, _keepers.get(id(self)), "pickling")
+        keeper = _answering(self, "pickling")
+        shown = keeper.detached(self)
+        data = _copy(self) if shown is None else _as_plain(shown)
+        return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+class ColdView(torch.Tensor):
+    """A view of a parameter whose data may be away. Never made by anyone: a tensor's class is set to it.
+
+    Attributes:
+        swapper_owner: the parameter.
+        swapper_apart: it has memory of its own, which shows what the parameter's has.
+    """
+
+    swapper_owner: nn.Parameter
+    swapper_apart: bool
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return _describe(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        if id(self) not in memo:
+            if self.grad_fn is not None:
+                raise RuntimeError(
+                    "only tensors created explicitly by the user support the deepcopy protocol: detach it"
+                )
+            memo[id(self)] = _copy(self).requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(self.swapper_owner, "pickling a view")
+
+
+Cold = ColdParameter | ColdView
+
+
+def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Do what `func`, one of torch's, does with these arguments, some of them cold."""
+    if func in METADATA:
+        return _native(func, args, kwargs)
+    action = _ACTIONS.get(func)
+    if action is not None:
+        done = action(func, args, kwargs)
+        if done is not NotImplemented:
+            return done
+    return _operate(func, args, kwargs)
+
+
+def _native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+# --- what needs no data, or is answered in a way of its own -----------------------------------------------------------
+
+
+def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch.autograd.grad: cold tensors by their place in the graph. A backward must run with the guard on."""
+    outputs, inputs, *others = args
+    if any(isinstance(tensor, Cold) for tensor in tensors_among((outputs, others, kwargs))):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [torch.autograd.graph.get_gradient_edge(i) if isinstance(i, Cold) else i for i in inputs]
+    return func(outputs, edges, *others, **kwargs)
+
+
+def _run_backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Tensor.backward: of the tensor itself no data is needed."""
+    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
+
+
+def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0] if args else kwargs["input"]
+    if type(first) is not ColdParameter:
+        return _view(func, (first,), {})
+    if is_aliasing():
+        return _native(func, args, kwargs)
+    keeper = _keepers.get(id(first))
+    detached = None if keeper is None else keeper.detached(first)
+    return NotImplemented if detached is None else detached
+
+
+def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    keeper = _keepers.get(id(first)) if type(first) is ColdParameter else None
+    row = None if keeper is None else keeper.indexed(first, args[1])
+    if row is not None:
+        return row
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    is_view = all(i is None or i is Ellipsis or type(i) in (int, slice) for i in index)
+    return _view(func, args, kwargs) if is_view else NotImplemented
+
+
+def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An offset is counted from the beginning of the memory, which is that of many parameters."""
+    has_offset = len(args) > 3 or kwargs.get("storage_offset") is not None
+    return _refuse_form(func, args, kwargs) if has_offset else _view(func, args, kwargs)
+
+
+def _iterate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return iter(args[0].unbind(0))
+
+
+def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0]
+    if not isinstance(first, Cold):
+        return _follow_form(func, args, kwargs)
+    if _native(torch.Tensor.is_contiguous, (first,), {}) and changes_nothing(
+        lambda tensor: func(tensor, *args[1:], **kwargs), first
+    ):
+        return first
+    if "meta" in map(
+        str, (*args[1:], *kwargs.values())
+    ):  # the first half of Module.to, which could not do the second one
+        _refuse(owner_of(first), func)
+    return NotImplemented
+
+
+def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args[0] is args[1]:  # Module.to, where nothing changes
+        return None
+    cold = next(tensor for tensor in args if isinstance(tensor, Cold))
+    _refuse(owner_of(cold), "setting .data")
+
+
+def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
+
+
+def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a cold tensor only the form is asked for, where it is not the first argument."""
+    if args and not isinstance(args[0], Cold):
+        return _native(func, args, kwargs)
+    return _view(func, args, kwargs) if func in VIEWS else NotImplemented
+
+
+def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = _only_first_is_cold(args, kwargs)
+    if first is None or not is_cold(owner_of(first)) or _brought([owner_of(first)], func):
+        return NotImplemented
+    owner = owner_of(first)
+    whole = _answering(owner, func).whole(owner) if type(first) is ColdParameter else None
+    result = _native(func, args if whole is None else (whole, *args[1:]), kwargs)
+    return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
+
+
+def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cold = _cold_among((args, kwargs))
+    if not _brought([owner_of(tensor) for tensor in cold], func):
+        _refuse(owner_of(cold[0]), func)
+    return NotImplemented
+
+
+def _only_first_is_cold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first argument if it is cold, and no other is; else None."""
+    return args[0] if args and isinstance(args[0], Cold) and not _cold_among((args[1:], kwargs)) else None
+
+
+_Action = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+
+_ACTIONS: dict[Function, _Action] = {
+    **dict.fromkeys(CHANGES_OF_FORM, _refuse_form),
+    **dict.fromkeys(LIKE, _make_like),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(CONVERSIONS, _convert),
+    **dict.fromkeys(AFTER_ANOTHER - CONVERSIONS, _follow_form),
+    SET_DATA: _set_data,
+    torch.autograd.grad: _differentiate,
+    torch.Tensor.backward: _run_backward,
+    torch.Tensor.detach: _detach,
+    torch.detach: _detach,
+    torch.Tensor.__getitem__: _index,
+    torch.Tensor.__iter__: _iterate,
+    torch.Tensor.as_strided: _stride,
+    torch.as_strided: _stride,
+}
+"""What becomes of a function that is not in METADATA. NotImplemented: it is an operation that needs data."""
+
+
+# --- what needs data --------------------------------------------------------------------------------------------------
+
+
+def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    touched = _cold_among((args, kwargs))
+    owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
+    _check_views(touched, func)
+    if _brought(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
+        return _native(func, args, kwargs)
+    away = [owner for owner in owners if is_cold(owner)]
+    written = {id(owner_of(t)) for t in written_among(func, args, kwargs) if isinstance(t, Cold)}
+    if written:
+        _check_written(func, args, kwargs, touched)
+
+    def run(instead: Mapping[int, torch.Tensor]) -> Any:
+        arguments = _exchanged((args, kwargs), instead) if instead else (args, kwargs)
+        views = [t for t in touched if type(t) is ColdView and id(t.swapper_owner) not in instead]
+        with _as_plain_tensors(views):
+            result = func(*arguments[0], **arguments[1])
+        return _watched(result, owners, instead, touched, func)
+
+    def read(instead: Mapping[int, torch.Tensor]) -> Any:
+        return _lent(away, func, "read", run, instead)
+
+    return _lent([owner for owner in away if id(owner) in written], func, "write", read, {})
+
+
+def _lent(
+    parameters: Iterable[nn.Parameter], func: Function, how: str, run: Run, before: Mapping[int, torch.Tensor]
+) -> Any:
+    """Have `run` run with those of `parameters` at hand that are away still, by their keepers' `read` or `write`."""
+    away = [parameter for parameter in parameters if is_cold(parameter) and id(parameter) not in before]
+    if not away:
+        return run(before)
+    keeper = _answering(away[0], func)
+    own = [parameter for parameter in away if _keepers.get(id(parameter)) is keeper]
+    others = [parameter for parameter in away if _keepers.get(id(parameter)) is not keeper]
+    lend: Callable[..., Any] = getattr(keeper, how)
+    return lend(own, func, lambda instead: _lent(others, func, how, run, {**before, **instead}))
+
+
+def _brought(owners: Iterable[nn.Parameter], func: Function) -> bool:
+    """Return whether none of `owners` is away, once those were brought in that the running forward contains."""
+    is_there = True
+    for owner in owners:
+        if is_cold(owner):
+            keeper = _keepers.get(id(owner))
+            if keeper is None:
+                _refuse(owner, func)
+            is_there = keeper.bring(owner) and is_there
+            if not is_there and not keeper.answers:
+                _refuse(owner, func)
+    return is_there
+
+
+def _answering(parameter: nn.Parameter, func: Any) -> Keeper:
+    """Return the keeper of a parameter that is away.
+
+    Raises:
+        ColdParameterError: it answers no operations.
+    """
+    keeper = _keepers.get(id(parameter))
+    if keeper is None or not keeper.answers:
+        _refuse(parameter, func)
+    return keeper
+
+
+def _check_views(touched: Iterable[Cold], func: Function) -> None:
+    """Raise StateError if the memory of a parameter is another one than when a view of it was made."""
+    for tensor in touched:
+        if type(tensor) is ColdView and not tensor.swapper_apart and not _is_of(tensor, tensor.swapper_owner):
+            raise StateError(
+                f"{_name_of(func)} was given a view of a parameter that was made before the parameter's memory was another one "
+                "(the optimizer got more to train, or the manager was closed): make the view anew"
+            )
+
+
+def _check_written(func: Function, args: Any, kwargs: Any, touched: Sequence[Cold]) -> None:
+    """A parameter that is changed outside of a forward stays a leaf: autograd is to have nothing to do with it."""
+    tensors = tensors_among((args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        would_be_a_leaf_no_more = not any(t.requires_grad for t in touched) and any(t.requires_grad for t in tensors)
+    if would_be_a_leaf_no_more and torch.is_grad_enabled():
+        _refuse(owner_of(touched[0]), func)
+
+
+def _watched(
+    result: Any,
+    owners: Sequence[nn.Parameter],
+    instead: Mapping[int, torch.Tensor],
+    touched: Sequence[Cold],
+    func: Function,
+) -> Any:
+    """Return what an operation gave, with views of parameters that go away again as such.
+
+    Raises:
+        ColdParameterError: it is nothing that can be watched: a pointer, an array.
+    """
+    for item in _leaves(result):
+        if not isinstance(item, torch.Tensor):
+            if not isinstance(item, _PLAIN_RESULTS):
+                _refuse(owners[0], func)
+        elif type(item) is torch.Tensor and item.layout is torch.strided:
+            for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
+                if _is_of(item, owner) if shown is None else _share_memory(item, shown):
+                    _watch(item, owner, shown, func)
+                    break
+    return result
+
+
+def _watch(view: torch.Tensor, owner: nn.Parameter, shown: torch.Tensor | None, func: Function) -> None:
+    if shown is not None and type(shown) not in (torch.Tensor, ColdView):
+        _refuse(owner, func)  # what shows the parameter for this operation shows something else later
+    view.__class__ = ColdView
+    view.swapper_owner = owner  # type: ignore[attr-defined]
+    view.swapper_apart = shown is not None  # type: ignore[attr-defined]
+
+
+def _apart(touched: Iterable[Cold]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Views that have memory of their own, with their parameters."""
+    return ((t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart)
+
+
+_PLAIN_RESULTS = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _leaves(item)
+    elif isinstance(tree, dict):
+        yield from _leaves(list(tree.values()))
+    else:
+        yield tree
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
+        except NotImplementedError:  # it has none: functorch has wrapped it
+            return False
+
+
+def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
+    """Return whether `tensor` lies at the place of `whole`, which shares its memory with other parameters."""
+    if not _share_memory(tensor, whole):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        begin, at = whole.storage_offset() * whole.itemsize, tensor.storage_offset() * tensor.itemsize
+        return begin <= at <= begin + whole.nbytes
+
+
+def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
+    """Return arguments with other tensors in the places of parameters, and with views of those in the places of their views."""
+    if isinstance(tree, Cold):
+        whole = instead.get(id(owner_of(tree)))
+        if whole is None:
+            return tree
+        if type(tree) is ColdView:
+            whole = _as_plain(tree) if tree.swapper_apart else _same_view(tree, whole)
+        with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and tree.requires_grad:
+                return _InPlaceOf.apply(tree, whole)  # type: ignore[no-untyped-call]
+            return whole
+    if isinstance(tree, list | tuple):
+        # The last one first: so autograd comes to them in the order that it would come to the parameters in.
+        items = [_exchanged(item, instead) for item in reversed(tree)][::-1]
+        return type(tree)(items) if type(tree) in (list, tuple) else type(tree)(*items)
+    if isinstance(tree, dict):
+        return {key: _exchanged(value, instead) for key, value in tree.items()}
+    return tree
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Gives a tensor that shows the data of a cold one its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, cold: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+        return _as_plain(shown)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+def _same_view(view: ColdView, whole: torch.Tensor) -> torch.Tensor:
+    """Return the view of `whole` that `view` is of its parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        owner = view.swapper_owner
+        if view.dtype != owner.dtype or view.is_conj() or view.is_neg():
+            _refuse(owner, "an operation on a view of another dtype")
+        offset = view.storage_offset() - owner.storage_offset()
+        return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + offset)
+
+
+@contextmanager
+def _as_plain_tensors(views: Sequence[ColdView]) -> Iterator[None]:
+    """Within, what they show is there: they are tensors like others."""
+    for view in views:
+        view.__class__ = torch.Tensor  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for view in views:
+            view.__class__ = ColdView
+
+
+def owner_of(tensor: Cold) -> nn.Parameter:
+    """Return the parameter that a cold tensor is, or is a view of."""
+    return tensor.swapper_owner if isinstance(tensor, ColdView) else tensor
+
+
+def _cold_among(tree: Any) -> list[Cold]:
+    return [tensor for tensor in tensors_among(tree) if isinstance(tensor, Cold)]
+
+
+@torch.no_grad()
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone()
+
+
+def _as_plain(tensor: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _describe(tensor: Cold) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            f"{type(tensor).__name__}(away, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, "
+            f"requires_grad={tensor.requires_grad})"
+        )
 
 
 def _has_caught_up(parameter: nn.Parameter) -> bool:
@@ -245,19 +614,12 @@ def _has_caught_up(parameter: nn.Parameter) -> bool:
     return not is_cold(parameter)
 
 
-def _without_data(inputs: Any) -> Any:
-    """What torch.autograd.grad is asked for, cold parameters by their place in the graph: a backward must run with the guard on."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return [torch.autograd.graph.get_gradient_edge(i) if type(i) is ColdParameter else i for i in inputs]
-
-
 def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that `func`, one of torch's, would write to with these arguments."""
-    name = getattr(func, "__name__", "")
-    in_place = (
-        (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name in ("__setitem__", "__set__")
-    )
-    return tensors_among([*(args[:1] if in_place else ()), kwargs.get("out")])
+    if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of torch.nn.functional, which gives these by name
+        return tensors_among((args, kwargs))
+    first = args[:1] or list(kwargs.values())  # torch.nn.init gives all by name
+    return tensors_among([*(first if writes_first(func) else ()), kwargs.get("out")])
 
 
 def tensors_among(tree: Any) -> list[torch.Tensor]:
@@ -275,14 +637,20 @@ def tensors_among(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-def _refusal(parameter: nn.Parameter, keeper: Keeper | None, operation: Any) -> ColdParameterError:
-    if not isinstance(operation, str):
-        operation = getattr(operation, "__qualname__", None) or getattr(operation, "__name__", str(operation))
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", func)
+    return str(name)
+
+
+def _refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
+    keeper = _keepers.get(id(parameter))
     if keeper is None:
-        return ColdParameterError(
+        raise ColdParameterError(
             f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed or its model unloaded, and "
-            f"{operation} needs its data. Before closing a manager, copy it inside `with manager.gather(module_or_parameters):` "
-            "or write everything with manager.snapshot(path), which plain torch.load reads"
+            f"{_name_of(operation)} needs its data. Before closing a manager, copy it inside "
+            "`with manager.gather(module_or_parameters):` or write everything with manager.snapshot(path), which plain torch.load "
+            "reads"
         )
-    name = keeper.describe(parameter)
-    return ColdParameterError(f"parameter {name} is away on NVMe and {operation} needs its data. {keeper.advice}")
+    raise ColdParameterError(
+        f"parameter {keeper.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. {keeper.advice}"
+    )

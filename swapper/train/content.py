@@ -72,7 +72,7 @@ class GivenContent:
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._states = {name: dict(self._optimizer.state.get(parameter, {})) for name, parameter in parameters}
-        self._values = {name: parameter.data for name, parameter in parameters if not parameter.is_meta}
+        self._values = {name: parameter.data.contiguous() for name, parameter in parameters if not parameter.is_meta}
 
     def state(self, name: str) -> Mapping[str, Any]:
         return self._states[name]

@@ -28,7 +28,8 @@ from torch import nn
 
 from swapper.core.schedule import Access
 from swapper.errors import StateError
-from swapper.modules.cold import METADATA, tensors_among
+from swapper.modules.cold import tensors_among
+from swapper.modules.cold_tables import METADATA
 from swapper.modules.own_hook import OwnHook, hookable
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import GroupUpdate, Sweep

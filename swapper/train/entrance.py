@@ -13,11 +13,13 @@ class Entrance:
     Attributes:
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
+        operates: operations on parameters that are away are done; else they are refused.
     """
 
-    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None]) -> None:
+    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None], operates: bool = True) -> None:
         self.enter = enter
         self.enter_to_write = enter_to_write
+        self.operates = operates
 
     def shut(self, why: str) -> None:
         """From now on nobody comes in.

@@ -20,12 +20,15 @@ is closed. So a hook on a tensor has a weak reference to `Hooks`, and a `Call`, 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from swapper.closing import end_all
 from swapper.core.heap import note_used
@@ -43,7 +46,7 @@ from swapper.train.updates import Updates
 class Call:
     """One forward of one unit, and the groups that it leases: by name and by index, see [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "end", "given", "groups", "module", "start", "use")
+    __slots__ = ("backward_task", "end", "given", "groups", "is_functional", "module", "start", "use")
 
     def __init__(self, module: str, groups: list[int], start: int) -> None:
         self.module = module
@@ -52,6 +55,7 @@ class Call:
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
         self.use = -1  # see Uses
+        self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
 
 
@@ -143,12 +147,30 @@ class Hooks:
                 return True
         return False
 
+    def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
+        """Return what `run` returns, an operation outside of the modules that contain `parameters`, which are there.
+
+        To its backward it is what the call of a module is.
+        """
+        if not torch.is_grad_enabled():
+            return run()
+        groups = dict.fromkeys(self._group_of[id(parameter)].group.index for parameter in parameters)
+        call = Call("an operation", list(groups), self._tick())
+        output = run()
+        call.end = self._tick()
+        watched = [tensor for tensor in tensors_among(output) if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+        if watched:
+            self._updates.uses.begin(call)
+        return output
+
     # --- forward --------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._check_usable()
-            self._check_members(unit, module)
+            is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
             if any(call.module == unit.name for call in self._held) and not _in_backward():
@@ -164,6 +186,7 @@ class Hooks:
             if not in_backward:
                 self._updates.forward_reaches(unit.groups)
             call = Call(unit.name, [], self._tick())
+            call.is_functional = is_functional
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
             self._forward.append(call)
@@ -196,14 +219,24 @@ class Hooks:
 
         return hook
 
-    def _check_members(self, unit: Unit, module: nn.Module) -> None:
+    def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
+        """Return whether torch.func.functional_call gives the unit other parameters for this one forward.
+
+        Raises:
+            StateError: it has other ones for good.
+        """
+        is_functional = False
         for owner, name, parameter in self._members[unit.name]:
-            if owner._parameters.get(name) is not parameter:
+            if owner._parameters.get(name) is parameter:
+                continue
+            is_functional = is_functional or _is_functional_call()
+            if not is_functional:
                 raise StateError(
                     f"parameter {name!r} of {unit.name or type(module).__name__} was replaced by another object after "
                     "manager.offload, which would not be trained. Change values inside "
                     "`with manager.gather(..., write=True)` or by load_state_dict without assign=True"
                 )
+        return is_functional
 
     def _is_stale(self, unit: Unit) -> bool:
         """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
@@ -224,7 +257,11 @@ class Hooks:
             own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
             for tensor in own or watched:
                 tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
-            if not watched and any(p.requires_grad for group in groups for p in group.parameters):
+            if (
+                not watched
+                and not call.is_functional
+                and any(p.requires_grad for group in groups for p in group.parameters)
+            ):
                 held = Call(call.module, list(call.groups), call.start)
                 for group in groups:
                     group.lease()
@@ -346,6 +383,14 @@ def _when_backward_reaches(hooks: weakref.ref[Hooks], call: Call | None = None) 
             alive.backward_reaches(call)
 
     return hook
+
+
+def _is_functional_call() -> bool:
+    """Return whether torch.func.functional_call is running, which gives a model other parameters for the time of one forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != stateless.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _in_backward() -> bool:

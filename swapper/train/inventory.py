@@ -266,12 +266,6 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
                 f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
                 "only plain dense nn.Parameter can be paged"
             )
-        if not parameter.is_contiguous():
-            raise UnsupportedError(
-                f"parameter {name} is not contiguous (shape {list(parameter.shape)}, strides {list(parameter.stride())}), and "
-                "with other strides torch would give other bits: set `parameter.data = parameter.data.contiguous()` before "
-                "manager.offload"
-            )
     _check_modules(model)
     _check_disjoint(model)
 
@@ -288,7 +282,7 @@ def _check_modules(model: nn.Module) -> None:
 def _check_disjoint(model: nn.Module) -> None:
     """Refuse parameters that are different objects on the same memory: offload would part them, plain torch changes both."""
     places = sorted(
-        (p.data_ptr(), p.data_ptr() + p.nbytes, name)
+        (p.data_ptr(), p.data_ptr() + _span(p), name)
         for name, p in model.named_parameters()
         if p.numel() and not p.is_meta
     )
@@ -298,6 +292,12 @@ def _check_disjoint(model: nn.Module) -> None:
                 f"parameters {name} and {other} share memory without being one object: make them one "
                 "(`a.weight = b.weight`), or give each its own (`b.weight.data = b.weight.data.clone()`), before manager.offload"
             )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from the first element to the end of the last, of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def _check_state(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
 from swapper.core.pager import Pager
-from swapper.errors import StateError
-from swapper.modules.cold import is_cold
+from swapper.errors import BudgetError, StateError
+from swapper.modules.cold import Run, is_cold
+from swapper.modules.cold_tables import KEEPS_NOTHING, Function
 from swapper.train.entrance import Entrance
 from swapper.train.gathering import Gathering
 from swapper.train.inventory import Inventory
@@ -18,6 +21,11 @@ from swapper.train.shown_parameters import ShownParameters
 from swapper.train.slices import Place
 from swapper.train.storage import GroupParameters
 from swapper.train.sweep import Trainable
+
+log = logging.getLogger("swapper")
+
+Follow = Callable[[Sequence[nn.Parameter], Callable[[], Any]], Any]
+"""Does an operation that uses parameters which are there, and has them there when its backward comes."""
 
 
 class ParameterKeeper:
@@ -38,6 +46,7 @@ class ParameterKeeper:
         changes_itself: the same, as it has turned out.
         changed_in_pass: told when a forward has changed parameters.
         bring_in: leases a parameter's group for the running forward that contains it; False if there is none.
+        follow: see Follow.
         shown: parameters that a state_dict shows.
     """
 
@@ -66,6 +75,9 @@ class ParameterKeeper:
         self.changes_itself = changes_itself
         self.changed_in_pass: Callable[[], None] = lambda: None
         self.bring_in: Callable[[nn.Parameter], bool] = lambda parameter: False
+        self.follow: Follow = lambda parameters, run: run()
+        self._is_trained = bool(trainables)
+        self._told: set[str] = set()
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self._group_of = {id(p): group.index for group in inventory.groups for _, p in group.parameters}
         self._mastered = {of.name for trainable in trainables for of in trainable.places if of.has_master}
@@ -76,6 +88,65 @@ class ParameterKeeper:
         self._entrance.enter()
         self.catch_up(parameter)
         return not is_cold(parameter) or self.bring_in(parameter)
+
+    @property
+    def answers(self) -> bool:
+        return self._entrance.operates
+
+    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        """For the time of an operation the parameters are in memory; where they do not all fit there, the swap file is mapped."""
+        self._tell(
+            "read", "%s reads parameter %s, which is away: it is brought in for that, and so is each one that is read outside of a "
+            "forward. Several operations on it are faster inside `with manager.gather(module_or_parameters):`",
+            function, parameters,
+        )  # fmt: skip
+        self._finish_update()
+        with ExitStack() as gathered:
+            try:
+                gathered.enter_context(self._gathering.gather(parameters, write=False))
+            except BudgetError as error:
+                return run(self._show(parameters, function, error))
+            return self.follow(parameters, lambda: run({}))
+
+    def _show(
+        self, parameters: Sequence[nn.Parameter], function: Function, error: BudgetError
+    ) -> dict[int, torch.Tensor]:
+        """Return what shows parameters that do not fit into memory together, by id."""
+        needs_graph = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+        on_device = any(parameter.device.type != "cpu" for parameter in parameters)
+        if on_device or (needs_graph and function not in KEEPS_NOTHING):
+            nbytes = sum(parameter.nbytes for parameter in parameters)
+            raise BudgetError(
+                f"{getattr(function, '__name__', function)} needs {len(parameters)} parameters at one time, {nbytes} bytes, and "
+                f"there is no room for them: do it one by one, or under torch.no_grad(), or raise the budget ({error})"
+            ) from error
+        return {id(parameter): self.shown.show(self._names[id(parameter)]) for parameter in parameters}
+
+    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
+        """As `manager.gather(parameters, write=True)` for the time of an operation."""
+        how = (
+            "%s changes parameter %s, which is away: it is brought in for that and written back, and so is each one that is "
+            "changed outside of a forward. Several operations on it are faster inside "
+            "`with manager.gather(module_or_parameters, write=True):`"
+        )
+        if not self._is_trained:
+            how += (
+                ". There is no optimizer whose steps would commit such changes: a run that is killed goes on from before them, one "
+                "that is closed has them, and manager.snapshot(path) keeps them in a file"
+            )
+        self._tell("write", how, function, parameters)
+        self._finish_update()
+        self._entrance.enter_to_write()
+        with self._gathering.gather(parameters, write=True):
+            return run({})
+
+    def whole(self, parameter: nn.Parameter) -> None:
+        """Views of it are views of its own place."""
+
+    def _tell(self, what: str, how: str, function: Function, parameters: Sequence[nn.Parameter]) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            log.warning(how, getattr(function, "__name__", function), self._names[id(parameters[0])])
 
     def catch_up(self, parameter: nn.Parameter) -> None:
         """A parameter in memory is cold while its update is still to be done: do it."""

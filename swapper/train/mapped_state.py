@@ -23,7 +23,8 @@ from swapper.core.layout import SECTOR_BYTES
 from swapper.core.pager import Pager
 from swapper.core.section import LENT, Page
 from swapper.errors import IoError, StateError
-from swapper.modules.cold import METADATA, tensors_among, written_among
+from swapper.modules.cold import tensors_among, written_among
+from swapper.modules.cold_tables import METADATA
 from swapper.train.slices import Place
 from swapper.train.state_view import ShownState
 

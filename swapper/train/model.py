@@ -6,6 +6,7 @@ updated (updates.py) and how that is undone (undoing.py), passes (passes.py), gr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -49,6 +50,8 @@ from swapper.train.sweep import GroupUpdate, Sweep, Trainable
 from swapper.train.undoing import Undoing, UndoSections
 from swapper.train.updates import Updates
 from swapper.train.visit import fill
+
+log = logging.getLogger("swapper")
 
 
 class OffloadedModel:
@@ -153,6 +156,7 @@ class OffloadedModel:
             content: fills the places. None where a run goes on: they have their content already, and the model's values are
                 dropped.
         """
+        self._tell_of_strides()
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -174,6 +178,16 @@ class OffloadedModel:
             parameters.adopt(content)
         if content is not None:
             content.begin(())
+
+    def _tell_of_strides(self) -> None:
+        """Every parameter is contiguous at its place, whatever strides it had."""
+        strided = [name for group in self._inventory.groups for name, p in group.parameters if not p.is_contiguous()]
+        if strided:
+            log.warning(
+                "offload: %s%s not contiguous (channels_last, transposed, expanded), and will be: everything is as in plain torch "
+                "after `parameter.data = parameter.data.contiguous()`, and in the last bits perhaps not as before that",
+                ", ".join(strided[:3]), " is" if len(strided) == 1 else f" ({len(strided)} in all) are",
+            )  # fmt: skip
 
     def _group(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> GroupParameters:
         expire = partial(self.keeper.shown.expire, group=group.index)

@@ -80,7 +80,7 @@ class Passes:
         self._hooks = Hooks(
             units, self._groups, self._enter_forward, self._drop_leases, self._clock.enter, self._updates
         )
-        self._keeper.bring_in = self._hooks.bring
+        self._keeper.bring_in, self._keeper.follow = self._hooks.bring, self._hooks.follow
         if self._on_device is not None:
             self._hooks.check_inputs = self._on_device.check_inputs
         self._load_hooks = LoadHooks(units, self._groups, self._entrance.enter_to_write, loaded)

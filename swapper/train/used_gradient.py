@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from swapper.errors import StateError
-from swapper.modules.cold import METADATA, written_among
+from swapper.modules.cold import written_among
+from swapper.modules.cold_tables import METADATA
 
 ADVICE = (
     "to clip or scale gradients, offload with update='step' or update='deferred'; what needs one gradient alone (clipping its "

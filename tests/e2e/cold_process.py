@@ -25,11 +25,11 @@ ALL_PARAMETERS = 3 << 20
 """So much more than the smallest budget holds all parameters at one time, but not the optimizer's state beside them."""
 
 
-def run(directory: Path, names: list[str]) -> None:
+def run(directory: Path, cold: str, names: list[str]) -> None:
     """Do the operations, saying before each that it begins and after it what came of it, one JSON object a line."""
     torch.manual_seed(0)
     torch.set_num_threads(2)  # which then read one parameter at the same time, past the guard too
-    pair = Twins(directory, Net(), room_bytes=ALL_PARAMETERS)
+    pair = Twins(directory, Net(), room_bytes=ALL_PARAMETERS, cold=cold)
     pair.train(train_step, steps=2)
     for name in names:
         send_away(pair.manager)
@@ -54,4 +54,4 @@ def say(**message: Any) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    run(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""Cold parameters never lie or crash: whatever is done to one gives the right result, or an error that names the way."""
+"""Cold parameters never lie or crash. With cold="raise" what needs their data raises an error that names the way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     left = [*REFUSED, *WORKS]
     while left:
         directory = tmp_path_factory.mktemp("cold")
-        done = run_python("-m", "e2e.cold_process", directory, json.dumps(left))
+        done = run_python("-m", "e2e.cold_process", directory, "raise", json.dumps(left))
         messages = [json.loads(line) for line in done.stdout.splitlines()]
         begun = None
         for message in messages:

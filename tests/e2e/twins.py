@@ -97,6 +97,7 @@ class Twins:
         backend: str = "auto",
         commit_every: int | str | None = "free",
         check_reads: bool = True,
+        cold: str = "read",
         select: Callable[[nn.Module], Any] = lambda model: [p for p in model.parameters() if p.requires_grad],
         wait: bool = False,
         **options: Any,
@@ -127,6 +128,7 @@ class Twins:
         self.backend = backend
         self.commit_every = commit_every
         self.check_reads = check_reads
+        self.cold = cold
         self.manager: swapper.SwapManager | None = None
         if not wait:
             self.offload()
@@ -149,6 +151,7 @@ class Twins:
             backend=self.backend,
             commit_every=self.commit_every,
             check_reads=self.check_reads,
+            cold=self.cold,
         )
 
     def plan(self) -> swapper.Plan:

@@ -122,8 +122,7 @@ def test_a_matrix_that_is_larger_than_the_device_is_multiplied_by_parts(tmp_path
     with torch.no_grad():
         for ids in wide.inputs_of(8192):
             assert torch.equal(model(ids), reference(ids))
-        with pytest.raises(swapper.ColdParameterError):
-            model.head.weight.sum()
+        assert torch.equal(model.head.weight.sum(), reference.head.weight.sum())
         model.inner.register_forward_pre_hook(lambda *_: model.embedding.weight.sum())
         model.register_forward_pre_hook(lambda *_: None)
         with pytest.raises(swapper.BudgetError, match=r"embedding\.weight is used as a whole"):

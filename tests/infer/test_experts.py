@@ -141,8 +141,7 @@ def test_batches_that_go_together_share_experts_and_failures_leave_nothing_behin
         handle.remove()
         assert not any(part.leases for part in loaded._experts._cache.values())
         assert torch.equal(model(*rows(1, 2)), reference(*rows(1, 2)))
-    with pytest.raises(swapper.ColdParameterError):
-        model.layers[0].experts[0].up.weight.sum()
+    assert torch.equal(model.layers[0].experts[0].up.weight.sum(), reference.layers[0].experts[0].up.weight.sum())
     assert torch.equal(model.state_dict()["layers.2.experts.7.up.weight"], reference.layers[2].experts[7].up.weight)
     loaded.unload()
     assert all(parameter.is_meta for parameter in model.parameters())

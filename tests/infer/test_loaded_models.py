@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import zlib
@@ -60,9 +61,47 @@ def test_moving_is_refused_and_changes_nothing(model, reference, move):
     assert torch.equal(run(model), run(reference))
 
 
-def test_touching_a_weight_that_is_away_is_an_error(model):
-    with pytest.raises(swapper.ColdParameterError, match=r"head\.weight is away.*state_dict"):
-        model.head.weight.sum()
+READS = {
+    "sum": lambda p: p.sum(),
+    "norm": torch.norm,
+    "linear": lambda p: torch.nn.functional.linear(torch.ones(2, p.shape[1]), p),
+    "data": lambda p: p.data * 2,
+    "view": lambda p: p.view(-1)[3:9].clone(),
+    "view of view": lambda p: p.t()[2].sum(),
+    "cat": lambda p: torch.cat([p.flatten(), p.data.view(-1)]),
+    "itself": lambda p: p.contiguous().clone(),
+    "deepcopy": copy.deepcopy,
+    "form": lambda p: torch.tensor(p.T.shape + p.data.shape + p.new_zeros(3).shape),
+    "like": torch.zeros_like,
+    "dropout that does nothing": lambda p: torch.nn.functional.dropout(p, 0.5, training=False) + 1,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_weight_that_is_away_is_read_from_the_file(model, reference, read):
+    for name, weight in reference.named_parameters():
+        if weight.dim() == 2:
+            assert torch.equal(READS[read](model.get_parameter(name)), READS[read](weight)), name
+
+
+CHANGES = {
+    "add_": lambda p: p.add_(1),
+    "data": lambda p: p.data.mul_(2),
+    "view": lambda p: p.view(-1)[3:9].zero_(),
+    "item": lambda p: p.__setitem__(0, 1.0),
+    "dropout": lambda p: torch.nn.functional.dropout(p, 0.5, training=False).add_(1),
+    "out": lambda p: torch.add(p, 1, out=p.data),
+    "set data": lambda p: setattr(p, "data", torch.zeros(2)),
+    "init": torch.nn.init.zeros_,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changing_a_weight_that_is_away_is_refused(model, reference, change):
+    with torch.no_grad(), pytest.raises(swapper.SwapperError, match=r"head\.weight"):
+        CHANGES[change](model.head.weight)
+    assert torch.equal(model.head.weight.clone(), reference.head.weight)
+    assert torch.equal(run(model), run(reference))
 
 
 def test_training_is_refused(model, reference):

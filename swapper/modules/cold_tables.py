@@ -1,0 +1,92 @@
+"""Which of torch's functions need the data of a tensor that they are given, and which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+def getters(*names: str) -> set[Function]:
+    """Return what `__torch_function__` is given for these attributes; versions of torch differ in which there are."""
+    return {getattr(torch.Tensor, name).__get__ for name in names if hasattr(torch.Tensor, name)}
+
+
+def _setters(*names: str) -> set[Function]:
+    return {getattr(torch.Tensor, name).__set__ for name in names}
+
+
+def _named(names: str, *spaces: Any) -> set[Function]:
+    return {getattr(space, name) for space in spaces for name in names.split() if hasattr(space, name)}
+
+
+METADATA: set[Function] = {
+    *getters(
+        *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn", "names"),
+        *("_version", "retains_grad", "is_cuda", "is_cpu", "is_sparse", "is_sparse_csr", "is_quantized"),
+        *("is_meta", "is_mkldnn", "is_mps", "is_xpu", "is_nested", "is_vulkan", "is_ort", "is_mtia", "is_ipu"),
+        *("output_nr", "_backward_hooks", "_post_accumulate_grad_hooks", "itemsize", "nbytes", "_grad", "_base"),
+        *("is_xla", "is_maia", "name"),
+    ),
+    *_setters("requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"),
+    getattr(torch.Tensor, "grad").__delete__,  # noqa: B009  # mypy takes it for an instance's
+    *_named(
+        "size dim ndimension numel nelement stride element_size is_floating_point is_complex is_contiguous is_signed is_inference "
+        "storage_offset get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
+        "is_same_size dim_order is_conj is_neg has_names _is_view sparse_dim dense_dim",
+        torch.Tensor,
+    ),
+    *_named(
+        "is_floating_point is_complex is_signed is_inference numel is_same_size is_conj is_neg _has_compatible_shallow_copy_type",
+        torch,
+    ),
+}
+"""What asks for or changes what a tensor is besides its data."""
+
+LIKE: set[Function] = _named(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_empty_strided result_type",
+    torch,
+    torch.Tensor,
+)
+"""What makes a tensor after the form of its first argument."""
+
+AFTER_ANOTHER: set[Function] = _named("type_as to expand_as view_as reshape_as", torch.Tensor)
+"""What brings its first argument into the form of another one."""
+
+VIEWS: set[Function] = {
+    *getters("data", "T", "mT", "mH", "H"),
+    *_named(
+        "view view_as t transpose permute expand expand_as unsqueeze squeeze narrow select split chunk unbind tensor_split hsplit "
+        "vsplit dsplit diagonal unfold movedim moveaxis swapaxes swapdims adjoint broadcast_to as_strided unflatten",
+        torch.Tensor,
+        torch,
+    ),
+}
+"""What only looks at the memory of its first argument in another way. All others are taken to read it."""
+
+CHANGES_OF_FORM: set[Function] = _named(
+    "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ resize_ resize_as_ set_ share_memory_ rename_ "
+    "apply_ map_ map2_ module_load data_ptr untyped_storage storage _typed_storage numpy __array__ __dlpack__ as_subclass "
+    "__reduce_ex__ _make_subclass is_set_to is_shared",
+    torch.Tensor,
+    torch,
+)
+"""What would change the form or the memory of a tensor that is away, or give that memory out of hand."""
+
+SET_DATA: Function = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+KEEPS_NOTHING: set[Function] = _named("cat concat concatenate stack hstack vstack dstack", torch)
+"""What reads many tensors, and of which autograd keeps the data of none."""
+
+_OPERATORS = "add sub mul truediv floordiv div mod pow and or xor lshift rshift matmul"
+_IN_PLACE = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())])
+
+
+def writes_first(function: Function) -> bool:
+    """Return whether `function`, one of torch's, writes to its first argument."""
+    name = getattr(function, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
