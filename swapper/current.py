@@ -29,6 +29,7 @@ class Current:
     def running(self, verb: str) -> Run:
         """Return the run; for verbs that need an offloaded model."""
         if self.run is None:
+            self.check_usable()
             raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
         return self.run
 
@@ -78,6 +79,7 @@ class Current:
         self._failure = None
 
     def end(self) -> None:
-        """From now on it is closed."""
+        """From now on it is closed, and there is no run."""
         self._is_closed = True
+        self.run = None
         self._failure = None  # its traceback may hold a forward's tensors, and they our hooks

@@ -441,6 +441,7 @@ class SwapManager:
                 with held_back:
                     self.current.end()
                     atexit.unregister(self.close)
+                    self._opening.forget()
                     if run is not None:
                         run.close()
                     self._directory.close()

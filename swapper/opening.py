@@ -40,8 +40,8 @@ class Opening:
         stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
     """
 
-    _request: Request
-    _optimizer: PagedOptimizer
+    _request: Request | None = None
+    _optimizer: PagedOptimizer | None = None
 
     def __init__(
         self,
@@ -65,6 +65,11 @@ class Opening:
         self._fsync = fsync
         self._stall_s = stall_s
         self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
+
+    @property
+    def _asked(self) -> Request:
+        assert self._request is not None
+        return self._request
 
     def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
         """Open the run and have the model in it. Where that fails, `give_up`.
@@ -104,6 +109,10 @@ class Opening:
         self._current.run = None
         self.remove_strays()
 
+    def forget(self) -> None:
+        """The manager closes: let go of the user's model and optimizer."""
+        self._optimizer = self._request = None
+
     def remove_strays(self) -> None:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
@@ -124,7 +133,7 @@ class Opening:
         return request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
 
     def _open_run(self, plan: Plan, origin: Origin) -> Run:
-        request, directory, current, steps = self._request, self._directory, self._current, self._steps
+        request, directory, current, steps = self._asked, self._directory, self._current, self._steps
         described, frozen = describe_plans(plan.inventory.plans), request.frozen
         lent = {} if frozen is None else frozen.stamps(plan.inventory.plans)
         return Run(
@@ -140,9 +149,11 @@ class Opening:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
         current = self._current
         current.enter()
-        change = Changeover(current.running("add_param_group"), self._request, self._directory, self._open_run)
+        change = Changeover(current.running("add_param_group"), self._asked, self._directory, self._open_run)
         current.run = None
-        self._optimizer.bind(None)
+        optimizer = self._optimizer
+        assert optimizer is not None
+        optimizer.bind(None)
         try:
             change.train_more(add, self._counters.step)
         except BaseException as error:
@@ -152,4 +163,4 @@ class Opening:
         finally:
             current.run = change.run
             if change.run is not None:
-                self._optimizer.bind(change.run.model.optimizer_state)
+                optimizer.bind(change.run.model.optimizer_state)

@@ -145,6 +145,7 @@ class HostGradients:
             for owner in room.owners:
                 guests.setdefault(owner, []).append(index)
         homes = {name: _Home(name, place, pager, tuple(guests.get(name, ()))) for name, _, place in places}
+        self._homes = list(homes.values())
         for name, parameter, _ in places:
             if parameter.grad is not None:
                 homes[name].take(parameter)
@@ -158,6 +159,8 @@ class HostGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for home in self._homes:
+            home.let_go()
 
 
 class _Home:
@@ -178,6 +181,10 @@ class _Home:
     def is_idle(self) -> bool:
         """Has nobody the gradient that is there, if any?"""
         return not self._taking and (self._memory is None or self._memory() is None)
+
+    def let_go(self) -> None:
+        """No gradient comes any more: keep no memory, but what its owner has."""
+        self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Move the parameter's gradient to the place, if it is not there."""

@@ -353,6 +353,23 @@ class OffloadedModel:
         if self._on_device is not None:
             self._on_device.close()
 
+    def let_go(self) -> None:
+        """After `close`: nothing of ours keeps the model, its parameters or their memory, also where it is in a cycle or a traceback."""
+        for part in (
+            *self.groups,
+            *self._trainables,
+            self.passes,
+            self._sweep,
+            self.undoing,
+            self._conditions,
+            self._gradients,
+        ):
+            if part is not None:
+                vars(part).clear()
+        self.groups.clear()
+        self.optimizer_state.let_go()
+        vars(self).clear()
+
     def part(self, why: str) -> None:
         """Another takes this one's place: leave the parameters without data, and refuse what an old graph still asks for.
 

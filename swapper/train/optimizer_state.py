@@ -82,6 +82,12 @@ class OptimizerState:
         if self.kept is not None:
             self.kept.close()
 
+    def let_go(self) -> None:
+        """After `close`: keep nothing, and refuse everything. The user's optimizer has this one."""
+        entrance = self._entrance
+        vars(self).clear()
+        self._entrance, self._finish_update = entrance, entrance.enter
+
     # --- what stays on the device ---------------------------------------------------------------------------------
 
     def bring_home(self) -> None:
