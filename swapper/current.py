@@ -6,6 +6,7 @@ import os
 
 from swapper.directory import RunDirectory
 from swapper.errors import StateError
+from swapper.modules.turns import Turns
 from swapper.run import Run
 
 
@@ -15,10 +16,14 @@ class Current:
     Args:
         directory: the manager's.
         backend: how transfers are made.
+
+    Attributes:
+        turns: threads take them: a forward, a backward, a step, or whatever else goes through the model.
     """
 
     def __init__(self, directory: RunDirectory, backend: str) -> None:
         self.run: Run | None = None
+        self.turns = Turns()
         self.directory = directory
         self.backend = backend
         self._pid = os.getpid()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from swapper.config import format_bytes
 from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
-from swapper.errors import ConfigError, DirectoryError
+from swapper.errors import ConfigError, DirectoryError, remedy
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
@@ -65,7 +65,7 @@ class LockedDirectory:
             self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise DirectoryError(
-                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
+                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to, or {remedy(error.errno)}"
             ) from error
         _open.add(self)
         try:
@@ -148,6 +148,10 @@ class RunDirectory:
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
+        if not all(os.fspath(directory) for directory in given):
+            raise DirectoryError(
+                '"" names no directory: give one on the drive that shall hold the run ("." is the working directory)'
+            )
         try:
             for directory in given:
                 self._locked.append(LockedDirectory(directory, f"rank-{rank}-of-{world_size}"))

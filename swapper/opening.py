@@ -139,7 +139,7 @@ class Opening:
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
-                Entrance(current.enter, current.enter_to_write), steps.begin, steps.undo_update,
+                Entrance(current.enter, current.enter_to_write, current.turns), steps.begin, steps.undo_update,
                 lambda step: self._user.in_commit(step, directory, request, plan.places, described, lent),
             ),
             backend=current.backend, fsync=self._fsync, stall_s=self._stall_s,
@@ -148,6 +148,10 @@ class Opening:
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
         current = self._current
+        with current.turns.turn():
+            self._change_over(current, add)
+
+    def _change_over(self, current: Current, add: Callable[[], None]) -> None:
         current.enter()
         change = Changeover(current.running("add_param_group"), self._asked, self._directory, self._open_run)
         current.run = None

@@ -316,7 +316,7 @@ class Run:
         self.publisher.raise_failure()
         self.plan.inventory.check_files()
         step = self._counters.step
-        with held_back:
+        with self._manager.entrance.turns.turn(), held_back:
             self.model.passes.abandon()
             self.model.finish_update()
             self.model.optimizer_state.bring_home()

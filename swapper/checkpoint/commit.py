@@ -7,6 +7,7 @@ noticed (manifest.py), and it is published by write to a temporary, sync, rename
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import zlib
@@ -22,7 +23,7 @@ from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
 from swapper.core.layout import SectionPlan
 from swapper.core.section import LENT
 from swapper.directory import COMMIT_NAME
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError, IoError, remedy
 
 FORMAT = 2
 _NO_PAYLOAD = ContainerLayout.plan([])
@@ -138,10 +139,11 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     try:
         _publish(temporary, directory / name, data, durable)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
-        detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        detail = f"the last step is not committed yet: {remedy(error.errno)}, and go on: it is tried again"
         if name != COMMIT_NAME:
-            detail = "the snapshot is not taken: make room on the drive and take it again"
+            detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
 
 

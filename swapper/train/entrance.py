@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swapper.errors import StateError
+from swapper.modules.turns import Turns
 
 
 class Entrance:
@@ -13,11 +14,13 @@ class Entrance:
     Attributes:
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
+        turns: threads that come in take them.
     """
 
-    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None]) -> None:
+    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None], turns: Turns) -> None:
         self.enter = enter
         self.enter_to_write = enter_to_write
+        self.turns = turns
 
     def shut(self, why: str) -> None:
         """From now on nobody comes in.

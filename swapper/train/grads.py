@@ -103,7 +103,8 @@ class Gradients:
     def entered(self) -> None:
         """A forward begins, or something else outside of a backward."""
         self.paged.restore()
-        self.paged.forget_what_was_let_go()
+        if torch.is_grad_enabled():  # else it may be a thread that evaluates, while the one that trains is in zero_grad
+            self.paged.forget_what_was_let_go()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, as clipped; not to be changed.

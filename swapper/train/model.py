@@ -108,7 +108,7 @@ class OffloadedModel:
         self._conditions = Conditions(inventory, self._trainables, self.optimizer_state.entries)
         self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
         self.groups: list[GroupParameters] = []
-        self.gathering = Gathering(self.groups, self._refresh_masters)
+        self.gathering = Gathering(self.groups, self._refresh_masters, entrance.turns, pager.check_room)
         self.keeper = ParameterKeeper(
             inventory, self._trainables, self.groups, self._places, pager, entrance, self.gathering, self.finish_update,
             changes_itself(model),
@@ -354,16 +354,9 @@ class OffloadedModel:
             self._on_device.close()
 
     def let_go(self) -> None:
-        """After `close`: nothing of ours keeps the model, its parameters or their memory, also where it is in a cycle or a traceback."""
-        for part in (
-            *self.groups,
-            *self._trainables,
-            self.passes,
-            self._sweep,
-            self.undoing,
-            self._conditions,
-            self._gradients,
-        ):
+        """After `close`: keep neither the model nor memory, also where a cycle or a traceback keeps parts of ours."""
+        own = self.passes, self._sweep, self.undoing, self._conditions, self._gradients
+        for part in (*self.groups, *self._trainables, *own):
             if part is not None:
                 vars(part).clear()
         self.groups.clear()

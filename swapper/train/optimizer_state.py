@@ -112,10 +112,11 @@ class OptimizerState:
         Raises:
             IoError: what is changed in memory could not be written.
         """
-        self._entrance.enter()
-        self._finish_update()
-        self.bring_home()
-        return self._dicts.show()
+        with self._entrance.turns.turn():
+            self._entrance.enter()
+            self._finish_update()
+            self.bring_home()
+            return self._dicts.show()
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Take the same.
@@ -123,12 +124,13 @@ class OptimizerState:
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        self._entrance.enter_to_write()
-        self.bring_home()
-        try:
-            self._dicts.take(state)
-        finally:
-            self.forget_kept()
+        with self._entrance.turns.turn():
+            self._entrance.enter_to_write()
+            self.bring_home()
+            try:
+                self._dicts.take(state)
+            finally:
+                self.forget_kept()
 
     def at_its_place(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form; its tensors alias the sections, whose data may be away."""

@@ -1,10 +1,9 @@
-"""Memory that swapper has, at the addresses that it had: what `close` and `unload` must give back at once, without Python's collector."""
+"""Memory that swapper has, and at the addresses that it had: what `close` and `unload` give back at once."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
