@@ -18,7 +18,7 @@ from torch import nn
 def taken_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of submodules that `module`'s own methods name, each once."""
     found: dict[int, nn.Parameter] = {}
-    for path in _paths_of(type(module)):
+    for path in _paths_of(type(module)):  # type: ignore[arg-type]
         parameter = _at(module, path)
         if parameter is not None:
             found[id(parameter)] = parameter
@@ -53,6 +53,6 @@ def _paths_in(code: CodeType) -> Iterator[tuple[str, ...]]:
         loaded = instruction.argval if instruction.opname.startswith("LOAD_FAST") else None
         path = (
             ()
-            if loaded is not None and (loaded,) == own or (isinstance(loaded, tuple) and loaded[-1:] == own)
+            if (loaded is not None and (loaded,) == own) or (isinstance(loaded, tuple) and loaded[-1:] == own)
             else None
         )
