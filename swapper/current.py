@@ -6,6 +6,7 @@ import os
 
 from swapper.directory import RunDirectory
 from swapper.errors import StateError
+from swapper.modules.turns import Turns
 from swapper.run import Run
 
 
@@ -15,10 +16,14 @@ class Current:
     Args:
         directory: the manager's.
         backend: how transfers are made.
+
+    Attributes:
+        turns: threads take them: a forward, a backward, a step, or whatever else goes through the model.
     """
 
     def __init__(self, directory: RunDirectory, backend: str) -> None:
         self.run: Run | None = None
+        self.turns = Turns()
         self.directory = directory
         self.backend = backend
         self._pid = os.getpid()
@@ -29,6 +34,7 @@ class Current:
     def running(self, verb: str) -> Run:
         """Return the run; for verbs that need an offloaded model."""
         if self.run is None:
+            self.check_usable()
             raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
         return self.run
 
@@ -78,6 +84,7 @@ class Current:
         self._failure = None
 
     def end(self) -> None:
-        """From now on it is closed."""
+        """From now on it is closed, and there is no run."""
         self._is_closed = True
+        self.run = None
         self._failure = None  # its traceback may hold a forward's tensors, and they our hooks

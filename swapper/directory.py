@@ -25,7 +25,7 @@ from pathlib import Path
 from swapper import beneath
 from swapper.config import format_bytes
 from swapper.drives import RECORD_NAME, Drives, DrivesRecord, read_record
-from swapper.errors import ConfigError, DirectoryError
+from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.ranks import Ranks
 
 RESUME_CHOICES = ("error", "auto", "discard")
@@ -78,7 +78,7 @@ class LockedDirectory:
         except OSError as error:
             self.close()
             raise DirectoryError(
-                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to"
+                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to, or {remedy(error.errno)}"
             ) from error
         _open.add(self)
         try:
@@ -201,6 +201,10 @@ class RunDirectory:
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
+        if not all(os.fspath(directory) for directory in given):
+            raise DirectoryError(
+                '"" names no directory: give one on the drive that shall hold the run ("." is the working directory)'
+            )
         try:
             for directory in given:
                 if resume != "discard":

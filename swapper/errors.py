@@ -6,7 +6,39 @@ so code written for ordinary files catches it too; the C++ engine raises it acro
 
 from __future__ import annotations
 
+import errno
 import os
+
+REMEDIES = {
+    errno.ENOSPC: "make room on the drive",
+    errno.EDQUOT: "make room within the quota of the drive",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.ENOENT: "a directory or file of this name is gone: put it back",
+    errno.ENOTDIR: "a file stands where a directory was: move it away",
+    errno.EISDIR: "a directory has this name: move it away",
+    errno.ENOTEMPTY: "a directory has this name: move it away",
+    errno.EEXIST: "something has this name: move it away",
+    errno.ELOOP: "a link has this name: move it away",
+    errno.EACCES: "see to it that you may write there",
+    errno.EPERM: "see to it that you may write there",
+    errno.EROFS: "the filesystem is read-only: mount it for writing",
+    errno.EIO: "the drive failed: look at the kernel's log (dmesg)",
+    errno.ENODEV: "the drive is gone: look at the kernel's log (dmesg)",
+    errno.ENXIO: "the drive is gone: look at the kernel's log (dmesg)",
+    errno.ESTALE: "the file server has lost the file: mount it anew",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close files of other programs: the system has too many open",
+    errno.ENOMEM: "free some memory",
+    errno.ETXTBSY: "another program uses the file: end it",
+    errno.EBUSY: "another program uses the file: end it",
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
+"""What to do about an error of the system, by its number."""
+
+
+def remedy(number: int | None) -> str:
+    """Return what to do about an error of the system, given its number."""
+    return REMEDIES.get(number or 0, "see to its cause")
 
 
 class SwapperError(Exception):

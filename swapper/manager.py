@@ -274,9 +274,10 @@ class SwapManager:
             StateError: parameters were changed without `write=True`, or are not of the offloaded model; or backward has updated
                 some of them and `optimizer.step()` is still to come.
         """
-        self.current.enter()
-        run = self.current.running("gather")
-        run.model.finish_update()
+        with self.current.turns.turn():
+            self.current.enter()
+            run = self.current.running("gather")
+            run.model.finish_update()
         if isinstance(target, nn.Module):
             parameters = list(target.parameters())
         elif isinstance(target, nn.Parameter):
@@ -361,8 +362,9 @@ class SwapManager:
 
     def _finish_snapshots(self) -> None:
         """A snapshot is waited for: have it started."""
-        self.current.check_usable()
-        self.current.running("snapshot").committer.finish()
+        with self.current.turns.turn():
+            self.current.check_usable()
+            self.current.running("snapshot").committer.finish()
 
     def stats(self) -> StepStats:
         """Return where the time of the last step went and what it moved, by phase. `print` it; its `brief` is for a progress bar.
@@ -447,7 +449,13 @@ class SwapManager:
         """
         if self.current.is_over:
             return
+        with self.current.turns.turn():  # a forward that another thread runs is waited for
+            self._close()
+
+    def _close(self) -> None:
         run = self.current.run
+        if self.current.is_over:
+            return  # another thread was faster
         with self._recording:  # what fails is in it too
             try:
                 if run is not None and not self.current.has_failed:
@@ -456,6 +464,7 @@ class SwapManager:
                 with held_back:
                     self.current.end()
                     atexit.unregister(self.close)
+                    self._opening.forget()
                     if run is not None:
                         run.close()
                     self._directory.close()

@@ -44,9 +44,9 @@ class Opening:
         operates: operations on parameters that are away are done; else they are refused.
     """
 
-    _request: Request
+    _request: Request | None = None
     _given_members: list[list[str]]
-    _optimizer: PagedOptimizer
+    _optimizer: PagedOptimizer | None = None
 
     def __init__(
         self,
@@ -74,6 +74,11 @@ class Opening:
         self._stall_s = stall_s
         self._operates = operates
         self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
+
+    @property
+    def _asked(self) -> Request:
+        assert self._request is not None
+        return self._request
 
     def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
         """Open the run and have the model in it. Where that fails, `give_up`.
@@ -113,6 +118,10 @@ class Opening:
         self._current.run = None
         self.remove_strays()
 
+    def forget(self) -> None:
+        """The manager closes: let go of the user's model and optimizer."""
+        self._optimizer = self._request = None
+
     def remove_strays(self) -> None:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
@@ -146,14 +155,14 @@ class Opening:
         return request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
 
     def _open_run(self, plan: Plan, origin: Origin) -> Run:
-        request, directory, current, steps = self._request, self._directory, self._current, self._steps
+        request, directory, current, steps = self._asked, self._directory, self._current, self._steps
         described, frozen = describe_plans(plan.inventory.plans), request.frozen
         lent = {} if frozen is None else frozen.stamps(plan.inventory.plans)
         names = _names(plan.inventory)
         return Run(
             request.model, request.optimizer, plan, directory, origin, self._clock,
             Callbacks(
-                Entrance(current.enter, current.enter_to_write, self._operates), steps.begin, steps.undo_update,
+                Entrance(current.enter, current.enter_to_write, current.turns, self._operates), steps.begin, steps.undo_update,
                 lambda step: self._user.in_commit(
                     step, directory, request, plan.places, described, lent, self._edited_members(names)
                 ),
@@ -163,16 +172,22 @@ class Opening:
 
     def _edited_members(self, names: Mapping[int, str]) -> list[list[str]] | None:
         """Return which parameters the optimizer's groups have; None where they are those that the script gives."""
-        members = names_by_group(self._request.optimizer, names)
+        members = names_by_group(self._asked.optimizer, names)
         return None if members == self._given_members else members
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
         current = self._current
+        with current.turns.turn():
+            self._change_over(current, add)
+
+    def _change_over(self, current: Current, add: Callable[[], None]) -> None:
         current.enter()
-        change = Changeover(current.running("add_param_group"), self._request, self._directory, self._open_run)
+        change = Changeover(current.running("add_param_group"), self._asked, self._directory, self._open_run)
         current.run = None
-        self._optimizer.bind(None)
+        optimizer = self._optimizer
+        assert optimizer is not None
+        optimizer.bind(None)
         try:
             change.train_more(add, self._counters.step)
         except BaseException as error:
@@ -182,7 +197,7 @@ class Opening:
         finally:
             current.run = change.run
             if change.run is not None:
-                self._optimizer.bind(change.run.model.optimizer_state)
+                optimizer.bind(change.run.model.optimizer_state)
 
 
 def _names(inventory: Inventory) -> dict[int, str]:

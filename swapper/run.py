@@ -3,7 +3,7 @@
 [Note: order of opening and closing] Opened: the manager's directory and lock; then the backing (arena, engine, store, scratch
 file, pool), publisher, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that
 nobody asks for pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's
-lock. Tensors that still alias an arena keep its memory alive.
+lock. The arenas' memory goes back; what tensors still show of resident sections becomes ordinary memory (core/memory.py).
 """
 
 from __future__ import annotations
@@ -299,9 +299,6 @@ class Run:
         """Close, and leave the model without data for another run to adopt. Everything must be written."""
         self.model.part(why)
         self._close(keep_cold=False)
-        for section in (*self.sections, *self._grad_sections):
-            section.detach()
-        self._model = self.on_device = None  # whoever has this run still shall not keep its memory
         del self.pager, self.committer, self.publisher
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -336,7 +333,7 @@ class Run:
         self.publisher.raise_failure()
         self.plan.inventory.check_files()
         step = self._counters.step
-        with held_back:
+        with self._manager.entrance.turns.turn(), held_back:
             self.model.passes.abandon()
             self.model.finish_update()
             self.model.optimizer_state.bring_home()
@@ -407,7 +404,15 @@ class Run:
         if self._model is not None:
             endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
             endings.append(self.pager.discard)
-        endings += [self.count_bytes, *self._backing.endings]
+        endings += [self.count_bytes, self._detach, *self._backing.endings]
         if self._free_memory is not None:
             endings.append(self._free_memory.end)
         end_all(endings)
+
+    def _detach(self) -> None:
+        """Let go of all that keeps memory or the model: whoever has this run still, as a traceback may, shall not."""
+        if self._model is not None:
+            self._model.let_go()
+        for section in (*self.sections, *self._grad_sections):
+            section.detach()
+        self._model = self.on_device = None

@@ -33,9 +33,10 @@ class Steps:
         """What `optimizer.step()` does."""
         self._current.check_usable()
         run = self._current.running("optimizer.step()")
-        with self._clock.phase("step"):
-            self._take(run)
-        self._clock.end_step()
+        with self._current.turns.turn():
+            with self._clock.phase("step"):
+                self._take(run)
+            self._clock.end_step()
 
     def _take(self, run: Run) -> None:
         if run.model.gathering.is_open:

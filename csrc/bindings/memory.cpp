@@ -18,10 +18,19 @@ using namespace nanobind::literals;
 namespace swapper {
 namespace {
 
+// Part of an arena. What was copied out of one goes with the last who has it, whatever becomes of the arena.
 struct View {
+  View(std::shared_ptr<Arena> of, std::byte* begin, std::uint64_t size)
+      : arena(std::move(of)), address(begin), nbytes(size) {}
+  View(View&&) = default;
+  ~View() {
+    if (is_copied_out && arena->is_usable()) release_memory(address, align_up(nbytes, kPageBytes));
+  }
+
   std::shared_ptr<Arena> arena;
   std::byte* address;
   std::uint64_t nbytes;
+  bool is_copied_out = false;
 };
 
 struct WindowHandle {
@@ -59,6 +68,14 @@ View make_view(const ArenaHandle& self, std::uint64_t offset, std::uint64_t nbyt
   return {arena, arena->address() + offset, nbytes};
 }
 
+void copy_view_out(View& self) {
+  const std::uint64_t offset = static_cast<std::uint64_t>(self.address - self.arena->address());
+  if (!is_aligned(offset, kPageBytes))
+    throw ConfigError("only a view that begins on a page can be copied out");
+  self.arena->copy_out(self.address, offset, align_up(self.nbytes, kPageBytes));
+  self.is_copied_out = true;
+}
+
 Window& usable(const WindowHandle& self, const char* op) {
   if (!self.window->is_usable())
     throw IoError(op, "", 0, 0, 0, "used in a forked child, which has not this memory");
@@ -68,11 +85,12 @@ Window& usable(const WindowHandle& self, const char* op) {
 }  // namespace
 
 void bind_memory(nb::module_& module) {
-  nb::class_<View>(module, "View", nb::type_slots(view_slots))
+  nb::class_<View>(module, "View", nb::type_slots(view_slots), nb::is_weak_referenceable())
       .def_prop_ro("address", [](const View& self) { return reinterpret_cast<std::uintptr_t>(self.address); })
-      .def_ro("nbytes", &View::nbytes);
+      .def_ro("nbytes", &View::nbytes)
+      .def("copy_out", &copy_view_out, nb::call_guard<nb::gil_scoped_release>());
 
-  nb::class_<WindowHandle>(module, "Window", nb::type_slots(window_slots))
+  nb::class_<WindowHandle>(module, "Window", nb::type_slots(window_slots), nb::is_weak_referenceable())
       .def_prop_ro(
           "address",
           [](const WindowHandle& self) { return reinterpret_cast<std::uintptr_t>(self.window->address()); })
@@ -86,6 +104,15 @@ void bind_memory(nb::module_& module) {
             return window.map(window_offset, arena_offset, nbytes, guarded);
           },
           "window_offset"_a, "arena_offset"_a, "nbytes"_a, "guarded"_a = false)
+      .def(
+          "copy_out",
+          [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t arena_offset,
+             std::uint64_t nbytes) {
+            Window& window = usable(self, "copy_out");
+            const nb::gil_scoped_release released;
+            window.copy_out(window_offset, arena_offset, nbytes);
+          },
+          "window_offset"_a, "arena_offset"_a, "nbytes"_a)
       .def(
           "guard",
           [](const WindowHandle& self, std::uint64_t window_offset, std::uint64_t nbytes) {
@@ -178,7 +205,11 @@ void bind_memory(nb::module_& module) {
             return WindowHandle{std::make_shared<Window>(self.get("window"), nbytes)};
           },
           "nbytes"_a)
-      .def("close", [](ArenaHandle& self) { self.arena.reset(); });
+      .def("close", [](ArenaHandle& self) { self.arena.reset(); })
+      .def("retire", [](ArenaHandle& self) {
+        self.get("retire")->retire();
+        self.arena.reset();
+      });
 }
 
 }  // namespace swapper

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 
 #include "base/align.h"
 #include "base/check.h"
@@ -19,6 +20,12 @@ void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_
   const int result = ::madvise(address, nbytes, MADV_DONTFORK);
   SWAPPER_CHECK(result == 0, "MADV_DONTFORK on our own mapping failed");
   if (huge_pages) static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));  // refused where switched off
+}
+
+void release_memory(std::byte* address, std::uint64_t nbytes) {
+  static_cast<void>(::mmap(address, nbytes, PROT_NONE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+                           0));  // refused for want of mappings: it goes with the arena
 }
 
 Arena::Arena(const ArenaOptions& options)
@@ -73,6 +80,31 @@ void Arena::unlock(int code) {
                  "; the locked-memory limit is " +
                  (limit.rlim_cur == RLIM_INFINITY ? "unlimited" : std::to_string(limit.rlim_cur) + " bytes") +
                  " (ulimit -l)";
+}
+
+void Arena::copy_out(std::byte* place, std::uint64_t offset, std::uint64_t nbytes) {
+  constexpr std::uint64_t kStepBytes = 4 << 20;  // so much more memory is in use meanwhile
+  for (std::uint64_t done = 0; done < nbytes; done += kStepBytes) {
+    const std::uint64_t step = std::min(kStepBytes, nbytes - done);
+    const std::uint64_t at = offset + done;
+    void* made = ::mmap(nullptr, step, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) throw IoError("mmap", "", at, step, errno);
+    std::memcpy(made, address() + at, step);
+    if (::mremap(made, step, step, MREMAP_MAYMOVE | MREMAP_FIXED, place + done) == MAP_FAILED) {
+      const int code = errno;
+      ::munmap(made, step);
+      throw IoError("mremap", "", at, step, code);
+    }
+    static_cast<void>(::fallocate(memfd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                  static_cast<off_t>(at), static_cast<off_t>(step)));  // else at the end
+  }
+}
+
+void Arena::retire() {
+  taking_->stop();
+  if (::ftruncate(memfd_.get(), 0) != 0) {
+    throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
+  }
 }
 
 Arena::~Arena() {

@@ -53,6 +53,14 @@ class Arena {
     return taking_->wait_for(nbytes, patience);
   }
 
+  // Puts the arena's bytes [offset, offset + nbytes), whole pages, into ordinary memory at `place`, which
+  // shows them now. The arena has them no more. Throws IoError; what was not yet copied is as it was.
+  void copy_out(std::byte* place, std::uint64_t offset, std::uint64_t nbytes);
+
+  // Gives all memory back to the system, whoever still has the arena: what somebody needs was copied out, and
+  // no transfer is under way. A touch of the rest ends the process.
+  void retire();
+
   // False in a forked child, where the mapping does not exist.
   bool is_usable() const { return creator_.is_this_process(); }
 
@@ -69,6 +77,9 @@ class Arena {
   std::string lock_reason_;
   std::unique_ptr<Taking> taking_;  // goes before the memory does
 };
+
+// Gives what is mapped at [address, address + nbytes) back to the system, and keeps the addresses.
+void release_memory(std::byte* address, std::uint64_t nbytes);
 
 // Marks [address, address + nbytes) as not inherited by forked children and, if asked, as good for huge
 // pages.

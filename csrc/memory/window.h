@@ -40,6 +40,10 @@ class Window {
   void guard(std::uint64_t window_offset, std::uint64_t nbytes);
   std::int64_t written_at(std::uint64_t window_offset) const;
 
+  // Puts bytes that are mapped there, [arena_offset, arena_offset + nbytes) of the arena, into ordinary
+  // memory at the same addresses (Arena::copy_out).
+  void copy_out(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes);
+
   // Takes the memory away again. Until the next map(), reading it gives the bytes of `backing`, if there is
   // one, and writing is noted; what was written since guard() is still there. Without `backing` each access
   // is a segmentation fault (memory/fault.h).

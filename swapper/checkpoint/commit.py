@@ -24,7 +24,7 @@ from swapper.checkpoint.manifest import MAX_END_BYTES, find_seal
 from swapper.core.layout import SECTOR_BYTES, SectionPlan
 from swapper.core.section import LENT
 from swapper.directory import COMMIT_NAME
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError, IoError, remedy
 from swapper.ranks import CommitId
 
 FORMAT = 2
@@ -213,9 +213,9 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     except OSError as error:
         with contextlib.suppress(OSError):
             beneath.unlink(temporary)
-        detail = "the last step is not committed yet: make room on the drive and go on, and it is tried again"
+        detail = f"the last step is not committed yet: {remedy(error.errno)}, and go on: it is tried again"
         if name != COMMIT_NAME:
-            detail = "the snapshot is not taken: make room on the drive and take it again"
+            detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError, IoError, remedy
 
 
 @contextmanager
@@ -38,9 +38,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     except OSError as error:
-        raise IoError(
-            "open", str(temporary), 0, 0, error.errno or 0, "choose a directory that you may write to"
-        ) from error
+        raise IoError("open", str(temporary), 0, 0, error.errno or 0, remedy(error.errno)) from error
     try:
         yield temporary
         _publish(temporary, target, overwrite, durable)
@@ -82,7 +80,7 @@ def _publish(temporary: Path, target: Path, overwrite: bool | None, durable: boo
     except OSError as error:
         if isinstance(error, IoError):
             raise
-        raise IoError("publish", str(target), 0, 0, error.errno or 0) from error
+        raise IoError("publish", str(target), 0, 0, error.errno or 0, remedy(error.errno)) from error
 
 
 def _rename_to_new(temporary: Path, target: Path) -> None:

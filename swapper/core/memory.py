@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +15,22 @@ from swapper.core.layout import SECTOR_BYTES, round_up
 from swapper.core.section import NoWindow, Section
 
 
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A frame that a window shows: bytes [arena_offset, arena_offset + nbytes) of the arena."""
+
+    window: weakref.ref[Any]
+    window_offset: int
+    arena_offset: int
+    nbytes: int
+
+
 class HostMemory:
-    """Owns the arenas of one run. Tensors that alias one keep its memory alive after `close`."""
+    """Owns the arenas of one run. `close` gives all of it back; what tensors still show is ordinary memory from then on."""
 
     def __init__(self) -> None:
         self._arenas: list[Any] = []
+        self._views: list[weakref.ref[Any]] = []  # of resident sections: each goes with the last tensor of its own
 
     def attach(
         self,
@@ -46,6 +59,7 @@ class HostMemory:
             if section.resident:
                 view = arena.view(cursor, nbytes)
                 section.attach(torch.frombuffer(view, dtype=torch.uint8), None, view)
+                self._views.append(weakref.ref(view))
                 cursor += round_up(nbytes, SECTOR_BYTES)
             elif not windows:
                 section.attach(torch.empty(0, dtype=torch.uint8), NoWindow())
@@ -59,7 +73,9 @@ class HostMemory:
         """Return memory of its own, which is good for transfers: uint8 of shape (nbytes,)."""
         arena = _C.Arena(nbytes)
         self._arenas.append(arena)
-        return torch.frombuffer(arena.view(0, nbytes), dtype=torch.uint8)
+        view = arena.view(0, nbytes)
+        self._views.append(weakref.ref(view))
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def describe(self) -> str:
         """Return "page-locked", or why it is not."""
@@ -68,7 +84,22 @@ class HostMemory:
                 return f"not page-locked ({arena.lock_reason})"
         return "page-locked"
 
-    def close(self) -> None:
-        for arena in self._arenas:
-            arena.close()
+    def close(self, kept: Sequence[Mapped] = ()) -> None:
+        """Give the memory back. Sections have none any more, transfers are over, and nobody reads through windows but `kept`.
+
+        Tensors of resident sections that somebody still has, and `kept`, keep their addresses and bytes.
+
+        Raises:
+            IoError: the system has no memory for those. Then everything stays where it is, for as long as somebody has it.
+        """
+        arenas, views = list(self._arenas), [view for ref in self._views if (view := ref()) is not None]
         self._arenas.clear()
+        self._views.clear()
+        for view in views:
+            view.copy_out()
+        for piece in kept:
+            if (window := piece.window()) is not None:
+                window.copy_out(piece.window_offset, piece.arena_offset, piece.nbytes)
+        del views
+        for arena in arenas:
+            arena.retire()

@@ -17,7 +17,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from swapper import _C
+from swapper.config import format_bytes
+from swapper.core.budget import ARENA_ALIGNMENT_BYTES
 from swapper.core.frames import Frames, Spare
+from swapper.core.layout import round_up
 from swapper.core.pool import Pool
 from swapper.core.reach import Reach
 from swapper.core.residency import Residency
@@ -70,6 +73,7 @@ class Pager:
         self._schedule = schedule
         self.counters = counters
         self._frame_count = pool.frame_count
+        self._frame_bytes = pool.frame_bytes
         self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
         self._lazy = lazy
         self._write_back = WriteBack(pages, self._frames, schedule, pool.frame_count, lazy, most_owed)
@@ -610,10 +614,21 @@ class Pager:
             self._frames.give_up_claim(page)
             self._ahead = self._schedule.position
         if not dirty and not claimed:
-            raise BudgetError(
-                "everything in the pool is in use at one time: raise host_memory, or gather fewer modules at once "
-                f"\n{self.describe()}"
-            )
+            raise self._too_few_frames(sum(page.leases > 0 and page.frame is None for page in self._pages))
+
+    def check_room(self, pages: Iterable[int]) -> None:
+        """Raise BudgetError if there are too few frames for `pages` beside those that are leased now."""
+        leased = {page.index for page in self._pages if page.leases}
+        missing = len(leased.union(pages)) - self._frame_count
+        if missing > 0:
+            raise self._too_few_frames(missing)
+
+    def _too_few_frames(self, missing: int) -> BudgetError:
+        nbytes = round_up(max(missing, 1) * self._frame_bytes, ARENA_ALIGNMENT_BYTES)
+        return BudgetError(
+            f"too much is in use at one time: raise host_memory by at least {format_bytes(nbytes)} ({nbytes} bytes), or use "
+            f"or gather fewer modules at once\n{self.describe()}"
+        )
 
 
 def _is_to_be_made(page: Page, access: Access) -> bool:

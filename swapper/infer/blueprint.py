@@ -20,6 +20,7 @@ from swapper.infer.experts import ExpertWeights, are_experts, find_recipes, take
 from swapper.infer.matching import Match, Recipe, Weight
 from swapper.infer.rows import can_look_up
 from swapper.modules.groups import Group, Unit, by_module
+from swapper.modules.taken import taken_parameters
 
 SLOTS_BYTES = 256 << 10
 LEAST_STAGING_BYTES = 1 << 20
@@ -178,6 +179,7 @@ def draw(model: nn.Module, matched: Match, joined: Collection[Path] = ()) -> Blu
     small = [weight for weight in matched.weights if weight.recipe.stored_bytes <= SMALL_BYTES]
     stays = {id(weight.parameter) for weight in small}
     groups, units = by_module(model)
+    units = _with_taken(groups, units)
     streamed = [_streamed(group, by_id, stays) for group in groups]
     return Blueprint(
         streamed,
@@ -188,6 +190,19 @@ def draw(model: nn.Module, matched: Match, joined: Collection[Path] = ()) -> Blu
         sum(place.recipe.stored_bytes for place in matched.buffers),
         joined=joined,
     )
+
+
+def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
+    """Have each unit need also what its own code takes of its submodules; tables of embeddings are brought when that happens."""
+    group_of = {id(parameter): group.index for group in groups for _, parameter in group.parameters}
+    for unit in units:
+        if isinstance(unit.module, nn.Embedding):
+            group_of.pop(id(unit.module._parameters["weight"]), None)
+    found = []
+    for unit in units:
+        taken = [group_of[id(p)] for p in taken_parameters(unit.module) if id(p) in group_of]
+        found.append(replace(unit, groups=tuple(dict.fromkeys((*unit.groups, *taken)))))
+    return found
 
 
 def with_lookups(blueprint: Blueprint) -> Blueprint:

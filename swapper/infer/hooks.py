@@ -21,10 +21,7 @@ from swapper.infer.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
-
-PATIENCE_S = 0.5
-"""How long a thread waits for another's pass before it looks whether that thread still lives."""
-
+from swapper.modules.turns import Turns
 
 _TORCHS_CALLS = nn.modules.module.__file__
 
@@ -81,8 +78,7 @@ class Hooks:
         self._begin_pass = begin_pass
         self._end_pass = end_pass
         self._drop_leases = drop_leases
-        self._turn = threading.Lock()
-        self._owner: threading.Thread | None = None
+        self._turns = Turns()
         self._is_removed = False
         self._is_unloaded = False
         self._last_unit = ""
@@ -108,7 +104,7 @@ class Hooks:
     @contextmanager
     def turn_to_unload(self) -> Iterator[None]:
         """Within it no forward runs, and after it none can: those of other threads are waited for, or refused."""
-        if self._owner is threading.current_thread():
+        if self._turns.is_mine:
             self._drop_stale()
             if self._stack or self._convoy is not None:
                 raise StateError("unload was called from inside of the model's forward: call it when that is over")
@@ -118,7 +114,7 @@ class Hooks:
             self._is_unloaded = True
         finally:
             if has_turn:
-                self._give_turn()
+                self._turns.give()
 
     @contextmanager
     def turn_for(self, convoy: Passing) -> Iterator[bool]:
@@ -134,17 +130,17 @@ class Hooks:
             yield True
         finally:
             self._convoy = None
-            self._owner = threading.current_thread()
+            self._turns.owner = threading.current_thread()
             order, self._order = self._order, []
             try:
                 if order:
                     self._end_pass(self._last_unit, _first_round(order))
             finally:
-                self._give_turn()
+                self._turns.give()
 
     def exchange(self, thread: threading.Thread | None, stack: list[Call]) -> list[Call]:
         """Another batch of a convoy goes on, in `thread`, inside the calls of `stack`. Returns those of the one before."""
-        self._owner = thread
+        self._turns.owner = thread
         before, self._stack = self._stack, stack
         return before
 
@@ -158,7 +154,7 @@ class Hooks:
 
     def bring(self, parameter: nn.Parameter) -> bool:
         """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
-        if self._owner is not threading.current_thread():
+        if not self._turns.is_mine:
             return False
         for call in reversed(self._stack):
             if any(parameter is inside for inside in call.unit.module.parameters()):
@@ -183,7 +179,7 @@ class Hooks:
 
     def _after(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if self._owner is not threading.current_thread() or all(call.unit is not unit for call in self._stack):
+            if not self._turns.is_mine or all(call.unit is not unit for call in self._stack):
                 return None  # the pre-hook itself failed
             while (call := self._stack.pop()).unit is not unit:
                 self._release(call)  # stopped by something that went past its hooks
@@ -204,20 +200,14 @@ class Hooks:
 
     def _take_turn(self) -> bool:
         """Wait until no other thread is inside the model. False if nobody need wait any more: the hooks are out meanwhile."""
-        me = threading.current_thread()
-        if self._owner is me:
+        if not self._turns.take():
             return True
-        while not self._turn.acquire(timeout=PATIENCE_S):
-            owner = self._owner
-            if owner is not None and not owner.is_alive():
-                break  # it died inside a forward: its turn is ours
         if self._is_unloaded:
-            self._turn.release()
+            self._turns.give()
             raise StateError("the model was unloaded by another thread: load it anew")
         if self._is_removed:
-            self._turn.release()
+            self._turns.give()
             return False
-        self._owner = me
         return True
 
     def _begin(self) -> None:
@@ -225,7 +215,7 @@ class Hooks:
             self._begin_pass()
         except BaseException:
             if self._convoy is None:
-                self._give_turn()
+                self._turns.give()
             raise
 
     def _end(self, unit: Unit) -> None:
@@ -236,11 +226,7 @@ class Hooks:
         try:
             self._end_pass(unit.name, order)
         finally:
-            self._give_turn()
-
-    def _give_turn(self) -> None:
-        self._owner = None
-        self._turn.release()
+            self._turns.give()
 
     def _drop_stale(self) -> None:
         """Forget a pass that a Ctrl-C ended: its innermost call's frame runs no more."""

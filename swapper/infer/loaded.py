@@ -210,10 +210,10 @@ class LoadedModel:
         model = self._model()
         if self._hooks is not None:
             self._hooks.remove()
+        stay, paged = self._stay(), [weight.parameter for group in self._groups for weight in group.weights]
         for group in self._groups:
             group.abandon()
         if model is not None:
-            paged = [weight.parameter for group in self._groups for weight in group.weights]
             empty(Places(model), [*paged, *self._small])
             for module in model.modules():
                 module.__dict__.pop(KEY, None)
@@ -226,9 +226,11 @@ class LoadedModel:
             self._experts.forget()
         if self._on_device is not None:
             self._on_device.move_back()
-        self._close_streaming(self._stay())
-        self._hooks = self._experts = self._on_device = None
         self._groups, self._small = [], []  # their tensors keep memory and files
+        self._hooks = self._experts = None
+        del paged
+        self._close_streaming(stay)
+        self._on_device = None
 
     def __enter__(self) -> LoadedModel:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from swapper.checkpoint.runs import Run
 from swapper.checkpoint.sources import Source
 from swapper.checkpoint.stored import StoredTensor
 from swapper.core.layout import SectionPlan
-from swapper.core.memory import HostMemory
+from swapper.core.memory import HostMemory, Mapped
 from swapper.core.pager import Pager
 from swapper.core.pool import Pool
 from swapper.core.schedule import Access, Schedule
@@ -57,7 +58,7 @@ class Streaming:
         device: Device | None,
     ) -> None:
         self._small_runs = blueprint.small_runs  # not the blueprint, which has the modules: nothing here may keep them
-        self.sections, pages = _paged_sections(blueprint, placement.page_bytes)
+        self.sections, self._pages = _paged_sections(blueprint, placement.page_bytes)
         self.small: list[Section] = [_section(0, run, None, 0) for run in blueprint.small_runs]
         self.cycle = _cycle(self.sections, blueprint.used_groups, one_by_one=device is not None)
         self._source = source
@@ -85,7 +86,7 @@ class Streaming:
                 self._frames = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
                 parts = slabs(pool_offset, placement.frame_count * placement.page_bytes, placement.page_bytes)
                 self._registration = Registration(device, arena, parts)
-            self._pager = Pager(pages, self._pool, self._files, Schedule(self.cycle), counters)
+            self._pager = Pager(self._pages, self._pool, self._files, Schedule(self.cycle), counters)
             source.check_unchanged()
         except BaseException:
             self.close()
@@ -143,7 +144,8 @@ class Streaming:
         return f"{self.engine.backend} ({self.engine.reason}), {modes}; memory {self._memory.describe()}{registered}"
 
     def close(self, stay: Collection[int] = ()) -> None:
-        """Copies out of the frames must be over. Pages in `stay` keep their memory for as long as somebody has a tensor of it."""
+        """Copies out of the frames must be over. Pages in `stay` keep their bytes for as long as somebody has a tensor of them."""
+        kept = [self._mapped_page(self._pages[index]) for index in stay]
         if self._pager is not None:
             self._pager.discard(frozenset(stay))
         if self.engine is not None:
@@ -153,10 +155,14 @@ class Streaming:
         if self._registration is not None:
             self._registration.close()
         self._frames = torch.empty(0, dtype=torch.uint8)
-        self._memory.close()
         for section in (*self.small, *(section for sections in self.sections for section in sections)):
             section.detach()
-        self.sections, self.small, self._pager = [], [], None
+        self.sections, self._pages, self.small, self._pager = [], [], [], None
+        self._memory.close(kept)
+
+    def _mapped_page(self, page: Page) -> Mapped:
+        assert page.frame is not None
+        return Mapped(weakref.ref(page.section.window), page.offset, self._pool.offset(page.frame), page.nbytes)
 
 
 def page_access(group: int, page: int) -> Access:

@@ -82,7 +82,7 @@ class GroupWeights:
         keeper: Keeper,
     ) -> None:
         self.index = index
-        self.weights = weights
+        self.weights: Sequence[PagedWeight] = weights
         self._pager = pager
         key = ("param", index)
         self._all_pages = Access(key, tuple(pages))
@@ -179,6 +179,7 @@ class GroupWeights:
                 unguard(weight.parameter)
             else:
                 forsake(weight.parameter)
+        self.weights = ()  # whoever has this group still shall not keep memory
 
     @property
     def _makes(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class OwnHook:
             return self._function(*arguments)
 
     def __reduce__(self) -> Any:
-        return OwnHook, (_do_nothing,)
+        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without swapper
 
 
 @contextmanager
@@ -51,7 +51,3 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         parameter.requires_grad_(was)
-
-
-def _do_nothing(*arguments: Any) -> None:
-    pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swapper.errors import StateError
+from swapper.modules.turns import Turns
 
 
 class Entrance:
@@ -13,12 +14,16 @@ class Entrance:
     Attributes:
         enter: called first whenever the user comes in; raises if the manager cannot be used.
         enter_to_write: the same, where parameters or state are about to be changed from outside.
+        turns: threads that come in take them.
         operates: operations on parameters that are away are done; else they are refused.
     """
 
-    def __init__(self, enter: Callable[[], None], enter_to_write: Callable[[], None], operates: bool = True) -> None:
+    def __init__(
+        self, enter: Callable[[], None], enter_to_write: Callable[[], None], turns: Turns, operates: bool = True
+    ) -> None:
         self.enter = enter
         self.enter_to_write = enter_to_write
+        self.turns = turns
         self.operates = operates
 
     def shut(self, why: str) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from swapper.closing import end_all
 from swapper.errors import StateError
 from swapper.interrupts import held_back, surely
+from swapper.modules.turns import Turns
 from swapper.train.storage import GroupParameters
 
 
@@ -20,14 +21,22 @@ class Gathering:
     Args:
         groups: all groups, by index; they may come later.
         refresh_masters: called with groups whose parameters may have been changed.
+        turns: threads take them.
+        check_room: given pages that are to be in memory at one time; raises BudgetError where there is no room.
 
     Attributes:
         is_closed: the manager is.
     """
 
     def __init__(
-        self, groups: Sequence[GroupParameters], refresh_masters: Callable[[Iterable[GroupParameters]], None]
+        self,
+        groups: Sequence[GroupParameters],
+        refresh_masters: Callable[[Iterable[GroupParameters]], None],
+        turns: Turns,
+        check_room: Callable[[Iterable[int]], None],
     ) -> None:
+        self._check_room = check_room
+        self._turns = turns
         self._groups = groups
         self._refresh_masters = refresh_masters
         self._open = 0
@@ -50,7 +59,8 @@ class Gathering:
         names: list[str] = []  # of parameters that were changed though nobody had said so
         self._open += 1
         try:
-            with held_back:
+            with self._turns.turn(), held_back:
+                self._check_room({index for group in groups for index in group.pages_to_hold})
                 for group in groups:
                     group.hold(write)
                     leased.append(group)
@@ -65,6 +75,10 @@ class Gathering:
 
     def _end(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:
         """Let go of what was gathered. Returns the names of the parameters that were changed though nobody had said so."""
+        with self._turns.turn():
+            return self._let_go_of(leased, versions, write)
+
+    def _let_go_of(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:
         self._open -= 1
         names: list[str] = []
         if self.is_closed:

@@ -106,7 +106,8 @@ class Gradients:
     def entered(self) -> None:
         """A forward begins, or something else outside of a backward."""
         self.paged.restore()
-        self.paged.forget_what_was_let_go()
+        if torch.is_grad_enabled():  # else it may be a thread that evaluates, while the one that trains is in zero_grad
+            self.paged.forget_what_was_let_go()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, as clipped; not to be changed.
@@ -171,6 +172,7 @@ class HostGradients:
             for owner in room.owners:
                 guests.setdefault(owner, []).append(index)
         homes = {name: _Home(name, place, pager, tuple(guests.get(name, ()))) for name, _, place in places}
+        self._homes = list(homes.values())
         for name, parameter, _ in places:
             if parameter.grad is not None and not is_part(parameter.grad):
                 homes[name].take(parameter)
@@ -185,6 +187,8 @@ class HostGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for home in self._homes:
+            home.let_go()
 
 
 class _Home:
@@ -216,6 +220,10 @@ class _Home:
     def is_idle(self) -> bool:
         """Has nobody the gradient that is there, if any?"""
         return not self._taking and (self._memory is None or self._memory() is None)
+
+    def let_go(self) -> None:
+        """No gradient comes any more: keep no memory, but what its owner has."""
+        self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
         """Move the parameter's gradient to the place, if it is not there, not the user's, and no graph needs it where it is."""

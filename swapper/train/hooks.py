@@ -16,6 +16,11 @@ backward is over.
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's collector does not look through nodes for cycles. A
 module that keeps a tensor with a graph on itself (RecurrentGemma its state) would so keep itself, and the memory of a run that
 is closed. So a hook on a tensor has a weak reference to `Hooks`, and a `Call`, which only names what it means.
+
+[Note: turns] A model's books (calls, leases, phases) are one thread's at a time: a forward has the turn from its first hook to its
+last, a backward from its first hook to autograd's final callback; a step, a snapshot, `gather` at its two ends, and closing take it
+too (modules/turns.py). Between a forward and its backward others may come in: nothing is leased then, or it is leased for good.
+Backwards on an accelerator run in autograd's own threads, which cannot tell whose they are: they take no turns.
 """
 
 from __future__ import annotations
@@ -39,6 +44,7 @@ from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
+from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.train.storage import GroupParameters, storage_of
 from swapper.train.updates import Updates
 
@@ -69,6 +75,7 @@ class Hooks:
         drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
         enter_phase: told which phase of a step begins: "forward", "backward" or "between".
         updates: told which groups passes use, and how backwards go on.
+        turns: a forward from outside of the others takes one, and so does a backward.
 
     Attributes:
         check_inputs: given a module whose forward is the outermost one, and what it is called with; raises if it cannot run.
@@ -82,9 +89,12 @@ class Hooks:
         drop_leases: Callable[[Iterable[Access]], None],
         enter_phase: Callable[[str], None],
         updates: Updates,
+        turns: Turns,
     ) -> None:
         self.check_inputs: Callable[[nn.Module, Any], None] = lambda module, inputs: None
         self._groups = groups
+        self._turns = turns
+        self._is_removed = False
         self._updates = updates
         self._check_usable = check_usable
         self._drop_leases = drop_leases
@@ -116,6 +126,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._is_removed = True
 
     @property
     def pass_is_open(self) -> bool:
@@ -169,6 +180,7 @@ class Hooks:
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._take_turn()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
@@ -200,6 +212,14 @@ class Hooks:
 
     def _after_forward(self, unit: Unit) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self._turns.is_mine and not _in_thread_of_autograd():
+                return None  # the pre-hook itself failed
+            try:
+                return after(output)
+            finally:
+                self._give_turn()
+
+        def after(output: Any) -> Any:
             if all(call.module != unit.name for call in self._forward):
                 return None  # the pre-hook itself failed, or the pass was abandoned
             while (call := self._forward.pop()).module != unit.name:
@@ -283,11 +303,13 @@ class Hooks:
 
     def backward_begins(self) -> None:
         """The backward of an output begins, and nothing is paged."""
+        self._take_turn()
         self._check_usable()
         self._note_backward()
 
     def backward_reaches(self, call: Call) -> None:
         """A gradient of one of the call's outputs is there: the first one leases its groups."""
+        self._take_turn()
         groups = self._leased_by(call)
         if call.backward_task is not None and call in self._backward:
             for group in groups:
@@ -340,9 +362,12 @@ class Hooks:
 
     def _note_end(self, task: int) -> None:
         self._tasks.discard(task)
-        self._updates.backward_ends(task)
-        if not self._tasks:
-            self._enter_phase("between")
+        try:
+            self._updates.backward_ends(task)
+            if not self._tasks:
+                self._enter_phase("between")
+        finally:
+            self._give_turn()
 
     def _end_call(self, call: Call) -> None:
         self._backward.remove(call)
@@ -353,6 +378,28 @@ class Hooks:
     def _let_go_of_held(self) -> None:
         while self._held:
             self._release(self._held.pop())
+
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def _take_turn(self) -> None:
+        """A forward or backward goes on: wait until no other thread is inside. See [Note: turns]."""
+        if _in_thread_of_autograd():
+            return
+        if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
+            self._tasks.clear()
+            if self._forward or self._backward:
+                self.abandon_pass()  # somebody left it without giving the turn
+        if self._is_removed:
+            self._give_turn()
+            raise StateError(
+                "the manager was closed, or its optimizer got more to train (add_param_group), while this thread waited for "
+                "its turn: run the forward again"
+            )
+
+    def _give_turn(self) -> None:
+        """A forward or backward is over: if it is the outermost one, so is the turn."""
+        if self._turns.is_mine and not self._forward and not self._tasks:
+            self._turns.give()
 
     # --------------------------------------------------------------------------------------------------------------
 
@@ -391,6 +438,11 @@ def _is_functional_call() -> bool:
     while frame is not None and frame.f_code.co_filename != stateless.__file__:
         frame = frame.f_back
     return frame is not None
+
+
+def _in_thread_of_autograd() -> bool:
+    """Whether this thread is autograd's own, which does part of a backward that another thread has called."""
+    return _in_backward() and frame_of_backward() is None
 
 
 def _in_backward() -> bool:

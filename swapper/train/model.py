@@ -115,7 +115,7 @@ class OffloadedModel:
         self._sweep = self._make_sweep(page_bytes, clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
-        self.gathering = Gathering(self.groups, self._refresh_masters)
+        self.gathering = Gathering(self.groups, self._refresh_masters, entrance.turns, pager.check_room)
         self.keeper = ParameterKeeper(
             inventory, self._trainables, self.groups, self._places, pager, entrance, self.gathering, self.finish_update,
             changes_itself(model),
@@ -376,6 +376,16 @@ class OffloadedModel:
         self.optimizer_state.close()
         if self._on_device is not None:
             self._on_device.close()
+
+    def let_go(self) -> None:
+        """After `close`: keep neither the model nor memory, also where a cycle or a traceback keeps parts of ours."""
+        own = self.passes, self._sweep, self.undoing, self._conditions, self._gradients
+        for part in (*self.groups, *self._trainables, *own):
+            if part is not None:
+                vars(part).clear()
+        self.groups.clear()
+        self.optimizer_state.let_go()
+        vars(self).clear()
 
     def part(self, why: str) -> None:
         """Another takes this one's place: leave the parameters without data, and refuse what an old graph still asks for.

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from swapper.errors import StateError
+from swapper.errors import StateError, UnsupportedError
 from swapper.interrupts import held_back
 from swapper.train.state_view import StateView
 
@@ -112,6 +112,12 @@ class PagedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"Paged{self._original!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an offloaded optimizer cannot be copied or pickled (torch.save, copy.deepcopy), because its state lies where the "
+            "manager has it: save or copy optimizer.state_dict(), or keep everything with manager.snapshot(path)"
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -83,6 +83,12 @@ class OptimizerState:
         if self.kept is not None:
             self.kept.close()
 
+    def let_go(self) -> None:
+        """After `close`: keep nothing, and refuse everything. The user's optimizer has this one."""
+        entrance = self._entrance
+        vars(self).clear()
+        self._entrance, self._finish_update = entrance, entrance.enter
+
     # --- what stays on the device ---------------------------------------------------------------------------------
 
     def bring_home(self) -> None:
@@ -107,10 +113,11 @@ class OptimizerState:
         Raises:
             IoError: what is changed in memory could not be written.
         """
-        self._entrance.enter()
-        self._finish_update()
-        self.bring_home()
-        return self._dicts.show()
+        with self._entrance.turns.turn():
+            self._entrance.enter()
+            self._finish_update()
+            self.bring_home()
+            return self._dicts.show()
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Take the same.
@@ -118,12 +125,13 @@ class OptimizerState:
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        self._entrance.enter_to_write()
-        self.bring_home()
-        try:
-            self._dicts.take(state)
-        finally:
-            self.forget_kept()
+        with self._entrance.turns.turn():
+            self._entrance.enter_to_write()
+            self.bring_home()
+            try:
+                self._dicts.take(state)
+            finally:
+                self.forget_kept()
 
     def at_its_place(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form; its tensors alias the sections, whose data may be away."""

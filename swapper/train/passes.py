@@ -78,7 +78,13 @@ class Passes:
         """
         self._gradients = gradients
         self._hooks = Hooks(
-            units, self._groups, self._enter_forward, self._drop_leases, self._clock.enter, self._updates
+            units,
+            self._groups,
+            self._enter_forward,
+            self._drop_leases,
+            self._clock.enter,
+            self._updates,
+            self._entrance.turns,
         )
         self._keeper.bring_in, self._keeper.follow = self._hooks.bring, self._hooks.follow
         if self._on_device is not None:

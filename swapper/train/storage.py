@@ -198,6 +198,11 @@ class GroupParameters:
             return []
         return [page.section.owner_at(at) for page, at in self._pager.written_at(self._read_access)]
 
+    @property
+    def pages_to_hold(self) -> Sequence[int]:
+        """Pages that are in frames all the time that somebody holds the group."""
+        return self._read_access.pages if self.paged else ()
+
     def hold(self, write: bool) -> None:
         """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
         access = self._write_access if write else self._read_access

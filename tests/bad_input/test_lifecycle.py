@@ -165,7 +165,7 @@ def test_a_model_that_keeps_a_graph_on_itself_keeps_nothing_of_the_run(
         train_step(model, optimizer)
         model(tokens())
         loss = model.last.sum()
-    with pytest.raises(swapper.StateError, match="the manager is closed"):
+    with pytest.raises(swapper.StateError, match="the manager was closed"):
         loss.backward()
     del manager, model, optimizer, loss
     gc.collect()

@@ -1,0 +1,123 @@
+"""Lets one thread at a time into a model: the others wait for the end of its pass.
+
+A thread that is in may come in again (a module within a module). Ctrl-C, or a backward that fails, can end a pass without
+giving the turn back, and a thread can die in one: who waits looks whether the owner is still inside, by its stack of frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+from torch import nn
+
+PATIENCE_S = 0.5
+"""How long a thread waits for another's pass before it looks whether that thread is still inside."""
+
+_WARN_AFTER_S = 60.0
+
+log = logging.getLogger("swapper")
+
+
+class Turns:
+    """Who is inside one model.
+
+    Attributes:
+        owner: the thread that is inside; None: nobody, or one that is about to come in.
+    """
+
+    def __init__(self) -> None:
+        self.owner: threading.Thread | None = None
+        self._lock = threading.Lock()  # held as long as there is an owner
+        self._books = threading.Lock()  # of what is below: a turn that was left is taken over by one thread only
+        self._frame: FrameType | None = None
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is inside."""
+        return self.owner is threading.current_thread()
+
+    def take(self, frame: FrameType | None = None) -> bool:
+        """Wait until no other thread is inside. Returns whether the turn is new: False where this thread had it already.
+
+        Args:
+            frame: that the pass runs in; where it runs no more, the turn is another's. None: while the thread lives.
+        """
+        if self.is_mine and (self._frame is None or _runs(self._frame, sys._getframe())):
+            return False
+        began, has_warned = time.monotonic(), False
+        while not self._take_over(frame) and not self._lock.acquire(timeout=PATIENCE_S):
+            if not has_warned and time.monotonic() - began > _WARN_AFTER_S:
+                has_warned = True
+                self._warn()
+        self.owner, self._frame = threading.current_thread(), frame
+        return True
+
+    def _take_over(self, frame: FrameType | None) -> bool:
+        """Make a turn this thread's that its owner has left without giving it. Returns whether that was so."""
+        with self._books:
+            was_left = self.owner is not None and not self._owner_is_inside(self.owner)
+            if was_left:
+                self.owner, self._frame = threading.current_thread(), frame
+        return was_left
+
+    def give(self) -> None:
+        """This thread's pass is over."""
+        self.owner = self._frame = None
+        self._lock.release()
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Within it no other thread is inside."""
+        is_new = self.take(sys._getframe(2))
+        try:
+            yield
+        finally:
+            if is_new and self.is_mine:
+                self.give()
+
+    def _owner_is_inside(self, owner: threading.Thread) -> bool:
+        wanted = self._frame
+        if not owner.is_alive() or wanted is None:
+            return owner.is_alive()
+        return _runs(wanted, sys._current_frames().get(owner.ident or 0)) or self._frame is not wanted
+
+    def _warn(self) -> None:
+        log.warning(
+            "thread %s has waited %d s for thread %s, which is inside the model: threads take turns, a pass at a time. A forward "
+            "that itself waits for threads that run parts of the model never ends: run those parts in the thread of the forward",
+            threading.current_thread().name, int(_WARN_AFTER_S), getattr(self.owner, "name", "?"),
+        )  # fmt: skip
+
+
+def _runs(wanted: FrameType, frame: FrameType | None) -> bool:
+    """Whether `wanted` is among the frames of a thread whose innermost one is `frame`."""
+    while frame is not None and frame is not wanted:
+        frame = frame.f_back
+    return frame is wanted
+
+
+def frame_of_call() -> FrameType | None:
+    """Return torch's frame that runs the innermost call of a module in this thread; None if there is none."""
+    return _outermost_of(nn.modules.module.__file__)
+
+
+def frame_of_backward() -> FrameType | None:
+    """Return torch's frame that runs the innermost backward; None in a thread of autograd's own."""
+    return _outermost_of(torch.autograd.graph.__file__)
+
+
+def _outermost_of(file: str) -> FrameType | None:
+    """Return the innermost frame that runs code of `file`, or the outermost one of several in a row."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    while frame is not None and frame.f_back is not None and frame.f_back.f_code.co_filename == file:
+        frame = frame.f_back
+    return frame

@@ -1,0 +1,108 @@
+"""An error says what to do about its own cause, and a budget that is too small by how much."""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.models import Net, loss_of, tokens
+from e2e.twins import adamw, smallest_budget
+
+import swapper
+from swapper.checkpoint.commit import COMMIT_NAME, publish_commit
+from swapper.checkpoint.replacing import replacing
+from swapper.errors import REMEDIES
+
+
+def no_directory(path: Path) -> None:
+    path.rmdir()
+
+
+def directory_of_that_name(path: Path) -> None:
+    (path / COMMIT_NAME).mkdir()
+
+
+def directory_of_the_other_name(path: Path) -> None:
+    (path / (COMMIT_NAME + ".partial")).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "number"),
+    [(no_directory, errno.ENOENT), (directory_of_that_name, errno.EISDIR), (directory_of_the_other_name, errno.EISDIR)],
+)
+def test_a_commit_that_cannot_be_published_says_what_to_do(
+    tmp_path: Path, spoil: Callable[[Path], None], number: int
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    spoil(directory)
+    with pytest.raises(swapper.IoError, match=REMEDIES[number]) as caught:
+        publish_commit(directory, b"content", durable=False)
+    assert caught.value.errno == number
+    assert "room" not in str(caught.value)
+
+
+def test_a_file_whose_directory_went_away_says_what_to_do(tmp_path: Path) -> None:
+    directory = tmp_path / "there"
+    directory.mkdir()
+    with pytest.raises(swapper.IoError, match=REMEDIES[errno.ENOENT]):
+        with replacing(directory / "x", overwrite=False) as temporary:
+            temporary.unlink()
+            directory.rmdir()
+
+
+@pytest.mark.parametrize("directory", ["", [""], ["", "there"]])
+def test_an_empty_name_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: object) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(swapper.DirectoryError, match="names no directory"):
+        swapper.SwapManager(directory)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def named_addition(error: swapper.BudgetError) -> int:
+    match = re.search(r"raise host_memory by at least .* \((\d+) bytes\)", str(error))
+    assert match is not None, error
+    return int(match[1])
+
+
+class WholeTable(Net):
+    """Its forward also uses, by itself, what its children were to use one after the other."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        together = [block.up.weight for block in self.blocks] + [block.down.weight for block in self.blocks]
+        return super().forward(batch) + sum(weight.sum() for weight in together)
+
+
+@pytest.mark.parametrize("use", ["gather", "forward"])
+def test_what_does_not_fit_at_one_time_names_the_bytes_that_it_takes(tmp_path: Path, use: str) -> None:
+    """By following what the errors say one gets there: gather's first number is enough; a forward finds more as it goes on."""
+    places = {"params": "nvme", "optimizer_state": "nvme"}
+    make = Net if use == "gather" else WholeTable
+    model = make()
+    budget = smallest_budget(tmp_path, model, adamw(model.parameters()), **places)
+    refusals = 0
+    while True:
+        model = make()
+        (tmp_path / str(refusals)).mkdir()
+        with swapper.SwapManager(tmp_path / str(refusals), host_memory=budget) as manager:
+            manager.offload(model, adamw(model.parameters()), **places)
+            try:
+                if use == "gather":
+                    with manager.gather(model):
+                        assert all(torch.isfinite(p).all() for p in model.parameters())
+                else:
+                    with torch.no_grad():
+                        loss_of(model, tokens())
+            except swapper.BudgetError as refused:
+                addition = named_addition(refused)
+                assert addition > 0
+                budget += addition
+                refusals += 1
+            else:
+                break
+    assert refusals == 1 if use == "gather" else 1 <= refusals <= 8

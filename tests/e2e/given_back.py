@@ -1,0 +1,55 @@
+"""Memory that swapper has, and at the addresses that it had: what `close` and `unload` give back at once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+_NAME = "swapper-arena"
+
+
+def arena_bytes() -> int:
+    """Return how much memory swapper's arenas have, mapped or not."""
+    total = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if _NAME in str(link.readlink()):
+                total += link.stat().st_blocks * 512
+    return total
+
+
+def arena_addresses() -> list[tuple[int, int]]:
+    """Return the addresses at which arenas are mapped now: by themselves, and by windows."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if _NAME in line:
+            begin, end = line.split(" ", 1)[0].split("-")
+            found.append((int(begin, 16), int(end, 16)))
+    return found
+
+
+def bytes_at(addresses: list[tuple[int, int]]) -> int:
+    """Return how much memory is at these addresses, whosever it is."""
+    total, is_inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        heading = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if heading:
+            begin, end = int(heading[1], 16), int(heading[2], 16)
+            is_inside = any(begin < last and end > first for first, last in addresses)
+        elif is_inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    """Within, what is in a cycle stays."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
