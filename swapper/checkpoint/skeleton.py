@@ -219,6 +219,7 @@ def _storage_dtype(kind: Any) -> torch.dtype | None:
 
 
 def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
+    _check_hooks(rest[0] if rest else None)
     lazy = len(rest) > 1 and bool(rest[1])  # conjugate or negative bit
     return Opaque(made) if lazy else _view(storage, storage.dtype, offset, size, stride, grad)
 
@@ -226,8 +227,14 @@ def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, 
 def _tensor_v3(
     made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any
 ) -> Any:
+    _check_hooks(hooks)
     lazy = len(rest) > 1 and bool(rest[1])
     return Opaque(made) if lazy else _view(storage, rest[0], offset, size, stride, grad)
+
+
+def _check_hooks(hooks: Any) -> None:
+    if hooks is not None and not isinstance(hooks, dict):
+        raise CheckpointError("it has a tensor with backward hooks that are none")
 
 
 def _parameter(made: Global, data: Any, *rest: Any) -> Any:
