@@ -93,7 +93,7 @@ std::int64_t Window::written_at(std::uint64_t window_offset) const {
 
 void Window::copy_out(std::uint64_t window_offset, std::uint64_t arena_offset, std::uint64_t nbytes) {
   check_range(window_offset, nbytes);
-  back_range(address() + window_offset, nbytes, {});
+  forget_range(address() + window_offset, nbytes);
   arena_->copy_out(address() + window_offset, arena_offset, nbytes);
 }
 
