@@ -77,7 +77,7 @@ def victims(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("resume", ["auto", "discard"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
 def test_no_link_that_is_planted_in_a_directory_is_followed(
     name: str, resume: str, run: Path, victims: Path, tmp_path: Path
 ) -> None:
@@ -94,7 +94,7 @@ def test_no_link_that_is_planted_in_a_directory_is_followed(
     assert untouched(before, victims)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
 def test_no_link_is_followed_in_place_of_a_file_of_the_run(name: str, run: Path, victims: Path, tmp_path: Path) -> None:
     train(run.parent, tmp_path)
     if (run / name).exists():
@@ -108,7 +108,7 @@ def test_no_link_is_followed_in_place_of_a_file_of_the_run(name: str, run: Path,
     assert untouched(before, victims)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
 def test_a_fifo_in_place_of_a_file_does_not_hang(name: str, run: Path, tmp_path: Path) -> None:
     os.mkfifo(run / name)
     try:
