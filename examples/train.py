@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 import swapper
-from swapper.cli.corpus import Corpus
-from swapper.cli.gpt import Gpt, GptConfig
+from swapper.bench.corpus import Corpus
+from swapper.bench.gpt import Gpt, GptConfig
 
 
 def parse_arguments() -> argparse.Namespace:

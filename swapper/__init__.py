@@ -6,7 +6,6 @@ What needs torch is imported when it is first asked for: the command line, and p
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from swapper.counters import Counters
 from swapper.errors import (
     BudgetError,
     CheckpointError,
@@ -21,16 +20,17 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
+from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:
     from swapper import checkpoint
-    from swapper.infer.empty import without_weights
-    from swapper.infer.loaded import loaded
-    from swapper.infer.loading import load, shared_memory
+    from swapper.infer.mapping.empty import without_weights
+    from swapper.infer.runtime.load_model import load, shared_memory
+    from swapper.infer.runtime.loaded_model import loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
-    from swapper.plan import Plan
-    from swapper.train.activations import offload_activations
+    from swapper.train.activations.saved_tensor_hooks import offload_activations
+    from swapper.train.session.plan import Plan
 
 __all__ = [
     "AioHandle",
@@ -67,15 +67,15 @@ _LATER = {
     "GdsFile": "swapper.io",
     "GdsHandle": "swapper.io",
     "Operation": "swapper.io",
-    "Plan": "swapper.plan",
+    "Plan": "swapper.train.session.plan",
     "SwapManager": "swapper.manager",
     "gds_deregister_buffer": "swapper.io",
     "gds_register_buffer": "swapper.io",
-    "load": "swapper.infer.loading",
-    "loaded": "swapper.infer.loaded",
-    "offload_activations": "swapper.train.activations",
-    "shared_memory": "swapper.infer.loading",
-    "without_weights": "swapper.infer.empty",
+    "load": "swapper.infer.runtime.load_model",
+    "loaded": "swapper.infer.runtime.loaded_model",
+    "offload_activations": "swapper.train.activations.saved_tensor_hooks",
+    "shared_memory": "swapper.infer.runtime.load_model",
+    "without_weights": "swapper.infer.mapping.empty",
 }
 
 

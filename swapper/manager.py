@@ -1,4 +1,7 @@
-"""SwapManager: the user's verbs, over a directory and the run in it (run.py has what is opened, and the order of closing)."""
+"""SwapManager: the user's verbs, over a directory and the run in it.
+
+train/session/training_session.py has what a run opens, and the order of closing.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,25 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.beginning import begin
-from swapper.checkpoint.naming import Rename
 from swapper.checkpoint.replacing import check_target, replacing
-from swapper.checkpoint.ticket import SnapshotTicket
-from swapper.config import parse_choice, parse_host_memory
-from swapper.counters import Counters
-from swapper.current import Current
 from swapper.device.device import Device
-from swapper.directory import RESUME_CHOICES
+from swapper.durability.directory import RESUME_CHOICES
+from swapper.durability.ranks import RANKS_CHOICES, Ranks
+from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError
-from swapper.interrupts import held_back
+from swapper.formats.naming import Rename
 from swapper.io.tuning import find_tuning_of, weigh
-from swapper.opening import Opening
-from swapper.plan import Plan
-from swapper.ranks import RANKS_CHOICES, Ranks
-from swapper.request import Request
-from swapper.stats import StepClock, StepStats
-from swapper.trace import MOST_SPANS, Trace, asked_for
-from swapper.user_state import UserState
+from swapper.options import parse_choice, parse_host_memory
+from swapper.runtime.counters import Counters
+from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.stats import StepClock, StepStats
+from swapper.runtime.trace import MOST_SPANS, Trace, asked_for
+from swapper.train.session.begin_run import begin
+from swapper.train.session.plan import Plan
+from swapper.train.session.request import Request
+from swapper.train.session.session_factory import SessionFactory
+from swapper.train.session.session_slot import SessionSlot
+from swapper.train.session.user_state import UserState
 
 
 class SwapManager:
@@ -62,7 +65,7 @@ class SwapManager:
         cold: what becomes of an operation on a parameter that is away, outside of a forward that contains it: with "read" it is
             done, in place or not, the parameter being in memory for that one operation; with "raise" it is a ColdParameterError.
         stall_s: when one wait for the drive takes longer than so many seconds, the log gets a dump of what is going on, as from
-            `dump`; None: never. SIGUSR1 asks for one too, where nobody else has a handler for it (watchdog.py).
+            `dump`; None: never. SIGUSR1 asks for one too, where nobody else has a handler for it (runtime/watchdog.py).
 
     Attributes:
         extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
@@ -112,8 +115,8 @@ class SwapManager:
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
         self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
-        self.current = Current(self._directory, backend)
-        self._opening = Opening(
+        self.current = SessionSlot(self._directory, backend)
+        self._opening = SessionFactory(
             self.current, self._directory, self._clock, self._user, self._resumed, fallback,
             fsync=fsync, check_reads=check_reads, stall_s=stall_s, operates=cold == "read",
         )  # fmt: skip
@@ -198,7 +201,7 @@ class SwapManager:
             IoError: a transfer failed.
             StateError: the manager is closed or has a model already, or the model has another manager.
         """
-        self.current.enter()
+        self.current.check()
         self._ranks.check_still_so()
         if self.current.run is not None:
             raise StateError(
@@ -275,7 +278,7 @@ class SwapManager:
                 some of them and `optimizer.step()` is still to come.
         """
         with self.current.turns.turn():
-            self.current.enter()
+            self.current.check()
             run = self.current.running("gather")
             run.model.finish_update()
         if isinstance(target, nn.Module):
@@ -285,7 +288,7 @@ class SwapManager:
         else:
             parameters = list(target)
         if write:
-            self.current.enter_to_write()
+            self.current.check_to_write()
         with run.model.gathering.gather(parameters, write):
             yield target
 
@@ -303,14 +306,14 @@ class SwapManager:
             UnsupportedError: with `update="backward"`, which has used gradients by then. So does `clip_grad_value_`.
             StateError: a gradient did not reach its pages whole.
         """
-        self.current.enter()
+        self.current.check()
         model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
         return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
-        self.current.enter()
+        self.current.check()
         model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
         model.gradients.clip_value(model.model.parameters(), clip_value)
@@ -348,7 +351,7 @@ class SwapManager:
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
-        self.current.enter()
+        self.current.check()
         run = self.current.running("snapshot")
         target = self._ranks.own_name(Path(path).absolute())
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -461,7 +464,7 @@ class SwapManager:
                 if run is not None and not self.current.has_failed:
                     run.finish()
             finally:
-                with held_back:
+                with defer_sigint:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._opening.forget()

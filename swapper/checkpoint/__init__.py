@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swapper.checkpoint.container import ALIGNMENT, ContainerLayout, Record, StorageRef, build_tail
-    from swapper.checkpoint.loading import load
-    from swapper.checkpoint.saving import save
+    from swapper.checkpoint.torch_load import load
+    from swapper.checkpoint.torch_save import save
+    from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, Record, StorageRef, build_tail
 
 __all__ = ["ALIGNMENT", "ContainerLayout", "Record", "StorageRef", "build_tail", "load", "save"]
 
 _HOMES = {
-    "ALIGNMENT": "swapper.checkpoint.container",
-    "ContainerLayout": "swapper.checkpoint.container",
-    "Record": "swapper.checkpoint.container",
-    "StorageRef": "swapper.checkpoint.container",
-    "build_tail": "swapper.checkpoint.container",
-    "load": "swapper.checkpoint.loading",
-    "save": "swapper.checkpoint.saving",
+    "ALIGNMENT": "swapper.formats.torch_zip.container",
+    "ContainerLayout": "swapper.formats.torch_zip.container",
+    "Record": "swapper.formats.torch_zip.container",
+    "StorageRef": "swapper.formats.torch_zip.container",
+    "build_tail": "swapper.formats.torch_zip.container",
+    "load": "swapper.checkpoint.torch_load",
+    "save": "swapper.checkpoint.torch_save",
 }
 
 

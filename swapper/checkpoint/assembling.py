@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from swapper.checkpoint.chunks import Box, ChunkedTensor
-from swapper.checkpoint.formats import PIECES_AHEAD, ExportTensor, Payloads, arrived
-from swapper.checkpoint.stored import StoredTensor
+from swapper.checkpoint.writers import PIECES_AHEAD, ExportTensor, Payloads, arrived
+from swapper.formats.chunks import Box, ChunkedTensor
+from swapper.formats.stored import StoredTensor
 
 BOX_BYTES = 4 << 20
 

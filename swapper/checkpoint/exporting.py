@@ -1,7 +1,7 @@
 """Export: a checkpoint of any format as another format, in memory that does not depend on its size.
 
-Where the source's tensors lie is found out first (sources.py, dcpread.py, skeleton.py); then they are read and written at once
-(relay.py). The result appears under its name when it is complete, file or directory, or not at all.
+Where the source's tensors lie is found out first (sources.py, dcp_directory.py, pickle_reader.py); then they are read
+and written at once (relay.py). The result appears under its name when it is complete, file or directory, or not at all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.assembling import AssembledTensor
-from swapper.checkpoint.chunks import ChunkedTensor
-from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
-from swapper.checkpoint.engines import engine_for, open_for, reserve
-from swapper.checkpoint.formats import (
+from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
+from swapper.checkpoint.relay import Relay
+from swapper.checkpoint.replacing import check_target, replacing
+from swapper.checkpoint.torch_load import load
+from swapper.checkpoint.torch_save import save
+from swapper.checkpoint.writers import (
     ExportTensor,
     Payloads,
     safetensors_header,
@@ -32,17 +34,15 @@ from swapper.checkpoint.formats import (
     write_safetensors,
     write_torch,
 )
-from swapper.checkpoint.loading import load
-from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
-from swapper.checkpoint.relay import Relay
-from swapper.checkpoint.replacing import check_target, replacing
-from swapper.checkpoint.saving import save
-from swapper.checkpoint.skeleton import Skeleton
-from swapper.checkpoint.sources import FileStamp, Source, open_source
-from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import read_torch_file
-from swapper.checkpoint.unpickling import Opaque
 from swapper.errors import CheckpointError, IoError
+from swapper.formats.chunks import ChunkedTensor
+from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.pickle_reader import Skeleton
+from swapper.formats.torch_zip.torch_file import read_torch_file
+from swapper.formats.torch_zip.unpickling import Opaque
+from swapper.io.shared_engines import engine_for, open_for, reserve
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from swapper.checkpoint.dcpread import METADATA_NAME, read_directory
-from swapper.checkpoint.sources import open_source
-from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import TorchFile, read_torch_file
+from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.sources import open_source
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 
 _MOST_ALIGNMENT = 1 << 21
 

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from swapper.checkpoint.safetensors import DTYPES
-from swapper.device.compiler import has_triton, uses_kernel
-from swapper.device.quantized import dequantise_, quantise
+from swapper.device.kernels.compiler import has_triton, uses_kernel
+from swapper.device.kernels.quantized import dequantise_, quantise
 from swapper.errors import CheckpointError
+from swapper.formats.safetensors import DTYPES
 
 KEY = "swapper.quantized."
 """A quantised tensor has an entry in a file's metadata: this and its name."""
@@ -35,7 +35,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class QuantizedLayout:
     """How one tensor is quantised.
 
     Attributes:
@@ -51,7 +51,7 @@ class Layout:
     dtype: str
 
     @classmethod
-    def of(cls, bits: int, columns: int, dtype: torch.dtype) -> Layout | None:
+    def of(cls, bits: int, columns: int, dtype: torch.dtype) -> QuantizedLayout | None:
         """Return how a tensor is quantised; None if it is not one for that."""
         step = 1 if bits == 8 else 2
         block = BLOCKS[bits]
@@ -133,12 +133,12 @@ class Layout:
         torch.mul(blocks, scales, out=blocks)
 
 
-def metadata_of(layouts: Mapping[str, Layout]) -> dict[str, str]:
+def metadata_of(layouts: Mapping[str, QuantizedLayout]) -> dict[str, str]:
     """What a file's metadata says of its quantised tensors."""
     return {KEY + name: json.dumps(asdict(layout)) for name, layout in layouts.items()}
 
 
-def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, Layout]:
+def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, QuantizedLayout]:
     """Return the layouts of the quantised tensors, by name, that a file's metadata speaks of.
 
     Raises:
@@ -147,9 +147,9 @@ def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, Layout]:
     return {key[len(KEY) :]: _parse(text, f"{path}: {key}") for key, text in metadata.items() if key.startswith(KEY)}
 
 
-def _parse(text: str, where: str) -> Layout:
+def _parse(text: str, where: str) -> QuantizedLayout:
     try:
-        layout = Layout(**json.loads(text))
+        layout = QuantizedLayout(**json.loads(text))
         numbers = (layout.bits, layout.block, layout.columns)
         good = all(type(n) is int for n in numbers) and layout.bits in BLOCKS and 2 <= layout.block <= layout.columns
         good = good and layout.columns % (layout.block * (2 if layout.bits == 4 else 1)) == 0

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from swapper.checkpoint.formats import ExportTensor, Payloads
-from swapper.checkpoint.quantization import FLOATS, Layout, metadata_of
+from swapper.checkpoint.quantization import FLOATS, QuantizedLayout, metadata_of
+from swapper.checkpoint.writers import ExportTensor, Payloads
 from swapper.errors import CheckpointError
 
 SCHEMES = {"int8": 8, "int4": 4}
@@ -49,7 +49,7 @@ class QuantisedTensor(ExportTensor):
         loss: filled as it is written.
     """
 
-    layout: Layout | None = None
+    layout: QuantizedLayout | None = None
     original: ExportTensor | None = None
     loss: Loss = field(default_factory=Loss)
 
@@ -86,7 +86,7 @@ def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTe
     in_order = all(part.stride is None for part in tensor.parts)
     if is_kept or not is_large or not in_order or tensor.dtype not in FLOATS:
         return tensor
-    layout = Layout.of(bits, tensor.shape[-1], tensor.dtype)
+    layout = QuantizedLayout.of(bits, tensor.shape[-1], tensor.dtype)
     if layout is None:
         return tensor
     shape = (*tensor.shape[:-1], layout.row_bytes)

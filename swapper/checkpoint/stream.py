@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.engines import drain
 from swapper.io.device_errors import device_errors
+from swapper.io.shared_engines import drain
 
 UNIT = 4096
 BLOCK_BYTES = 1 << 20

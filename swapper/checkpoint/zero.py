@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swapper.checkpoint.formats import ExportTensor
-from swapper.checkpoint.skeleton import TensorView, are_sizes
-from swapper.checkpoint.sources import FileStamp
-from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import TorchFile, read_torch_file
+from swapper.checkpoint.writers import ExportTensor
 from swapper.errors import CheckpointError, IoError
+from swapper.formats.sources import FileStamp
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.pickle_reader import TensorView, are_sizes
+from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 
 T = TypeVar("T")
 LATEST = "latest"

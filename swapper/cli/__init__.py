@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from swapper.cli.bench import bench
-from swapper.cli.contents import inspect
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
 from swapper.cli.export import export
+from swapper.cli.inspect import inspect
 from swapper.cli.trace import trace
 from swapper.cli.tune import tune
 from swapper.cli.verify import verify

@@ -16,10 +16,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from swapper.cli.measure import KINDS, Pattern, Speed, files_for, has_fio, measure_deepnvme, measure_engine, measure_fio
+from swapper.bench.measure import (
+    KINDS,
+    Pattern,
+    Speed,
+    files_for,
+    has_fio,
+    measure_deepnvme,
+    measure_engine,
+    measure_fio,
+)
 from swapper.cli.place import check_directory
-from swapper.config import format_bytes, parse_bytes
 from swapper.errors import ConfigError, SwapperError
+from swapper.runtime.sizes import format_bytes, parse_bytes
 
 
 @dataclass

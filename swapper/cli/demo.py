@@ -26,13 +26,13 @@ from rich.progress import (
 from rich.table import Table
 
 from swapper.cli.place import check_directory, choose_directory
-from swapper.config import parse_bytes
 from swapper.errors import ConfigError, SwapperError
+from swapper.runtime.sizes import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from swapper.cli.demo_run import DemoRecord, DemoTask
+    from swapper.bench.demo_run import DemoRecord, DemoTask
 
 INTERRUPTED = 130
 STAGES = {
@@ -95,8 +95,8 @@ def _make_task(
     budget: str | None,
     drive_seconds: float,
 ) -> DemoTask:
-    from swapper.cli.demo_run import DemoTask
-    from swapper.cli.gpt import GptConfig
+    from swapper.bench.demo_run import DemoTask
+    from swapper.bench.gpt import GptConfig
 
     if precision is None:
         precision = "bf16" if _is_fast_at_bf16() else "fp32"
@@ -119,7 +119,7 @@ def _is_fast_at_bf16() -> bool:
 
 
 def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
-    from swapper.cli.demo_run import run_demo
+    from swapper.bench.demo_run import run_demo
 
     place = choose_directory() if directory is None else directory
     check_directory(place, task.disk_bytes)

@@ -24,11 +24,12 @@ from rich.table import Table
 
 from swapper import _C
 from swapper.cli.place import IN_MEMORY, filesystem_of
-from swapper.config import format_bytes, parse_host_memory
-from swapper.drives import read_record
 from swapper.errors import SwapperError, UnsupportedError
-from swapper.io.cufile import open_cufile
+from swapper.io.drives import read_record
+from swapper.io.gds.cufile import open_cufile
 from swapper.io.tuning import find_tuning
+from swapper.options import parse_host_memory
+from swapper.runtime.sizes import format_bytes
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
 LOCK_BYTES = 64 << 20

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from swapper.cli.failing import reported
-from swapper.config import format_bytes, parse_bytes, parse_choice
+from swapper.options import parse_choice
+from swapper.runtime.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from swapper.checkpoint.quantizing import Loss

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from swapper.config import format_bytes
 from swapper.errors import DirectoryError
+from swapper.runtime.sizes import format_bytes
 
 IN_MEMORY = {"tmpfs", "ramfs"}
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from swapper.trace import ENVIRONMENT
+from swapper.runtime.trace import ENVIRONMENT
 
 
 def trace(

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 
 from swapper import _C
-from swapper.cli.measure import Pattern, files_for, measure_engine
+from swapper.bench.measure import Pattern, files_for, measure_engine
 from swapper.cli.place import check_directory
-from swapper.config import format_bytes, parse_bytes
 from swapper.errors import ConfigError, SwapperError
 from swapper.io.tuning import Tuning, keep_tuning
+from swapper.runtime.sizes import format_bytes, parse_bytes
 
 SIZES = (1 << 20, 256 << 10, 512 << 10, 2 << 20, 4 << 20)
 DEPTHS = (32, 4, 8, 16, 64, 128)

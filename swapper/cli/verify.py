@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from swapper.checkpoint.verify import Fault, Report
-from swapper.checkpoint.verify import verify as verify_path
-from swapper.config import format_bytes
+from swapper.durability.verify import Fault, Report
+from swapper.durability.verify import verify as verify_path
 from swapper.errors import SwapperError
+from swapper.runtime.sizes import format_bytes
 
 SHOWN_TENSORS = 3
 

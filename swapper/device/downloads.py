@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from swapper.counters import Counters
 from swapper.device.device import Device
 from swapper.errors import DeviceError
+from swapper.runtime.counters import Counters
 
 MOST_BYTES = 256 << 20
 """Of the device's memory it does not pay to keep more for copies that are on their way."""

@@ -16,18 +16,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from swapper.config import format_bytes
-from swapper.counters import Counters
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.storage import DeviceStorage
+from swapper.device.device_storage import DeviceStorage
 from swapper.device.uploads import PageCopy, Uploads
 from swapper.errors import BudgetError, DeviceError, InvariantError
+from swapper.runtime.counters import Counters
+from swapper.runtime.sizes import format_bytes
 
 LEAST_FREE_BYTES = 256 << 20
 """Less than this on the device, when a pass begins, and images that stay are given up, as many as are missing."""
 
 
-class Image:
+class DeviceCopy:
     """One group on the device.
 
     Args:
@@ -72,23 +72,23 @@ class DeviceTier:
     """
 
     def __init__(
-        self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters, goes_round: bool = True
+        self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters, is_cyclic: bool = True
     ) -> None:
         self._device = device
         self._uploads = uploads
         self._budget_bytes = budget_bytes
         self._limit_bytes = budget_bytes  # less while the device is short
         self._counters = counters
-        self._goes_round = goes_round
+        self._goes_round = is_cyclic
         self._used_bytes = 0
-        self._images: list[Image] = []
-        self._cycle: list[Image] = []
+        self._images: list[DeviceCopy] = []
+        self._cycle: list[DeviceCopy] = []
         self._position = 0  # in the cycle: what is expected next
 
-    def add(self, image: Image) -> None:
+    def add(self, image: DeviceCopy) -> None:
         self._images.append(image)
 
-    def expect(self, order: Sequence[Image]) -> None:
+    def expect(self, order: Sequence[DeviceCopy]) -> None:
         """From here on images are expected to be used in this order, over and over."""
         self._cycle = list(order)
         self._position = 0
@@ -97,7 +97,7 @@ class DeviceTier:
         """Bring what is expected first, before anybody asks for it."""
         self._prepare_next()
 
-    def outdate(self, image: Image) -> None:
+    def invalidate(self, image: DeviceCopy) -> None:
         """What it is filled from is about to be changed: nothing reads that when this returns. Nobody may use the image now.
 
         Raises:
@@ -108,14 +108,14 @@ class DeviceTier:
         image.storage.wait_for_copies()
         self._uploads.give_back()
         if image.storage.is_allocated and image.stays:
-            image.storage.outdate()
+            image.storage.invalidate()
             image.sent = 0
         else:
             self._free(image)
 
     # --- use ------------------------------------------------------------------------------------------------------
 
-    def lease(self, image: Image) -> bool:
+    def lease(self, image: DeviceCopy) -> bool:
         """Have `image` on the device for kernels that are queued from now on. Returns whether it had to be brought.
 
         Raises:
@@ -135,33 +135,33 @@ class DeviceTier:
             raise
         return is_brought
 
-    def release(self, image: Image) -> None:
+    def release(self, image: DeviceCopy) -> None:
         """The last kernel that uses `image` is queued."""
         self._end_lease(image, is_whole=True)
         self._prepare_next()
 
-    def forget(self, image: Image, kept: int = 0) -> None:
+    def forget(self, image: DeviceCopy, kept: int = 0) -> None:
         """What held it is gone, but for `kept` leases."""
         if image.leases > kept:
             image.leases = kept + 1
             self._end_lease(image, is_whole=image.is_filled)
 
-    def drop(self, image: Image) -> None:
+    def drop(self, image: DeviceCopy) -> None:
         """Nobody will use it any more. A device that failed keeps the memory until the process ends."""
         image.leases = 0
         with contextlib.suppress(DeviceError):
             self._free(image)
 
-    def _end_lease(self, image: Image, is_whole: bool) -> None:
+    def _end_lease(self, image: DeviceCopy, is_whole: bool) -> None:
         image.leases -= 1
         if image.leases == 0 and not (is_whole and (image.stays or self._is_next(image))):
             self._free(image)
 
-    def _is_next(self, image: Image) -> bool:
+    def _is_next(self, image: DeviceCopy) -> bool:
         """Whether it is used twice running, as what a forward ends with and its backward begins with."""
         return not self._goes_round and self._cycle[self._position : self._position + 1] == [image]
 
-    def _find_place(self, image: Image) -> None:
+    def _find_place(self, image: DeviceCopy) -> None:
         ahead = [*self._cycle[self._position :], *self._cycle[: self._position]]
         for number, expected in enumerate(ahead):
             if expected is image:
@@ -173,7 +173,7 @@ class DeviceTier:
 
     # --- bringing -------------------------------------------------------------------------------------------------
 
-    def _fill(self, image: Image) -> None:
+    def _fill(self, image: DeviceCopy) -> None:
         if image.is_filled:
             return
         if not image.storage.is_allocated:
@@ -207,7 +207,7 @@ class DeviceTier:
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
-    def _can_take(self, image: Image, waiting_bytes: int) -> bool:
+    def _can_take(self, image: DeviceCopy, waiting_bytes: int) -> bool:
         """Allocate ahead, if nothing must make room for it, nor it for what is used before and cannot be brought yet."""
         if self._used_bytes + waiting_bytes + image.storage.nbytes > self._limit_bytes:
             return False
@@ -218,7 +218,7 @@ class DeviceTier:
             return False
         return True
 
-    def _take(self, image: Image) -> None:
+    def _take(self, image: DeviceCopy) -> None:
         nbytes = image.storage.nbytes
         if self._used_bytes + nbytes > self._limit_bytes:
             for victim in self._victims():
@@ -252,26 +252,26 @@ class DeviceTier:
             self._give_up(victim)
         self._device.release_cached()
 
-    def _allocate(self, image: Image) -> None:
+    def _allocate(self, image: DeviceCopy) -> None:
         image.storage.allocate()
         image.sent = 0
         self._used_bytes += image.storage.nbytes
         self._counters.device_peak_bytes = max(self._counters.device_peak_bytes, self._used_bytes)
 
-    def _victims(self) -> list[Image]:
+    def _victims(self) -> list[DeviceCopy]:
         """Images that nobody uses: those that were brought ahead, latest first, then those that stay."""
         ahead = [*self._cycle[self._position :], *self._cycle[: self._position]]
         order = {id(image): number for number, image in reversed(list(enumerate(ahead)))}
         idle = [image for image in self._images if image.storage.is_allocated and not image.leases]
         return sorted(idle, key=lambda image: (image.stays, -order.get(id(image), len(ahead))))
 
-    def _give_up(self, image: Image) -> None:
+    def _give_up(self, image: DeviceCopy) -> None:
         if image.stays:
             image.stays = False
             image.let_go()
         self._free(image)
 
-    def _free(self, image: Image) -> None:
+    def _free(self, image: DeviceCopy) -> None:
         if image.storage.is_allocated:
             self._used_bytes -= image.storage.nbytes
             image.sent = 0

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from swapper.core.pager import Pager
-from swapper.core.residency import Residency
-from swapper.core.schedule import Access
-from swapper.core.section import Page
-from swapper.counters import Counters
 from swapper.device.device import Device
-from swapper.device.layout import Span
-from swapper.device.storage import DeviceStorage
+from swapper.device.device_storage import DeviceStorage
+from swapper.device.image_layout import Span
 from swapper.errors import DeviceError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+from swapper.runtime.counters import Counters
 
 COPIES_IN_FLIGHT = 6
 """Frames that may at least be leased for copies at one time. A drive is no faster than a link: few are enough."""
@@ -51,7 +51,10 @@ class PageCopy:
         page = self.page
         if page.residency is Residency.READING:
             return (
-                page.ticket is not None and page.predecessor is None and page.ticket.done and page.ticket.error is None
+                page.ticket is not None
+                and page.previous_owner is None
+                and page.ticket.done
+                and page.ticket.error is None
             )
         return page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
 

@@ -1,8 +1,9 @@
 """Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
 
-transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained` is run on
-tensors without data that remember where they come from (swapper.infer.tracing). Renamed keys, tied weights, dtypes, buffers that
-are not in the checkpoint and the report of missing keys are therefore its own; bytes are read by swapper, in place.
+transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained`
+is run on tensors without data that remember where they come from (swapper.infer.mapping.tracing). Renamed keys, tied
+weights, dtypes, buffers that are not in the checkpoint and the report of missing keys are therefore its own; bytes are
+read by swapper, in place.
 
     model = from_pretrained(AutoModelForCausalLM, "path/to/model", host_memory="4GiB")
     model.generate(...)
@@ -18,14 +19,14 @@ import torch
 from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
-from swapper.checkpoint.sources import Source, open_source
 from swapper.device.device import Device
 from swapper.errors import CheckpointError, UnsupportedError
-from swapper.infer.adoption import Places
-from swapper.infer.loading import Budgets, load_matched
-from swapper.infer.mapped import MappedSource
-from swapper.infer.matching import BufferPlace, Match, Weight, check_values
-from swapper.infer.tracing import Traced, recipe_of
+from swapper.formats.sources import Source, open_source
+from swapper.infer.mapping.adoption import Places
+from swapper.infer.mapping.mapped import MappedSource
+from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
+from swapper.infer.mapping.tracing import Traced, recipe_of
+from swapper.infer.runtime.load_model import Budgets, load_matched
 from swapper.integrations.transformers_options import read_config, taken
 
 

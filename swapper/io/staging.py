@@ -32,7 +32,7 @@ Move = Callable[[int, int, int], Iterator[_C.Ticket]]
 """(file offset, address, bytes) -> begins a transfer; tickets of the engine, more than one where the file is striped."""
 
 
-class Chunk:
+class StagingChunk:
     """A transfer from or into a slot, begun. A slot may be used again when all of it is over, also when a part could not begin."""
 
     def __init__(self, tickets: Iterator[_C.Ticket]) -> None:
@@ -60,7 +60,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Slot:
+class StagingSlot:
     address: int
     memory: torch.Tensor
 
@@ -126,7 +126,7 @@ class Staging:
         self, registrar_of: Callable[[torch.device], Registrar] = CudaRegistrar, device_type: str = "cuda"
     ) -> None:
         self._worker = ThreadPoolExecutor(1, "swapper-staging")
-        self._slots: list[Slot] = []
+        self._slots: list[StagingSlot] = []
         self._registrar_of = registrar_of
         self._device_type = device_type
         self._registration: Registration | None = None
@@ -153,7 +153,7 @@ class Staging:
         self._slots = []
 
     def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
-        in_flight: deque[tuple[Slot, Chunk]] = deque()
+        in_flight: deque[tuple[StagingSlot, StagingChunk]] = deque()
         free = deque(self._ring(tensor.device))
         with _beside(tensor, ready):
             try:
@@ -166,20 +166,20 @@ class Staging:
                     flat = _typed(slot, tensor.dtype, stop - start)
                     copy_out(tensor, start, stop, flat)
                     at = offset + start * tensor.element_size()
-                    in_flight.append((slot, Chunk(move(at, slot.address, flat.numel() * flat.element_size()))))
+                    in_flight.append((slot, StagingChunk(move(at, slot.address, flat.numel() * flat.element_size()))))
             finally:
                 _drain(in_flight)
         for _, ticket in in_flight:
             ticket.wait()
 
     def _read(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
-        in_flight: deque[tuple[Slot, Chunk, int, int]] = deque()
+        in_flight: deque[tuple[StagingSlot, StagingChunk, int, int]] = deque()
         chunks = _chunks(tensor)
 
-        def begin(slot: Slot) -> None:
+        def begin(slot: StagingSlot) -> None:
             for start, stop in chunks:
                 nbytes = (stop - start) * tensor.element_size()
-                ticket = Chunk(move(offset + start * tensor.element_size(), slot.address, nbytes))
+                ticket = StagingChunk(move(offset + start * tensor.element_size(), slot.address, nbytes))
                 in_flight.append((slot, ticket, start, stop))
                 return
 
@@ -195,12 +195,12 @@ class Staging:
             finally:
                 _drain(in_flight)
 
-    def _ring(self, device: torch.device) -> list[Slot]:
+    def _ring(self, device: torch.device) -> list[StagingSlot]:
         if not self._slots:
             self._arena = _C.Arena(SLOTS * SLOT_BYTES)
             memory = torch.frombuffer(self._arena.view(0, SLOTS * SLOT_BYTES), dtype=torch.uint8)
             starts = range(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
-            self._slots = [Slot(self._arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
+            self._slots = [StagingSlot(self._arena.address + at, memory.narrow(0, at, SLOT_BYTES)) for at in starts]
         if device.type == self._device_type and self._registration is None:
             parts = slabs(0, SLOTS * SLOT_BYTES, SLOT_BYTES)
             self._registration = Registration(self._registrar_of(device), self._arena, parts)
@@ -215,11 +215,13 @@ def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield start, min(start + per_slot, tensor.numel())
 
 
-def _typed(slot: Slot, dtype: torch.dtype, elements: int) -> torch.Tensor:
+def _typed(slot: StagingSlot, dtype: torch.dtype, elements: int) -> torch.Tensor:
     return slot.memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
 
 
-def _drain(in_flight: deque[tuple[Slot, Chunk]] | deque[tuple[Slot, Chunk, int, int]]) -> None:
+def _drain(
+    in_flight: deque[tuple[StagingSlot, StagingChunk]] | deque[tuple[StagingSlot, StagingChunk, int, int]],
+) -> None:
     """Waits, whatever comes of it: slots must not be used again while the engine uses them."""
     for entry in in_flight:
         while not entry[1].done:

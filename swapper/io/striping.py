@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from swapper import beneath, records
 from swapper.errors import ConfigError, IoError
+from swapper.io import beneath
 from swapper.io.files import OpenFile, OpenFiles, Segment
+from swapper.runtime import records
 
 STRIPE_BYTES = 4 << 20
 MOST_PATTERN = 64
@@ -36,19 +37,21 @@ _SHAPE = records.fields(
 
 
 @dataclass(frozen=True)
-class Layout:
+class StripeLayout:
     """How the bytes of one file are dealt out. Pure. Stripe n belongs to drive `pattern[n % len(pattern)]`."""
 
     stripe_bytes: int
     pattern: tuple[int, ...]
 
     @staticmethod
-    def by_weight(stripe_bytes: int, weights: Sequence[float]) -> Layout:
+    def by_weight(stripe_bytes: int, weights: Sequence[float]) -> StripeLayout:
         """The pattern, of at most MOST_PATTERN stripes, that comes nearest to the weights: the shortest of those."""
         shares = [weight / sum(weights) for weight in weights]
         patterns = [_dealt(shares, length) for length in range(len(weights), MOST_PATTERN + 1)]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
-        return Layout(stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern))))
+        return StripeLayout(
+            stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
+        )
 
     @cached_property
     def _places(self) -> list[list[int]]:
@@ -99,19 +102,19 @@ def _error(pattern: Sequence[int], shares: Sequence[float]) -> float:
 
 
 @dataclass(frozen=True)
-class Record:
+class StripeRecord:
     """What lies beside each part of a striped file, as JSON with a checksum."""
 
     id: str
     index: int
-    layout: Layout
+    layout: StripeLayout
 
     def data(self) -> bytes:
         layout = {"stripe_bytes": self.layout.stripe_bytes, "pattern": list(self.layout.pattern)}
         return records.seal({"format": FORMAT, "id": self.id, "index": self.index, **layout})
 
     @staticmethod
-    def parse(data: bytes) -> Record:
+    def parse(data: bytes) -> StripeRecord:
         """Raises ValueError for anything that `data` could not have made."""
         found = records.unseal(data, _SHAPE)
         stripe_bytes, pattern = found["stripe_bytes"], tuple(found["pattern"])
@@ -119,13 +122,13 @@ class Record:
             raise ValueError(f"stripes of {stripe_bytes} bytes")
         if set(pattern) != set(range(max(pattern) + 1)):
             raise ValueError(f"the pattern {pattern}")
-        return Record(found["id"], found["index"], Layout(stripe_bytes, pattern))
+        return StripeRecord(found["id"], found["index"], StripeLayout(stripe_bytes, pattern))
 
 
 class StripedFile:
     """An open striped file. Its parts belong to the handle's `OpenFiles`."""
 
-    def __init__(self, path: str, layout: Layout, files: list[OpenFile]) -> None:
+    def __init__(self, path: str, layout: StripeLayout, files: list[OpenFile]) -> None:
         self.path = path
         self.files = files
         self.is_regular = True
@@ -177,7 +180,7 @@ class Stripes:
             raise ConfigError(
                 f"weights={weights!r}: a drive that much slower than another only holds it up; leave it out"
             )
-        self._layout = Layout.by_weight(stripe_bytes, weights)
+        self._layout = StripeLayout.by_weight(stripe_bytes, weights)
         self._lock = threading.Lock()  # threads that make one file
 
     def open(self, name: str, files: OpenFiles, writing: bool) -> StripedFile:
@@ -202,7 +205,7 @@ class Stripes:
         by_index = dict(zip((index for index, _ in records), opened, strict=True))
         return StripedFile(str(self.directories[0] / name), records[0][1], [by_index[n] for n in range(count)])
 
-    def _records(self, name: str, writing: bool) -> list[tuple[int, Layout]]:
+    def _records(self, name: str, writing: bool) -> list[tuple[int, StripeLayout]]:
         """For each directory, which part it has, and the layout."""
         paths = [directory / f"{name}.stripes" for directory in self.directories]
         with self._lock:
@@ -222,7 +225,7 @@ class Stripes:
             temporary = path.with_name(f"{path.name}.{identity}")
             try:
                 with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
-                    file.write(Record(identity, index, self._layout).data())
+                    file.write(StripeRecord(identity, index, self._layout).data())
                 path.hardlink_to(temporary)  # never over another's
             except FileExistsError:
                 return  # somebody makes the same file: theirs is the one
@@ -232,9 +235,9 @@ class Stripes:
                 temporary.unlink(missing_ok=True)
 
 
-def _read_record(path: Path) -> Record:
+def _read_record(path: Path) -> StripeRecord:
     try:
-        return Record.parse(beneath.read_small(path, MOST_RECORD_BYTES, follow=True))
+        return StripeRecord.parse(beneath.read_small(path, MOST_RECORD_BYTES, follow=True))
     except OSError as error:
         raise IoError("open", str(path), 0, 0, error.errno or errno.EIO, "the record of a striped file") from error
     except ValueError as error:

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from swapper.drives import Drives
 from swapper.errors import ConfigError
+from swapper.io.drives import Drives
 
 
 @dataclass(frozen=True)

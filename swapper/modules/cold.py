@@ -37,7 +37,7 @@ Run = Callable[[Mapping[int, torch.Tensor]], Any]
 """An operation on parameters that are warm while it runs, or is given tensors in their places, by id."""
 
 
-class Keeper(Protocol):
+class FaultHandler(Protocol):
     """Who brings a cold parameter in.
 
     Attributes:
@@ -89,22 +89,22 @@ class Keeper(Protocol):
 
 # By id of the parameter. A model's hooks keep its manager alive; what is kept here must not, or a manager that nobody closes
 # would never go.
-_keepers: weakref.WeakValueDictionary[int, Keeper] = weakref.WeakValueDictionary()
+_keepers: weakref.WeakValueDictionary[int, FaultHandler] = weakref.WeakValueDictionary()
 _guarded: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
-def guard(parameter: nn.Parameter, keeper: Keeper) -> None:
-    """From now on `set_cold` and `set_warm` may be used for `parameter`."""
-    _keepers[id(parameter)] = keeper
+def guard(parameter: nn.Parameter, fault_handler: FaultHandler) -> None:
+    """From now on `set_cold` and `materialize` may be used for `parameter`."""
+    _keepers[id(parameter)] = fault_handler
     _guarded[id(parameter)] = parameter
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    set_warm(parameter)
+    materialize(parameter)
     _forget(parameter)
 
 
-def forsake(parameter: nn.Parameter) -> None:
+def leave_cold(parameter: nn.Parameter) -> None:
     """Leave `parameter` cold for good. Nothing here may keep its manager's memory alive, nor mix it up with a later object."""
     set_cold(parameter)
     _forget(parameter)
@@ -135,7 +135,7 @@ def set_cold(parameter: nn.Parameter) -> None:
     parameter.__class__ = ColdParameter
 
 
-def set_warm(parameter: nn.Parameter) -> None:
+def materialize(parameter: nn.Parameter) -> None:
     if type(parameter) is ColdParameter:
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -186,8 +186,8 @@ class ColdParameter(nn.Parameter):
         """A plain parameter is pickled, of what shows this one: torch.save of a model need not hold all of it in memory."""
         if _has_caught_up(self):
             return self.__reduce_ex__(protocol)
-        keeper = _answering(self, "pickling")
-        shown = keeper.detached(self)
+        fault_handler = _answering(self, "pickling")
+        shown = fault_handler.detached(self)
         data = _copy(self) if shown is None else _as_plain(shown)
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
@@ -267,15 +267,15 @@ def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _view(func, (first,), {})
     if is_aliasing():
         return _native(func, args, kwargs)
-    keeper = _keepers.get(id(first))
-    detached = None if keeper is None else keeper.detached(first)
+    fault_handler = _keepers.get(id(first))
+    detached = None if fault_handler is None else fault_handler.detached(first)
     return NotImplemented if detached is None else detached
 
 
 def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
-    keeper = _keepers.get(id(first)) if type(first) is ColdParameter else None
-    row = None if keeper is None else keeper.indexed(first, args[1])
+    fault_handler = _keepers.get(id(first)) if type(first) is ColdParameter else None
+    row = None if fault_handler is None else fault_handler.indexed(first, args[1])
     if row is not None:
         return row
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -391,23 +391,23 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _watched(result, owners, instead, touched, func)
 
     def read(instead: Mapping[int, torch.Tensor]) -> Any:
-        return _lent(away, func, "read", run, instead)
+        return _external(away, func, "read", run, instead)
 
-    return _lent([owner for owner in away if id(owner) in written], func, "write", read, {})
+    return _external([owner for owner in away if id(owner) in written], func, "write", read, {})
 
 
-def _lent(
+def _external(
     parameters: Iterable[nn.Parameter], func: Function, how: str, run: Run, before: Mapping[int, torch.Tensor]
 ) -> Any:
     """Have `run` run with those of `parameters` at hand that are away still, by their keepers' `read` or `write`."""
     away = [parameter for parameter in parameters if is_cold(parameter) and id(parameter) not in before]
     if not away:
         return run(before)
-    keeper = _answering(away[0], func)
-    own = [parameter for parameter in away if _keepers.get(id(parameter)) is keeper]
-    others = [parameter for parameter in away if _keepers.get(id(parameter)) is not keeper]
-    lend: Callable[..., Any] = getattr(keeper, how)
-    return lend(own, func, lambda instead: _lent(others, func, how, run, {**before, **instead}))
+    fault_handler = _answering(away[0], func)
+    own = [parameter for parameter in away if _keepers.get(id(parameter)) is fault_handler]
+    others = [parameter for parameter in away if _keepers.get(id(parameter)) is not fault_handler]
+    lend: Callable[..., Any] = getattr(fault_handler, how)
+    return lend(own, func, lambda instead: _external(others, func, how, run, {**before, **instead}))
 
 
 def _brought(owners: Iterable[nn.Parameter], func: Function) -> bool:
@@ -415,25 +415,25 @@ def _brought(owners: Iterable[nn.Parameter], func: Function) -> bool:
     is_there = True
     for owner in owners:
         if is_cold(owner):
-            keeper = _keepers.get(id(owner))
-            if keeper is None:
+            fault_handler = _keepers.get(id(owner))
+            if fault_handler is None:
                 _refuse(owner, func)
-            is_there = keeper.bring(owner) and is_there
-            if not is_there and not keeper.answers:
+            is_there = fault_handler.bring(owner) and is_there
+            if not is_there and not fault_handler.answers:
                 _refuse(owner, func)
     return is_there
 
 
-def _answering(parameter: nn.Parameter, func: Any) -> Keeper:
+def _answering(parameter: nn.Parameter, func: Any) -> FaultHandler:
     """Return the keeper of a parameter that is away.
 
     Raises:
         ColdParameterError: it answers no operations.
     """
-    keeper = _keepers.get(id(parameter))
-    if keeper is None or not keeper.answers:
+    fault_handler = _keepers.get(id(parameter))
+    if fault_handler is None or not fault_handler.answers:
         _refuse(parameter, func)
-    return keeper
+    return fault_handler
 
 
 def _check_views(touched: Iterable[Cold], func: Function) -> None:
@@ -608,9 +608,9 @@ def _describe(tensor: Cold) -> str:
 
 def _has_caught_up(parameter: nn.Parameter) -> bool:
     """Return whether a parameter that was cold is an ordinary one now."""
-    keeper = _keepers.get(id(parameter))
-    if keeper is not None:
-        keeper.catch_up(parameter)
+    fault_handler = _keepers.get(id(parameter))
+    if fault_handler is not None:
+        fault_handler.catch_up(parameter)
     return not is_cold(parameter)
 
 
@@ -643,8 +643,8 @@ def _name_of(func: Any) -> str:
 
 
 def _refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
-    keeper = _keepers.get(id(parameter))
-    if keeper is None:
+    fault_handler = _keepers.get(id(parameter))
+    if fault_handler is None:
         raise ColdParameterError(
             f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed or its model unloaded, and "
             f"{_name_of(operation)} needs its data. Before closing a manager, copy it inside "
@@ -652,5 +652,6 @@ def _refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
             "reads"
         )
     raise ColdParameterError(
-        f"parameter {keeper.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. {keeper.advice}"
+        f"parameter {fault_handler.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. "
+        f"{fault_handler.advice}"
     )

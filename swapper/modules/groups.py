@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from swapper.modules.several import Models
+from swapper.modules.models import Models
 
 MERGE_BELOW_BYTES = 1 << 20
 """Neighbouring units outside of lists share a group while it is smaller than this."""

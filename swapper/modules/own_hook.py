@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swapper.interrupts import held_back
+from swapper.runtime.interrupts import defer_sigint
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ class OwnHook:
 
     @not_traced
     def __call__(self, *arguments: Any) -> Any:
-        with held_back:
+        with defer_sigint:
             return self._function(*arguments)
 
     def __reduce__(self) -> Any:

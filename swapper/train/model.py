@@ -1,7 +1,8 @@
 """One offloaded model and its optimizer: everything that is specific to them, under a manager that owns the resources.
 
-Its parts are made and ended here, in order: state (optimizer_state.py), what answers for parameters (keeper.py), when groups are
-updated (updates.py) and how that is undone (undoing.py), passes (passes.py), gradients (grads.py).
+Its parts are made and ended here, in order: state (optimizer_state.py), what answers for parameters (fault_handler.py),
+when groups are updated (at_step.py) and how that is undone (step_rollback.py), passes (passes.py), gradients
+(grads.py).
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper import _C
-from swapper.core.layout import Slot
-from swapper.core.pager import Pager
-from swapper.core.residency import Residency
-from swapper.core.section import LENT, Page, Section, pieces_of
-from swapper.counters import Counters
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
-from swapper.stats import StepClock
-from swapper.train.checkpoint_form import state_dict_of
-from swapper.train.conditions import Conditions
-from swapper.train.content import Content
-from swapper.train.deferred import DeferredStep
-from swapper.train.device_group import DeviceGroupParameters
-from swapper.train.device_sweep import DeviceSweep
-from swapper.train.during_backward import StepInBackward
-from swapper.train.entrance import Entrance
-from swapper.train.gathering import Gathering
-from swapper.train.grads import Gradients
-from swapper.train.initial import Values
-from swapper.train.inventory import Inventory, find_places, find_trainables
-from swapper.train.keeper import ParameterKeeper
-from swapper.train.membership import Membership
-from swapper.train.on_device import OnDevice
-from swapper.train.optim import packed_groups
-from swapper.train.optimizer_state import OptimizerState
-from swapper.train.other_optimizers import OtherOptimizers
-from swapper.train.passes import Passes
-from swapper.train.shadow import Shadow
-from swapper.train.spare import find_rooms
-from swapper.train.storage import GroupParameters
-from swapper.train.sweep import GroupUpdate, Sweep, Trainable
-from swapper.train.undoing import Undoing, UndoSections
-from swapper.train.updates import Updates
-from swapper.train.visit import fill
+from swapper.paging.pager import Pager
+from swapper.paging.planning.layout import Slot
+from swapper.paging.residency import Residency
+from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
+from swapper.runtime.counters import Counters
+from swapper.runtime.stats import StepClock
+from swapper.train.device.device_group import DeviceGroupParameters
+from swapper.train.device.device_sweep import DeviceSweep
+from swapper.train.device.train_device import TrainingDevice
+from swapper.train.gradients.grads import Gradients
+from swapper.train.gradients.victim_cache import find_rooms
+from swapper.train.layout.content import SectionSource
+from swapper.train.layout.initial import Values
+from swapper.train.layout.inventory import Inventory, find_places, find_trainables
+from swapper.train.layout.section_pages import fill
+from swapper.train.optimizer.conditions import Conditions
+from swapper.train.optimizer.membership import Membership
+from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
+from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.optimizer.other_optimizers import OtherOptimizers
+from swapper.train.parameters.checkpoint_form import state_dict_of
+from swapper.train.parameters.fault_handler import ParameterFaultHandler
+from swapper.train.parameters.gathering import Gathering
+from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.session.session_guard import SessionGuard
+from swapper.train.updates.at_step import Updates
+from swapper.train.updates.deferred import DeferredStep
+from swapper.train.updates.during_backward import StepInBackward
+from swapper.train.updates.step_rollback import StepRollback, UndoSections
+from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable
 
 log = logging.getLogger("swapper")
 
@@ -89,17 +90,17 @@ class OffloadedModel:
         pager: Pager,
         page_bytes: int,
         clock: StepClock,
-        entrance: Entrance,
+        session_guard: SessionGuard,
         update: str,
         begin_step: Callable[[], None],
         undo_sections: UndoSections,
-        on_device: OnDevice | None,
+        on_device: TrainingDevice | None,
     ) -> None:
         self.model = model
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
-        self._entrance = entrance
+        self._session_guard = session_guard
         self._optimizer = optimizer
         self._sections = sections
         self._grad_sections = grad_sections
@@ -109,47 +110,47 @@ class OffloadedModel:
         self._membership = Membership(optimizer, self._trainables, self._names)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
-            self._membership, inventory, self._trainables, self._places, state_sections, pager, entrance, self.finish_update,
+            self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
             on_device,
         )  # fmt: skip
         self._sweep = self._make_sweep(page_bytes, clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
-        self.gathering = Gathering(self.groups, self._refresh_masters, entrance.turns, pager.check_room)
-        self.keeper = ParameterKeeper(
-            inventory, self._trainables, self.groups, self._places, pager, entrance, self.gathering, self.finish_update,
+        self.gathering = Gathering(self.groups, self._refresh_masters, session_guard.turns, pager.check_room)
+        self.fault_handler = ParameterFaultHandler(
+            inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,
             changes_itself(model),
         )  # fmt: skip
         self._gradients: Gradients | None = None
         self._other_optimizers = OtherOptimizers(optimizer, self._names)
-        self.undoing = Undoing(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
+        self.undoing = StepRollback(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
         self._begin_step = begin_step
-        self.updates = self._make_updates(update, entrance)
+        self.updates = self._make_updates(update, session_guard)
         check_files = inventory.check_files
-        self.passes = Passes(
-            self.groups, self.updates, self._sweep, pager, self.keeper, entrance, clock, on_device, check_files
+        self.passes = PassLifecycle(
+            self.groups, self.updates, self._sweep, pager, self.fault_handler, session_guard, clock, on_device, check_files
         )  # fmt: skip
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
         parts = (
-            self._trainables, Shadow(self._optimizer), entries, self._pager, page_bytes, counters,
+            self._trainables, OptimizerProxy(self._optimizer), entries, self._pager, page_bytes, counters,
             lambda parameter, gradient, begin, end: self.gradients.part(parameter, gradient, begin, end), self._make_ready,
         )  # fmt: skip
         if self._on_device is None or kept_state is None:
             return Sweep(*parts)
         return DeviceSweep(self._on_device, lambda parameter: self.gradients.paged.where(parameter), kept_state, *parts)
 
-    def _make_updates(self, update: str, entrance: Entrance) -> Updates:
+    def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
         if update == "deferred":
             return DeferredStep(self._sweep, self.groups, self._undo_update)
         if update == "backward":
             return StepInBackward(
-                self._sweep, self.groups, self._begin_early, self._undo_update, entrance.enter, self._have_arrived
+                self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
             )
         return Updates(self._sweep)
 
-    def adopt(self, content: Content | None) -> None:
+    def adopt(self, content: SectionSource | None) -> None:
         """Move everything to its place, group by group.
 
         Args:
@@ -190,10 +191,10 @@ class OffloadedModel:
             )  # fmt: skip
 
     def _group(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> GroupParameters:
-        expire = partial(self.keeper.shown.expire, group=group.index)
+        expire = partial(self.fault_handler.shown.expire, group=group.index)
         if self._on_device is None:
-            return GroupParameters(group, places, self._pager, self.keeper, expire)
-        return DeviceGroupParameters(group, places, self._pager, self.keeper, expire, self._on_device)
+            return GroupParameters(group, places, self._pager, self.fault_handler, expire)
+        return DeviceGroupParameters(group, places, self._pager, self.fault_handler, expire, self._on_device)
 
     def start(self) -> None:
         """Gradients get their places, and the hooks are put in."""
@@ -222,12 +223,14 @@ class OffloadedModel:
                 with self.gathering.gather(values.owners(missing), write=True):
                     values.fill(missing)
         values.finish()
-        self._check_lent()
+        self._check_external()
 
-    def _check_lent(self) -> None:
+    def _check_external(self) -> None:
         """Raise StateError if first values were made for a parameter that has its own from a file of the user's."""
         for section in self._sections:
-            changed = [page for page in pieces_of(section) if section.plan.lent is not None and self._is_changed(page)]
+            changed = [
+                page for page in pieces_of(section) if section.plan.external is not None and self._is_changed(page)
+            ]
             if changed:
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
                 raise StateError(
@@ -236,7 +239,7 @@ class OffloadedModel:
 
     def _is_changed(self, page: Page) -> bool:
         """Whether something was written to a page that was lent."""
-        if page.location != LENT or page.residency in (Residency.DIRTY, Residency.WRITING):
+        if page.location != EXTERNAL or page.residency in (Residency.DIRTY, Residency.WRITING):
             return True
         memory = page.section.memory if page.section.resident else None
         return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32
@@ -305,7 +308,7 @@ class OffloadedModel:
 
     def _note_before(self) -> None:
         self.optimizer_state.expire("the next step")
-        self.keeper.shown.expire("the next step")
+        self.fault_handler.shown.expire("the next step")
         self.undoing.note()
 
     def _begin_early(self) -> bool:
@@ -394,9 +397,9 @@ class OffloadedModel:
             why: whole sentence, for the error.
         """
         self.optimizer_state.expire("more is trained")
-        self.keeper.shown.expire("more is trained")
+        self.fault_handler.shown.expire("more is trained")
         self.close(keep_cold=False)
-        self._entrance.shut(why)
+        self._session_guard.revoke(why)
         for group in self.groups:
             group.part()
 

@@ -18,7 +18,7 @@ from e2e.processes import started_python
 from e2e.twins import Twins, adamw
 
 import swapper
-from swapper.drives import Drives, DrivesRecord
+from swapper.io.drives import Drives, DrivesRecord
 
 BUDGET = "32MiB"
 

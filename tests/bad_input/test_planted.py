@@ -10,8 +10,8 @@ from e2e.models import Net, train_step
 from e2e.twins import adamw
 
 import swapper
-from swapper.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
-from swapper.drives import RECORD_NAME
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
+from swapper.io.drives import RECORD_NAME
 
 BUDGET = "32MiB"
 NAMES = [

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import swapper
-from swapper import records
-from swapper.checkpoint import commit
-from swapper.checkpoint.commit import encode_commit, publish_commit, read_commit
-from swapper.checkpoint.verify import verify
-from swapper.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
-from swapper.drives import RECORD_NAME, DrivesRecord, read_record
+from swapper.durability import commit
+from swapper.durability.commit import encode_commit, publish_commit, read_commit
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RETENTION_NAME
+from swapper.durability.verify import verify
+from swapper.io.drives import RECORD_NAME, DrivesRecord, read_record
+from swapper.runtime import records
 
 BUDGET = "32MiB"
 
@@ -94,7 +94,7 @@ def victims(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victims]:
 
 FIELDS = [
     "step", "rank", "world_size", "boot_id", "optimizer", "placement", "plans", "files", "sections", "param_groups", "state_entries",  # noqa: E501
-    "registered", "extra", "rng", "lent", "edits", "job",
+    "registered", "extra", "rng", "external", "edits", "job",
 ]  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_a_commit_of_any_other_content_is_refused_or_harmless(field: str, victim
             assert str(victims.run) in str(error)
         else:
             assert read is not None
-            if field not in ("registered", "extra", "rng", "boot_id", "job", "edits", "step", "lent"):
+            if field not in ("registered", "extra", "rng", "boot_id", "job", "edits", "step", "external"):
                 victims.check()
     victims.put_back()
 

@@ -13,8 +13,8 @@ from e2e.models import Net, loss_of, tokens
 from e2e.twins import adamw, smallest_budget
 
 import swapper
-from swapper.checkpoint.commit import COMMIT_NAME, publish_commit
 from swapper.checkpoint.replacing import replacing
+from swapper.durability.commit import COMMIT_NAME, publish_commit
 from swapper.errors import REMEDIES
 
 

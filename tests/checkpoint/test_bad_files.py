@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import swapper
 from swapper.checkpoint import load, save
-from swapper.checkpoint.sources import open_source
+from swapper.formats.sources import open_source
 
 STATE = {"a": torch.arange(300_000.0), "b": torch.ones(7)}
 

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 import swapper
 from checkpoint.equality import bytes_of
 from swapper.checkpoint import load, save
-from swapper.checkpoint.dcpread import read_directory
 from swapper.checkpoint.exporting import FORMATS, export, select
 from swapper.checkpoint.inspecting import inspect
-from swapper.checkpoint.sources import open_source
 from swapper.cli import app
+from swapper.formats.dcp_directory import read_directory
+from swapper.formats.sources import open_source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.distributed.checkpoint's remarks about one process
 

@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 import swapper
 from swapper.checkpoint.exporting import export
-from swapper.checkpoint.quantization import Layout, layouts_of, metadata_of
-from swapper.checkpoint.sources import open_source
+from swapper.checkpoint.quantization import QuantizedLayout, layouts_of, metadata_of
 from swapper.cli import app
 from swapper.errors import CheckpointError
+from swapper.formats.sources import open_source
 
 MOST_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
 """Of a value, to the largest one of its block: half a step, in 4 bits a whole one at the end of the range; and rounding to bf16."""
 
 
-def layout_of(bits: int, columns: int, dtype: torch.dtype) -> Layout:
-    layout = Layout.of(bits, columns, dtype)
+def layout_of(bits: int, columns: int, dtype: torch.dtype) -> QuantizedLayout:
+    layout = QuantizedLayout.of(bits, columns, dtype)
     assert layout is not None
     return layout
 
@@ -61,7 +61,7 @@ def test_rows_give_the_same_by_themselves_and_rounding_is_done_once(bits: int) -
 
 @pytest.mark.parametrize("columns, dtype", [(100, torch.float32), (31, torch.float32), (256, torch.int32)])
 def test_what_does_not_fit_is_not_quantised(columns: int, dtype: torch.dtype) -> None:
-    assert Layout.of(4, columns, dtype if dtype.is_floating_point else torch.float64) is None
+    assert QuantizedLayout.of(4, columns, dtype if dtype.is_floating_point else torch.float64) is None
 
 
 def state() -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch.utils.serialization import config
 import swapper
 from checkpoint.equality import assert_same
 from swapper.checkpoint import load, save
-from swapper.checkpoint.sources import open_source
+from swapper.formats.sources import open_source
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
@@ -234,9 +234,9 @@ def test_a_loaded_tensor_is_ones_own(tmp_path: Path) -> None:
 
 def test_what_goes_to_a_device_goes_in_pieces_and_is_checked(tmp_path: Path) -> None:
     """The same code as for a GPU, which the machine that runs this may not have: only the memory is another."""
-    from swapper.checkpoint.engines import open_for
-    from swapper.checkpoint.loading import _Loader
-    from swapper.checkpoint.torchfile import read_torch_file
+    from swapper.checkpoint.torch_load import _Loader
+    from swapper.formats.torch_zip.torch_file import read_torch_file
+    from swapper.io.shared_engines import open_for
 
     save({"a": torch.arange(3_000_000.0), "b": torch.ones(3)}, tmp_path / "x.pt")
     file = read_torch_file(tmp_path / "x.pt")
@@ -259,8 +259,8 @@ def test_cuda_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Path) -> None:
     from swapper import _C
-    from swapper.checkpoint.engines import engine_for
     from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
+    from swapper.io.shared_engines import engine_for
 
     data = torch.randint(0, 255, (5 * BLOCK_BYTES + 77,), dtype=torch.uint8)
     file = _C.File(tmp_path / "x", create=True)

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from checkpoint.equality import bytes_of
 from swapper.checkpoint import load, save
-from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.inspecting import inspect
-from swapper.checkpoint.verify import verify
 from swapper.cli import app
+from swapper.durability.commit import read_commit
+from swapper.durability.verify import verify
 from swapper.errors import CheckpointError, SwapperError
 
 STATE = {"a": torch.arange(3000.0), "b": {"c": torch.ones(7, dtype=torch.bfloat16)}, "note": "text", "number": 3}

@@ -22,7 +22,7 @@ NBYTES = 2 * CHUNK_BYTES + PAGE
 MakeFile = Callable[..., _C.File]
 
 
-class Place:
+class TensorLocation:
     """A window on memory that has `content`, and files: of its bytes, and of those of another that comes."""
 
     def __init__(self, arena: _C.Arena, make_file: MakeFile) -> None:
@@ -48,12 +48,12 @@ class Place:
 
 
 @pytest.fixture
-def place(arena: _C.Arena, make_file: MakeFile) -> Place:
-    return Place(arena, make_file)
+def place(arena: _C.Arena, make_file: MakeFile) -> TensorLocation:
+    return TensorLocation(arena, make_file)
 
 
 def test_it_shows_its_bytes_before_the_write_is_over_and_after_others_are_there(
-    place: Place, make_engine: Callable[..., _C.Engine], gate_fd: int, open_gate: Callable[[], object]
+    place: TensorLocation, make_engine: Callable[..., _C.Engine], gate_fd: int, open_gate: Callable[[], object]
 ) -> None:
     engine = make_engine(chaos={"until": gate_fd})
     write, read = place.promise(engine)
@@ -65,7 +65,7 @@ def test_it_shows_its_bytes_before_the_write_is_over_and_after_others_are_there(
     assert place.shows()
 
 
-def test_it_shows_its_bytes_where_the_write_fails(place: Place) -> None:
+def test_it_shows_its_bytes_where_the_write_fails(place: TensorLocation) -> None:
     engine = _C.Engine(backend="threads", chaos={"seed": 1, "eio": 1})
     write, read = place.promise(engine)
     assert isinstance(write.exception(), IoError)
@@ -77,7 +77,7 @@ def test_it_shows_its_bytes_where_the_write_fails(place: Place) -> None:
 
 
 @pytest.fixture
-def looked_at(place: Place) -> Iterator[list[str]]:
+def looked_at(place: TensorLocation) -> Iterator[list[str]]:
     """Two threads that look at the window all the time, without the GIL; what they see of other bytes."""
     wrong: list[str] = []
     is_over = threading.Event()
@@ -104,7 +104,7 @@ def looked_at(place: Place) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_who_looks_all_the_time_never_sees_other_bytes(place: Place, looked_at: list[str]) -> None:
+def test_who_looks_all_the_time_never_sees_other_bytes(place: TensorLocation, looked_at: list[str]) -> None:
     """The engine delays and reorders what it does."""
     engine = _C.Engine(backend="threads", chaos={"seed": 3, "delay": 0.1, "reorder": 0.5})
     for _ in range(100):
@@ -117,7 +117,7 @@ def test_who_looks_all_the_time_never_sees_other_bytes(place: Place, looked_at: 
 
 
 def test_who_looks_while_windows_are_mapped_and_unmapped_never_sees_other_bytes(
-    place: Place, looked_at: list[str]
+    place: TensorLocation, looked_at: list[str]
 ) -> None:
     Path(place.file.path).write_bytes(bytes(PAGE) + place.content)
     for number in range(2000):

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from swapper import _C
-from swapper.checkpoint.engines import all_over, wait_for_all
 from swapper.errors import ConfigError, IoError
+from swapper.io.shared_engines import all_over, wait_for_all
 
 MIB = 1 << 20
 

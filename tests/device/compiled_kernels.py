@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swapper.device.kernels import adamw, gradients, pages, quantized
+from swapper.device.kernels.triton import triton_adamw, triton_gradients, triton_packing, triton_quantized
 
 Types = dict[str, Any]
 """Of a kernel's arguments, in order: Triton's names of types, and for constants ("constant", value)."""
@@ -43,7 +43,7 @@ def adamw_types(gradient: str, parameter: str, is_stochastic: bool) -> Types:
             has_skip=True,
             has_parameter=parameter != "*fp32",
             is_stochastic=is_stochastic,
-            ELEMENTS=adamw.ELEMENTS,
+            ELEMENTS=triton_adamw.ELEMENTS,
         ),
     }
 
@@ -52,7 +52,7 @@ def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
     more = {"overflown": "*i32"} if "overflown" in kernel.arg_names else {}
     floats = {"out" if "out" in kernel.arg_names else "values": values}
     sizes = dict.fromkeys(("columns", "row_bytes", "blocks"), "i32")
-    together = quantized.ELEMENTS // block
+    together = triton_quantized.ELEMENTS // block
     return {
         "codes": "*i8",
         "scales": "*i16",
@@ -66,21 +66,21 @@ def quantized_types(kernel: Any, values: str, bits: int, block: int) -> Types:
 def kernels() -> dict[str, tuple[Any, Types]]:
     words = {"bf16": "*i16", "fp16": "*fp16", "fp32": "*fp32"}
     found: dict[str, tuple[Any, Types]] = {
-        "adamw bf16": (adamw._update, adamw_types("*i16", "*i16", False)),
-        "adamw bf16 stochastic": (adamw._update, adamw_types("*i16", "*i16", True)),
-        "adamw fp16": (adamw._update, adamw_types("*fp16", "*fp16", False)),
-        "adamw fp32": (adamw._update, adamw_types("*fp32", "*fp32", False)),
+        "adamw bf16": (triton_adamw._update, adamw_types("*i16", "*i16", False)),
+        "adamw bf16 stochastic": (triton_adamw._update, adamw_types("*i16", "*i16", True)),
+        "adamw fp16": (triton_adamw._update, adamw_types("*fp16", "*fp16", False)),
+        "adamw fp32": (triton_adamw._update, adamw_types("*fp32", "*fp32", False)),
     }
     for name, pointer in words.items():
-        sizes: Types = {"found": "*fp32", "count": "i64", **constants(ELEMENTS=gradients.ELEMENTS, STEPS=8)}
-        found[f"norm {name}"] = (gradients._partials, {"gradient": pointer, **sizes})
+        sizes: Types = {"found": "*fp32", "count": "i64", **constants(ELEMENTS=triton_gradients.ELEMENTS, STEPS=8)}
+        found[f"norm {name}"] = (triton_gradients._partials, {"gradient": pointer, **sizes})
         for bits, block in ((8, 128), (4, 64)):
-            for kernel in (quantized._quantise, quantized._dequantise):
+            for kernel in (triton_quantized._quantise, triton_quantized._dequantise):
                 types = quantized_types(kernel, pointer, bits, block)
                 found[f"{kernel.__name__} {bits} bits {name}"] = (kernel, types)
     for into_page in (True, False):
         types = {"pieces": "*i64", "page": "*u8", **constants(into_page=into_page, PIECE_BYTES=8192, WORD=8)}
-        found["gather" if into_page else "scatter"] = (pages._move, types)
+        found["gather" if into_page else "scatter"] = (triton_packing._move, types)
     return found
 
 

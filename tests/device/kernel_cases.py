@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 
-from swapper.checkpoint.quantization import Layout
-from swapper.device import adamw, gradients, quantized
-from swapper.device.compiler import kernel
-from swapper.device.pages import Packing
+from swapper.checkpoint.quantization import QuantizedLayout
+from swapper.device.kernels import adamw, gradients, quantized
+from swapper.device.kernels.compiler import kernel
+from swapper.device.kernels.packing import Packing
 
 NORM_TOLERANCE = 1e-5
 COUNT = 2 * 1024 + 1001  # two whole programs of a kernel and a part of one
@@ -156,7 +156,7 @@ def values_of(columns: int, dtype: torch.dtype) -> torch.Tensor:
 def quantise_and_dequantise(device: str) -> None:
     for bits, columns in SHAPES:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            layout = Layout.of(bits, columns, dtype)
+            layout = QuantizedLayout.of(bits, columns, dtype)
             assert layout is not None
             rows = values_of(columns, dtype)
             wanted = layout._quantise(rows)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from swapper import ConfigError, UnsupportedError
-from swapper.device import adamw, gradients, quantized
-from swapper.device.compiler import kernel
-from swapper.device.pages import Packing
-from swapper.device.random_words import philox, random_words
+from swapper.device.kernels import adamw, gradients, quantized
+from swapper.device.kernels.compiler import kernel
+from swapper.device.kernels.packing import Packing
+from swapper.device.kernels.random_words import philox, random_words
 
 
 def slice_of(count: int, **others: torch.Tensor) -> adamw.Slice:
@@ -139,7 +139,7 @@ def test_without_triton_the_error_says_how_to_get_it(
         import sys
         sys.modules["triton"] = None
         import swapper
-        from swapper.device.compiler import kernel
+        from swapper.device.kernels.compiler import kernel
         try:
             kernel("adamw")
         except swapper.UnsupportedError as error:

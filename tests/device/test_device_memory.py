@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from infer.host_device import HostDevice, Registering
 
 from swapper import _C
-from swapper.core.layout import SECTOR_BYTES
-from swapper.device.layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
-from swapper.device.placement import place_on_device
-from swapper.device.storage import DeviceStorage
+from swapper.device.device_placement import place_on_device
+from swapper.device.device_storage import DeviceStorage
+from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
 from swapper.errors import BudgetError, IoError
-from swapper.infer.placement import Demand, place
+from swapper.infer.planning.infer_placement import Demand, place
+from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.registered import SLAB_BYTES, CudaRegistrar, Registration, slabs
 from swapper.io.staging import SLOT_BYTES, SLOTS, Staging
 
@@ -69,10 +69,10 @@ def test_what_stays_and_what_streams_fit_the_device(images, budget):
         least = int(str(refusal).split("(")[1].split(" bytes")[0])
         assert least > budget
         assert least == 5000 + max(images.values())
-        assert place_on_device(least, 5000, images, units, names, "cuda").staying <= images.keys()
+        assert place_on_device(least, 5000, images, units, names, "cuda").resident_set <= images.keys()
         return
-    kept = sum(images[group] for group in placed.staying)
-    streamed = [nbytes for group, nbytes in images.items() if group not in placed.staying]
+    kept = sum(images[group] for group in placed.resident_set)
+    streamed = [nbytes for group, nbytes in images.items() if group not in placed.resident_set]
     assert kept + max(streamed, default=0) <= placed.image_bytes == budget - 5000
     assert (not streamed) == (sum(images.values()) <= budget - 5000)
 
@@ -80,9 +80,9 @@ def test_what_stays_and_what_streams_fit_the_device(images, budget):
 def test_what_stays_is_spread_evenly():
     images = dict.fromkeys(range(64), 1 << 20)
     units = [(n,) for n in images]
-    staying = place_on_device(40 << 20, 0, images, units, ["unit"] * 64, "cuda").staying
-    assert 28 <= len(staying) <= 36
-    eighths = [len(staying & set(range(begin, begin + 8))) for begin in range(0, 64, 8)]
+    resident_set = place_on_device(40 << 20, 0, images, units, ["unit"] * 64, "cuda").resident_set
+    assert 28 <= len(resident_set) <= 36
+    eighths = [len(resident_set & set(range(begin, begin + 8))) for begin in range(0, 64, 8)]
     assert max(eighths) - min(eighths) <= 1
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import swapper
-from swapper.core.section import Page
+from swapper.paging.section import Page
 
 SECTOR = 4096
 STEP_BYTES = 64 << 10

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from e2e import killed_run
-from swapper.checkpoint.verify import Fault, verify
+from swapper.durability.verify import Fault, verify
 
 
 def make_snapshot(directory: Path) -> Path:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import swapper
 from e2e.killed_run import BUDGET, LONGEST_DELAY_S, WORDS, batch, fork, make
-from swapper.checkpoint.verify import verify
+from swapper.durability.verify import verify
 
 STEPS = 9
 CHANGED_STEPS = (2, 5, 6)

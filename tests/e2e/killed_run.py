@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 import swapper
 from e2e.twins import smallest_budget
-from swapper.checkpoint.verify import verify
+from swapper.durability.verify import verify
 
 STEPS = 12
 WORDS = 512

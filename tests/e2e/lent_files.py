@@ -14,7 +14,7 @@ from torch import nn
 import swapper
 from e2e.models import Net
 from e2e.twins import adamw
-from swapper.core.section import LENT
+from swapper.paging.section import EXTERNAL
 
 WORD_BYTES = 8
 NEEDLE_WORDS = 5
@@ -107,7 +107,7 @@ def found_in(directory: Path, tensors: dict[str, nn.Parameter]) -> list[str]:
 
 def lent_pages(manager: swapper.SwapManager) -> int:
     sections = manager.current.run.sections
-    return sum(page.location == LENT for section in sections for page in section.pages or [section.piece])
+    return sum(page.location == EXTERNAL for section in sections for page in section.pages or [section.piece])
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:

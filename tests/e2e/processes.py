@@ -60,14 +60,14 @@ class Warm:
         return int(answer)
 
 
-_warm = functools.cache(Warm)
+_materialize = functools.cache(Warm)
 
 
 class Forked:
     """A process that runs Python with `arguments`, for LONG_S at most. `files`: its input, output and errors."""
 
     def __init__(self, arguments: Sequence[object], variables: dict[str, str], files: list[int]) -> None:
-        self.pid = _warm().start([*map(str, arguments)], variables, files)
+        self.pid = _materialize().start([*map(str, arguments)], variables, files)
         self._code: int | None = None
         self._stopper = threading.Timer(LONG_S, self.send_signal, [signal.SIGKILL])
         self._stopper.start()
@@ -76,12 +76,12 @@ class Forked:
         os.kill(self.pid, number)
 
     def is_running(self) -> bool:
-        return self._code is None and not _warm().has_ended()
+        return self._code is None and not _materialize().has_ended()
 
     def wait(self) -> int:
         """Wait for its end. Returns its exit code: below 0, the signal that has killed it."""
         if self._code is None:
-            self._code = _warm().wait()
+            self._code = _materialize().wait()
             self._stopper.cancel()
         return self._code
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import swapper
 from e2e.killed_run import fork
 from e2e.models import Net, train_step
-from swapper.checkpoint import committer
+from swapper.durability import committer
 
 
 class Orders:
@@ -49,7 +49,7 @@ def die_before_commit(rank: int, begun: int, step: int) -> None:
     publish = committer.publish_commit
 
     def killed(directory: Path, data: bytes, *more: Any) -> None:
-        from swapper.checkpoint.commit import read_commit
+        from swapper.durability.commit import read_commit
 
         last = read_commit(directory)
         if (-1 if last is None else last.step) == step - 1:

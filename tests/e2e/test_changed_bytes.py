@@ -17,8 +17,8 @@ from e2e import changed_bytes
 from e2e.changed_bytes import HARMS, Harm
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, send_away
-from swapper.checkpoint.commit import read_commit
-from swapper.checkpoint.verify import verify
+from swapper.durability.commit import read_commit
+from swapper.durability.verify import verify
 
 UPDATES = ["step", "deferred", "backward"]
 MakeTwins = Callable[..., Twins]

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import swapper
 from e2e.models import VOCABULARY, WIDTH, Block, Net, train_step
 from e2e.twins import Twins, leased_pages, send_away
-from swapper.core.pager import Pager
-from swapper.core.schedule import Access
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
 
 MakeTwins = Callable[..., Twins]
 STEPS = 4

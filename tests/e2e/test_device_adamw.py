@@ -15,8 +15,8 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, train_step
 from e2e.twins import Twins, adamw
-from swapper.device.adamw import AdamWStep, Slice, reference_
-from swapper.train.optim import packed_groups
+from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
+from swapper.train.optimizer.optim import packed_groups
 
 pytestmark = pytest.mark.large_table
 
@@ -53,7 +53,7 @@ class PlainKernel:
             step = AdamWStep(int(state["step"]), group["lr"], group["betas"], group["eps"], group["weight_decay"], seed)
             if parameter.dtype == torch.float32:
                 master.copy_(parameter)
-            part = Slice(
+            part = AdamWSlice(
                 master.view(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1), parameter.grad.view(-1),
                 None if parameter.dtype == torch.float32 else parameter.view(-1),
             )  # fmt: skip

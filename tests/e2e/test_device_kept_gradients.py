@@ -14,7 +14,7 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import scalers_of, smallest_device_budget
-from swapper.train.cold_grad import ColdGradient
+from swapper.train.gradients.cold_grad import ColdGradient
 
 pytestmark = pytest.mark.large_table
 

@@ -24,12 +24,12 @@ from e2e.device_twins import (
 )
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, assert_same, smallest_device_budget
-from swapper.core.pager import Pager
+from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
-from swapper.device.storage import DeviceStorage
-from swapper.train.device_sweep import DeviceSweep
-from swapper.train.kept_state import KeptState
-from swapper.train.on_device import OnDevice
+from swapper.paging.pager import Pager
+from swapper.train.device.device_sweep import DeviceSweep
+from swapper.train.device.resident_state import DeviceResidentState
+from swapper.train.device.train_device import TrainingDevice
 
 pytestmark = pytest.mark.large_table
 
@@ -295,7 +295,7 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     pair.optimizer.load_state_dict(pair.plain_optimizer.state_dict())
     model = pair.manager.current.run.model
     if not waits:
-        monkeypatch.setattr(OnDevice, "finish", lambda on_device: None)
+        monkeypatch.setattr(TrainingDevice, "finish", lambda on_device: None)
         monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
     model.optimizer_state.kept.ready(trainable.group for trainable in model._trainables)
     same = []
@@ -312,14 +312,14 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
 def test_a_place_that_is_looked_at_before_its_copy_is_over_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     pair = on_device(**KEPT)
     pair.train(train_step, steps=2)
-    bring = KeptState._bring_page
+    bring = DeviceResidentState._bring_page
 
-    def without_waiting(self: KeptState, *others: Any) -> None:
+    def without_waiting(self: DeviceResidentState, *others: Any) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Downloads, "finish", lambda downloads: None)
             bring(self, *others)
 
-    monkeypatch.setattr(KeptState, "_bring_page", without_waiting)
+    monkeypatch.setattr(DeviceResidentState, "_bring_page", without_waiting)
     with pytest.raises(AssertionError):
         pair.assert_same_state()
     forget_copies(pair)
@@ -338,7 +338,7 @@ def test_state_that_comes_anew_while_kernels_use_it_is_noticed(
     for group in kept._groups.values():
         device.taken[group.storage.identity] = device.module.compute.tick()
     if not waits:
-        monkeypatch.setattr(DeviceStorage, "outdate", lambda storage: storage.__setattr__("_filler", None))
+        monkeypatch.setattr(DeviceStorage, "invalidate", lambda storage: storage.__setattr__("_filler", None))
         with pytest.raises(AssertionError, match="earlier kernels may still use"):
             kept.ready(kept._groups)
     else:
@@ -354,8 +354,8 @@ def test_pages_whose_parameters_masters_follow_are_leased_until_their_copies_are
     pair = on_device(Net().to(torch.bfloat16), master=True, **KEPT)
     pair.train(train_step, steps=1)
     calls: list[str] = []
-    finish, release = OnDevice.finish, Pager.release
-    monkeypatch.setattr(OnDevice, "finish", lambda on_device: (calls.append("finish"), finish(on_device)))
+    finish, release = TrainingDevice.finish, Pager.release
+    monkeypatch.setattr(TrainingDevice, "finish", lambda on_device: (calls.append("finish"), finish(on_device)))
 
     def note(pager: Pager, access: Any, *others: Any) -> None:
         if access.key is None and not access.writes and access.pages:

@@ -66,7 +66,7 @@ def test_a_step_reads_what_was_planned_and_sends_nothing_twice(
     moved = bytes_of_steps(pair, steps=4)
     assert moved["read"] <= 1.02 * run.plan.traffic.total_read_bytes
     if update_on == "cpu":  # else slices go there too
-        staying, groups = run.plan.on_device.staying, run.plan.inventory.groups
-        uses = [(1 if group.index in staying else 2, p.nbytes) for group in groups for _, p in group.parameters]
+        resident_set, groups = run.plan.on_device.resident_set, run.plan.inventory.groups
+        uses = [(1 if group.index in resident_set else 2, p.nbytes) for group in groups for _, p in group.parameters]
         assert moved["sent"] <= sum(count * nbytes for count, nbytes in uses)
     pair.finish(paged=False)

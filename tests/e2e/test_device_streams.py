@@ -19,10 +19,10 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, forget_copies, lose, on_device
 from e2e.twins import Twins, smallest_device_budget
-from swapper.device.order import StreamOrder
-from swapper.device.storage import DeviceStorage
-from swapper.train.device_group import DeviceGroupParameters
-from swapper.train.on_device import OnDevice
+from swapper.device.device_storage import DeviceStorage
+from swapper.device.stream_order import StreamOrder
+from swapper.train.device.device_group import DeviceGroupParameters
+from swapper.train.device.train_device import TrainingDevice
 
 __all__ = ["on_device"]
 
@@ -225,7 +225,7 @@ def test_each_wait_is_needed(
         pair.assert_same_parameters()
 
 
-@pytest.mark.parametrize("then", [DeviceStorage.free, DeviceStorage.outdate])
+@pytest.mark.parametrize("then", [DeviceStorage.free, DeviceStorage.invalidate])
 @pytest.mark.parametrize("waits", [True, False])
 def test_memory_is_given_back_and_filled_anew_behind_the_kernels_of_every_stream(
     monkeypatch: Any, then: Callable[[DeviceStorage], None], waits: bool
@@ -359,7 +359,8 @@ def test_a_module_that_uses_several_streams_itself_has_its_parameters_on_each(
 
 
 @pytest.mark.parametrize(
-    "module, owner, wait", [("fork", DeviceGroupParameters, "let_use"), ("aside", OnDevice, "gradient_came")]
+    "module, owner, wait",
+    [("fork", DeviceGroupParameters, "wait_on_current_stream"), ("aside", TrainingDevice, "gradient_came")],
 )
 def test_each_wait_for_such_a_module_is_needed(
     on_device: MakeTwins, tmp_path: Path, monkeypatch: Any, module: str, owner: type, wait: str

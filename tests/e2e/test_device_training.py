@@ -17,8 +17,8 @@ from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, lose, on_device,
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, scalers_of, smallest_device_budget
-from swapper.train.cold_grad import ColdGradient
-from swapper.train.on_device import OnDevice
+from swapper.train.device.train_device import TrainingDevice
+from swapper.train.gradients.cold_grad import ColdGradient
 
 pytestmark = pytest.mark.large_table
 
@@ -150,11 +150,11 @@ def test_a_change_that_cannot_be_brought_home_lets_all_that_was_gathered_go(
     pair.train(train_step, steps=1)
     blocks, groups = list(pair.swapped.blocks.parameters()), pair.manager.current.run.model.groups
 
-    def fail(self: OnDevice, image: object) -> None:
+    def fail(self: TrainingDevice, image: object) -> None:
         monkeypatch.undo()  # the others are brought home
         raise swapper.IoError("read", "the drive", 0, 4096, 5)
 
-    monkeypatch.setattr(OnDevice, "bring_back", fail)
+    monkeypatch.setattr(TrainingDevice, "copy_back", fail)
     with pytest.raises(swapper.IoError), pair.manager.gather(blocks, write=True):
         assert sum(len(group.holds) for group in groups) > 1
     assert not any(group.holds for group in groups)

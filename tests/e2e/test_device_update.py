@@ -22,9 +22,9 @@ from e2e.device_twins import (
     step_again,
 )
 from e2e.models import Net, loss_of, tokens, train_step
-from swapper.device.storage import DeviceStorage
-from swapper.train.device_sweep import DeviceSweep, _Slot
-from swapper.train.update_rates import faster_place
+from swapper.device.device_storage import DeviceStorage
+from swapper.train.device.device_sweep import DeviceSweep, _Slot
+from swapper.train.updates.update_rates import faster_place
 
 pytestmark = pytest.mark.large_table
 
@@ -101,7 +101,7 @@ def test_a_device_without_room_for_slices_fails_the_step_and_it_can_be_taken_aga
 @pytest.mark.parametrize("rate, place", [(0.0, "device"), (1.0, "cpu")])
 def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate: float, place: str) -> None:
     times = iter([0.5, rate])
-    monkeypatch.setattr("swapper.train.update_rates._seconds", lambda act: next(times, 0.5))
+    monkeypatch.setattr("swapper.train.updates.update_rates._seconds", lambda act: next(times, 0.5))
     pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
     assert pair.manager.current.run.plan.update_on == place
     pair.train(train_step, steps=2)

@@ -12,13 +12,13 @@ from infer.host_device import HostDevice
 
 from e2e.device_twins import MIB, MakeTwins, forget_copies, on_device, two_steps
 from e2e.models import loss_of, tokens, train_step
-from swapper.counters import Counters
+from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
-from swapper.device.storage import DeviceStorage
 from swapper.device.tier import DeviceTier
 from swapper.errors import DeviceError, InvariantError
-from swapper.train.device_grads import DeviceGradients
-from swapper.train.device_sweep import DeviceSweep
+from swapper.runtime.counters import Counters
+from swapper.train.device.device_grads import DeviceGradients
+from swapper.train.device.device_sweep import DeviceSweep
 
 __all__ = ["on_device"]
 
@@ -120,7 +120,7 @@ def test_a_place_that_is_updated_while_it_is_copied_is_noticed(on_device: MakeTw
 def test_parameters_that_are_not_brought_anew_after_an_update_are_noticed(
     on_device: MakeTwins, monkeypatch: Any, update: str
 ) -> None:
-    monkeypatch.setattr(DeviceTier, "outdate", lambda self, image: None)
+    monkeypatch.setattr(DeviceTier, "invalidate", lambda self, image: None)
     with pytest.raises(AssertionError):
         pair = on_device(device_memory=64 * MIB, update=update)
         pair.train(train_step, steps=2)
@@ -153,9 +153,9 @@ def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device:
     monkeypatch.setattr(DeviceStorage, "let_compute_use", used)
     pair.train(train_step, steps=2)
 
-    def outdate(self: DeviceStorage) -> None:
+    def invalidate(self: DeviceStorage) -> None:
         self.filled_at = self._filler = None  # and no event of those kernels
 
-    monkeypatch.setattr(DeviceStorage, "outdate", outdate)
+    monkeypatch.setattr(DeviceStorage, "invalidate", invalidate)
     with pytest.raises(AssertionError, match="earlier kernels may still use"):
         pair.train(train_step, steps=2)

@@ -1,6 +1,6 @@
 """Graphs over graphs: their nodes read parameters that no module has leased, wherever those are at that moment.
 
-[Note: owed pages] (core/frames.py) is why deferred updates meet this most: what is owed is written when a backward brings
+[Note: owed pages] (paging/frames.py) is why deferred updates meet this most: what is owed is written when a backward brings
 it back, so that frames of parameters are promised to other pages while the graph over the graph is still to come.
 """
 
@@ -78,7 +78,7 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
         return engines[-1]
 
     model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-    with mock.patch("swapper.backing.open_engine", open_engine):
+    with mock.patch("swapper.train.session.session_resources.open_engine", open_engine):
         pair = twins(model, update="deferred", room_bytes=1 << 20)
     assert pair.manager is not None
     pager, engine = pair.manager.current.run.pager, engines[-1]
@@ -96,7 +96,7 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
         of = [value] if by == "input" else list(model.parameters())
         gradients = torch.autograd.grad(result.sum(), of, create_graph=True)
         if swapped:
-            promised.append(any(page.heir is not None for page in first))
+            promised.append(any(page.next_owner is not None for page in first))
             engine.let_go()
         loss = result.square().mean() + sum(gradient.square().sum() for gradient in gradients)
         loss.backward()

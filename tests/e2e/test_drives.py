@@ -16,8 +16,8 @@ import swapper
 from e2e import killed_run
 from e2e.models import Net, finish_step, train_step
 from e2e.twins import Twins, assert_same_state
-from swapper.checkpoint.verify import verify
 from swapper.cli.doctor import look
+from swapper.durability.verify import verify
 from swapper.io.engines import EngineOfDrives
 
 MakeTwins = Callable[..., Twins]

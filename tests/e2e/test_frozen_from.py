@@ -21,8 +21,8 @@ from e2e.cold_operations import cold
 from e2e.lent_files import FORMS, bytes_of, found_in, frozen, half_frozen, lent_pages, saved, shifted, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, send_away, smallest_budget
-from swapper.checkpoint.publication import Publication
-from swapper.checkpoint.verify import verify
+from swapper.durability.publication import Publication
+from swapper.durability.verify import verify
 from swapper.integrations.transformers import for_training
 
 MakeTwins = Callable[..., Twins]
@@ -222,10 +222,10 @@ def test_the_plan_says_what_it_saves(tmp_path: Path) -> None:
     base_bytes = sum(p.nbytes for p in frozen(model).values())
     with swapper.SwapManager(tmp_path, "16MiB") as manager:
         copied = manager.plan(model, trained(model), params="nvme")
-        lent = manager.plan(model, trained(model), params="nvme", frozen_from=path)
-    assert copied.space_bytes - lent.space_bytes >= 2 * base_bytes - lent.turns * 4096 * len(frozen(model))
-    assert sum(lent.space_by_drive()) == lent.space_bytes
-    assert f"read from {path}" in str(lent)
+        external = manager.plan(model, trained(model), params="nvme", frozen_from=path)
+    assert copied.space_bytes - external.space_bytes >= 2 * base_bytes - external.turns * 4096 * len(frozen(model))
+    assert sum(external.space_by_drive()) == external.space_bytes
+    assert f"read from {path}" in str(external)
     assert "read from" not in str(copied)
     with swapper.SwapManager(tmp_path, "16MiB") as manager:
         manager.offload(model, trained(model), params="nvme", frozen_from=path)
@@ -242,7 +242,7 @@ def test_what_is_changed_goes_to_the_swap_files_and_the_file_stays(tmp_path: Pat
     before = bytes_of(path)
     pair = twins(model, frozen_from=path)
     assert pair.manager is not None
-    lent = lent_pages(pair.manager)
+    external = lent_pages(pair.manager)
 
     def change(model: Any, _: Any) -> None:
         weight = model.blocks[1].up.weight
@@ -255,7 +255,7 @@ def test_what_is_changed_goes_to_the_swap_files_and_the_file_stays(tmp_path: Pat
     pair.train(train_step, steps=1)
     pair.both(change)
     send_away(pair.manager)
-    assert 0 < lent_pages(pair.manager) < lent
+    assert 0 < lent_pages(pair.manager) < external
     assert_same(dict(pair.swapped.state_dict()), dict(pair.plain.state_dict()))
     pair.train(train_step, steps=2)
     pair.manager.snapshot(tmp_path / "x.pt").wait()
@@ -269,10 +269,10 @@ def test_a_state_dict_that_is_loaded_moves_only_what_it_changes(tmp_path: Path, 
     pair = twins(model, frozen_from=saved(model, tmp_path / "base.safetensors"))
     pair.train(train_step, steps=1)
     assert pair.manager is not None
-    lent = lent_pages(pair.manager)
+    external = lent_pages(pair.manager)
     pair.swapped.load_state_dict(pair.plain.state_dict())
     send_away(pair.manager)
-    assert lent_pages(pair.manager) == lent
+    assert lent_pages(pair.manager) == external
     pair.train(train_step, steps=1)
     pair.finish()
 

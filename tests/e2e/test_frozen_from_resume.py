@@ -14,7 +14,7 @@ import torch
 import swapper
 from e2e.lent_files import found_in, frozen, half_frozen, saved, trained
 from e2e.models import train_step
-from swapper.checkpoint.verify import verify
+from swapper.durability.verify import verify
 
 
 class Run:
@@ -60,7 +60,7 @@ def test_a_run_goes_on_wherever_the_file_is_meanwhile(run: Run) -> None:
 def test_a_run_that_goes_on_after_a_restart_of_the_system(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """All checksums are compared then; what is lent has none."""
     run.train(1)
-    monkeypatch.setattr("swapper.checkpoint.resume.boot_id", lambda: "another one")
+    monkeypatch.setattr("swapper.durability.recovery.boot_id", lambda: "another one")
     assert run.train(1)
 
 

@@ -31,7 +31,7 @@ from e2e.models import (
     train_step,
 )
 from e2e.twins import Twins
-from swapper.train.storage import GroupParameters
+from swapper.train.parameters.parameter_group import GroupParameters
 
 MakeTwins = Callable[..., Twins]
 

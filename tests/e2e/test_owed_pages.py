@@ -1,6 +1,6 @@
 """With deferred updates some parameters are written in backward, not in the forward that made them.
 
-In between the gradients' room alone has them, and whoever looks finds them there. [Note: owed pages], core/frames.py
+In between the gradients' room alone has them, and whoever looks finds them there. [Note: owed pages], paging/frames.py
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 from e2e.models import Net, finish_step, loss_of, tokens, train_step
 from e2e.twins import Twins, penalty_of
-from swapper.core.section import Page
+from swapper.paging.section import Page
 
 MakeTwins = Callable[..., Twins]
 
@@ -29,8 +29,8 @@ def make(twins: MakeTwins) -> Twins:
     return pair
 
 
-def owed(pair: Twins) -> list[Page]:
-    return list(pair.manager.current.run.pager._frames.owed.values())
+def deferred_writes(pair: Twins) -> list[Page]:
+    return list(pair.manager.current.run.pager._frames.deferred_writes.values())
 
 
 def test_a_forward_leaves_some_writes_to_its_backward(twins: MakeTwins) -> None:
@@ -41,10 +41,10 @@ def test_a_forward_leaves_some_writes_to_its_backward(twins: MakeTwins) -> None:
         swapped = model is pair.swapped
         loss = loss_of(model, tokens())
         if swapped:
-            seen.append(len(owed(pair)))
+            seen.append(len(deferred_writes(pair)))
         loss.backward()
         if swapped:
-            assert not owed(pair)
+            assert not deferred_writes(pair)
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()
@@ -59,7 +59,7 @@ def test_who_reads_an_owed_parameter_past_its_guard_finds_what_it_is_now(twins: 
     pair.train(train_step, steps=3)
     batch = tokens()
     losses = [loss_of(model, batch) for model in (pair.plain, pair.swapped)]
-    pages = owed(pair)
+    pages = deferred_writes(pair)
     assert pages
     for page in pages:
         address = page.section.memory.data_ptr() + page.offset
@@ -85,10 +85,10 @@ def test_gradients_that_come_without_a_lease_have_what_waits_in_their_place_writ
         penalty = penalty_of(pair, model)
         finish_step(loss_of(model, tokens()), optimizer)
         loss = loss_of(model, tokens())
-        before = owed(pair)
+        before = deferred_writes(pair)
         penalty.backward()
         if swapped:
-            waited.append(len(before) - len(owed(pair)))
+            waited.append(len(before) - len(deferred_writes(pair)))
         finish_step(loss, optimizer)
         return [penalty.detach(), loss.detach()]
 
@@ -103,12 +103,12 @@ def test_who_looks_between_forward_and_backward_finds_all_of_it(twins: MakeTwins
     pair.train(train_step, steps=3)
     batch = tokens()
     losses = [loss_of(model, batch) for model in (pair.plain, pair.swapped)]
-    assert owed(pair)
+    assert deferred_writes(pair)
     assert torch.equal(*losses)
     if what == "snapshot":
         pair.manager.snapshot(tmp_path / "s.pt").wait()
         assert_is_plain(pair, torch.load(tmp_path / "s.pt")["model"])
-        assert not owed(pair)
+        assert not deferred_writes(pair)
     elif what == "evaluation":
         with torch.no_grad():
             assert torch.equal(*(loss_of(model, batch) for model in (pair.plain, pair.swapped)))

@@ -12,7 +12,7 @@ from torch import nn
 
 import swapper
 from e2e.twins import Twins, adamw, scalers_of
-from swapper.train.cold_grad import ColdGradient
+from swapper.train.gradients.cold_grad import ColdGradient
 
 MakeTwins = Callable[..., Twins]
 WIDTH = 256

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import swapper
 from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python
-from swapper.ranks import CommitId, Held, choose
+from swapper.durability.ranks import CommitId, Held, choose
 
 
 def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True) -> list[str]:

@@ -17,13 +17,13 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python
 from e2e.stopped_calls import why_not
 from e2e.twins import Twins, adamw, assert_same, named_budget
-from swapper.checkpoint.committer import Committer
-from swapper.core.layout import Slot, TensorSpec
-from swapper.core.memory import HostMemory
-from swapper.core.store import Store
-from swapper.train.content import CarriedContent
-from swapper.train.parked_grads import ParkedGradients
-from swapper.train.slices import Place
+from swapper.durability.committer import Committer
+from swapper.paging.host_memory import HostMemory
+from swapper.paging.planning.layout import Slot, TensorSpec
+from swapper.paging.store.swap_files import Store
+from swapper.train.gradients.gradient_stash import GradientStash
+from swapper.train.layout.content import CarriedSource
+from swapper.train.layout.slices import TensorLocation
 
 pytestmark = pytest.mark.large_table
 
@@ -306,8 +306,8 @@ def test_what_fails_half_way_leaves_the_run_as_it_was(
 
     target = {
         "open": (Committer, "__init__"),
-        "fill": (CarriedContent, "_file"),
-        "gradients": (ParkedGradients, "empty_into"),
+        "fill": (CarriedSource, "_file"),
+        "gradients": (GradientStash, "empty_into"),
         "commit": (Store, "commit"),
     }[failing]
     count = 0
@@ -353,7 +353,7 @@ def test_reads_under_way_are_waited_for_where_the_next_one_cannot_be_asked_for(t
 
     content._engine = Noting()
     target = torch.empty(section.plan.nbytes, dtype=torch.uint8)
-    whole = Place(section, Slot(TensorSpec("all", "param", torch.uint8, (section.plan.nbytes,)), 0))
+    whole = TensorLocation(section, Slot(TensorSpec("all", "param", torch.uint8, (section.plan.nbytes,)), 0))
     with pytest.raises(KeyError):
         content._read(whole, 0, section.plan.nbytes, target)
     assert [ticket.done for ticket in asked] == [True]

@@ -14,7 +14,7 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
-from swapper.checkpoint.commit import encode_commit, publish_commit, read_commit
+from swapper.durability.commit import encode_commit, publish_commit, read_commit
 
 STEPS = 5
 
@@ -173,7 +173,7 @@ def test_a_changed_byte_of_the_record_is_found_wherever_it_is(tmp_path: Path) ->
 
 def test_a_run_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go(tmp_path, 1)
-    monkeypatch.setattr("swapper.checkpoint.commit.FORMAT", 999)
+    monkeypatch.setattr("swapper.durability.commit.FORMAT", 999)
     with pytest.raises(swapper.CheckpointError, match=r"is of format \d+, this swapper reads 999.*resume='discard'"):
         go(tmp_path, 2)
 

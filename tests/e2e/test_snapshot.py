@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import swapper
 from e2e.models import Convolutions, Net, image_step, loss_of, tokens, train_step
 from e2e.twins import PlainMasters, Twins, adamw, assert_same, assert_same_state
-from swapper.checkpoint.verify import verify
+from swapper.durability.verify import verify
 
 MakeTwins = Callable[..., Twins]
 

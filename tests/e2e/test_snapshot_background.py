@@ -18,7 +18,7 @@ from e2e import killed_run
 from e2e.processes import run_python
 from e2e.test_snapshot_sharing import Run
 from swapper import _C
-from swapper.checkpoint.verify import verify
+from swapper.durability.verify import verify
 
 
 def test_training_goes_on_before_it_is_published_and_it_has_the_step_it_was_taken_of(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from torch import nn
 import swapper
 from e2e import killed_run
 from e2e.processes import LONG_S
-from swapper.checkpoint.commit import read_commit
-from swapper.checkpoint.copying import copy
-from swapper.checkpoint.publication import Draft
-from swapper.checkpoint.verify import verify
-from swapper.directory import FALLBACK_NAME
+from swapper.durability.commit import read_commit
+from swapper.durability.copying import copy
+from swapper.durability.directory import FALLBACK_NAME
+from swapper.durability.publication import Draft
+from swapper.durability.verify import verify
 
 
 def digest(path: Path) -> str:
@@ -131,7 +131,7 @@ def test_a_snapshot_that_takes_long_to_copy_stops_no_step_and_is_of_its_own(
         go_on.wait()
         return copy(*arguments)
 
-    monkeypatch.setattr("swapper.checkpoint.publication.copy", copy_late)
+    monkeypatch.setattr("swapper.durability.publication.copy", copy_late)
     ticket = run.manager.snapshot(tmp_path / "a.pt")
     run.train(3)
     assert reached.wait(LONG_S) and not ticket.done

@@ -17,8 +17,8 @@ from e2e.models import Net, train_step
 from e2e.processes import run_python
 from e2e.twins import Twins
 from swapper.cli import app
-from swapper.run import Run
-from swapper.trace import LANES, TRACKS, Trace
+from swapper.runtime.trace import LANES, TRACKS, Trace
+from swapper.train.session.training_session import TrainingSession
 
 MakeTwins = Callable[..., Twins]
 
@@ -118,10 +118,10 @@ def test_a_run_that_ends_by_an_error_leaves_its_trace(
     pair = twins(Net())
     pair.train(train_step, steps=1)
 
-    def fail(run: Run) -> None:
+    def fail(run: TrainingSession) -> None:
         raise swapper.IoError("write", "the drive", 0, 4096, 28)
 
-    monkeypatch.setattr(Run, "finish", fail)
+    monkeypatch.setattr(TrainingSession, "finish", fail)
     with pytest.raises(swapper.IoError):
         pair.manager.close()
     assert "step" in {span["name"] for span in spans_of(tmp_path / "trace.json")}

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import swapper
 from e2e import corrupted, killed_run
-from swapper.checkpoint.commit import read_commit
-from swapper.checkpoint.manifest import MANIFEST_NAME
-from swapper.checkpoint.verify import Fault, verify
 from swapper.cli import app
+from swapper.durability.commit import read_commit
+from swapper.durability.verify import Fault, verify
+from swapper.formats.torch_zip.manifest import MANIFEST_NAME
 
 
 @pytest.fixture(scope="module")

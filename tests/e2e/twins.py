@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 import swapper
 from e2e.models import WIDTH, finish_step, train_step
-from swapper.core.residency import Residency
-from swapper.train.cold_grad import ColdGradient
+from swapper.paging.residency import Residency
+from swapper.train.gradients.cold_grad import ColdGradient
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 

@@ -18,14 +18,14 @@ import torch
 import swapper
 from fuzz import originals
 from swapper.checkpoint import load
-from swapper.checkpoint.commit import read_commit
 from swapper.checkpoint.exporting import export
 from swapper.checkpoint.inspecting import inspect
-from swapper.checkpoint.retention import Retention
-from swapper.checkpoint.verify import verify
-from swapper.directory import RETENTION_NAME
-from swapper.drives import read_record
+from swapper.durability.commit import read_commit
+from swapper.durability.directory import RETENTION_NAME
+from swapper.durability.retention import Retention
+from swapper.durability.verify import verify
 from swapper.errors import BudgetError, ConfigError, SwapperError
+from swapper.io.drives import read_record
 from swapper.io.files import OpenFiles
 from swapper.io.striping import Stripes
 
@@ -98,7 +98,7 @@ def _dcp_load(directory: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from swapper.checkpoint.storage_reader import StorageReader
+    from swapper.checkpoint.dcp.storage_reader import StorageReader
 
     wanted = {"a": torch.zeros(6, 5), "b": torch.zeros(7, dtype=torch.long)}
     reader = StorageReader(directory)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.cli.gpt import Gpt, GptConfig
+from swapper.bench.gpt import Gpt, GptConfig
 
 CONFIG = GptConfig(vocabulary=512, context=32, layers=6, width=256)
 BUDGET = "6MiB"

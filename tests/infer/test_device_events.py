@@ -9,7 +9,7 @@ import swapper
 from infer.device_models import MIB, check, load, run
 from infer.host_device import HostDevice
 from infer.small import make
-from swapper.device.storage import DeviceStorage
+from swapper.device.device_storage import DeviceStorage
 from swapper.device.uploads import Uploads
 
 pytestmark = pytest.mark.large_table

@@ -13,10 +13,10 @@ from torch import nn
 import swapper
 from swapper import _C
 from swapper.checkpoint.exporting import export
-from swapper.checkpoint.sources import open_source
-from swapper.infer.experts import Experts
-from swapper.infer.files import WeightFiles
-from swapper.infer.matching import Recipe
+from swapper.formats.sources import open_source
+from swapper.infer.mapping.matching import Recipe
+from swapper.infer.operators.experts import Experts
+from swapper.infer.runtime.model_files import WeightFiles
 
 WIDTH, EXPERTS = 256, 8
 

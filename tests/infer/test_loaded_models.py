@@ -14,7 +14,7 @@ from torch import nn
 
 import swapper
 from infer.small import BUDGET, CONFIG, TOKENS, make, on_meta, run
-from swapper.cli.gpt import Gpt
+from swapper.bench.gpt import Gpt
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from infer.sharding_process import save_together
 from infer.small import TOKENS, make, on_meta
 from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export
-from swapper.checkpoint.sources import open_source
+from swapper.formats.sources import open_source
 from swapper.integrations.transformers import from_pretrained
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*")  # torch.distributed's remarks

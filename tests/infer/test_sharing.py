@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 import swapper
 from infer.small import CONFIG, TOKENS, make, on_meta, total_bytes
-from swapper.cli.gpt import GptConfig
-from swapper.infer.passes import Passes
+from swapper.bench.gpt import GptConfig
+from swapper.infer.planning.pass_predictor import PassPredictor
 from swapper.integrations.transformers import from_pretrained
 
 SMALL = GptConfig(vocabulary=512, context=32, layers=2, width=256)
@@ -123,11 +123,11 @@ def test_what_cannot_share_is_refused(files):
 
 
 def test_the_next_pass_is_the_one_that_came_next_before():
-    alone = Passes([""])
+    alone = PassPredictor([""])
     assert alone.note("", [1, 2, 3]) == [1, 2, 3]
     assert alone.note("layers.1", [2]) is None
     assert alone.note("layers.1", [2]) == [2]
-    two = Passes(["a", "b"])
+    two = PassPredictor(["a", "b"])
     assert two.note("a", [1, 2]) == [1, 2]
     assert two.note("b", [3]) == [3]
     assert two.note("a", [1, 2]) == [3, 1, 2]

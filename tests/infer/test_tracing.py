@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import swapper
-from swapper.checkpoint.sources import StoredTensor
-from swapper.infer.tracing import Traced, recipe_of
+from swapper.formats.sources import StoredTensor
+from swapper.infer.mapping.tracing import Traced, recipe_of
 
 
 def traced(*shape):

@@ -97,7 +97,7 @@ def test_locked_tensors(handle: AioHandle, path: Path) -> None:
 
 
 def test_a_locked_tensor_that_nobody_has_gives_its_memory_back() -> None:
-    from swapper.io import locked
+    from swapper.io.handle import locked
 
     with AioHandle() as handle:
         before = len(locked._locked_bytes)

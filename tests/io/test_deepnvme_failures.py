@@ -13,7 +13,7 @@ import torch
 from handle_bytes import RunPython, noise, raw
 
 from swapper import AioHandle, IoError
-from swapper.cli.memory import PeakMemory
+from swapper.bench.memory import PeakMemory
 
 
 def test_a_write_of_5000_bytes_leaves_5000_bytes(handle: AioHandle, path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from simulated_engine import File, SimulationError
 from simulated_store import SimulatedStore, part_of
 
-from swapper.core.section import Page
+from swapper.paging.section import Page
 
 
 class KeptContents:
-    """Commits and publishes as checkpoint/committer.py and snapshot.py do, and knows from then on what must not change.
+    """Commits and publishes as durability/committer.py and snapshot.py do, and knows from then on what must not change.
 
     Attributes:
         published: snapshots that share a swap file, with their content.

@@ -11,8 +11,8 @@ from random import Random
 from simulated_engine import SimulationError
 from simulated_run import Lease, Run
 
-from swapper.core.pager import Pager
-from swapper.core.schedule import Access
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
 
 TOLERANCES = (None, 1, 4)
 PATIENCE = 60
@@ -41,9 +41,14 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     frames = min(needed + random.choice([0, 0, 1, 2, 5, pages]), pages)
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
     sections = [*param_pages, *state_pages]
-    owed = random.choice([0, 1, frames // 2]) if frames > needed else 0
+    deferred_writes = random.choice([0, 1, frames // 2]) if frames > needed else 0
     strays = frames > needed and random.random() < 0.5
-    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3], "strays": strays}
+    options = {
+        "victim_cache": True,
+        "max_deferred_writes": deferred_writes,
+        "tolerance": TOLERANCES[seed % 3],
+        "strays": strays,
+    }
     run = Run(seed, sections, frames, guess, pager_class, fault_rate, threads, **options)
     for group in range(groups):
         for number in (*states[group], *params[group]):
@@ -77,9 +82,14 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     frames = random.randint(1, pages)
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
-    owed = random.choice([0, 1, frames // 2]) if frames > 1 else 0
+    deferred_writes = random.choice([0, 1, frames // 2]) if frames > 1 else 0
     strays = frames > 1 and random.random() < 0.5
-    options = {"spare": True, "most_owed": owed, "tolerance": TOLERANCES[seed % 3], "strays": strays}
+    options = {
+        "victim_cache": True,
+        "max_deferred_writes": deferred_writes,
+        "tolerance": TOLERANCES[seed % 3],
+        "strays": strays,
+    }
     run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, **options)
     for number in range(pages):
         if random.random() < 0.9:
@@ -139,7 +149,7 @@ def run_pages(order: list[Access], group: int) -> tuple[int, ...]:
 
 
 def _sweep(run: Run, slices: list[Access]) -> None:
-    """Hand over hand, as train/sweep.py does: lease the next slice, release the last, wait for the next, update it."""
+    """Hand over hand, as train/updates/sweep.py does: lease the next slice, release the last, wait for the next, update it."""
     last: Lease | None = None
     for access in slices:
         run.make_way_for(access)

@@ -10,9 +10,9 @@ from typing import Any
 
 from simulated_run import Run
 
-from swapper.core.residency import Residency
-from swapper.core.schedule import Access
 from swapper.errors import IoError
+from swapper.paging.planning.schedule import Access
+from swapper.paging.residency import Residency
 
 IDLE, SLOW, EAGER = 0.0, 0.02, 1.0
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from kept_contents import KeptContents
 from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
-from simulated_spare import Spare
+from simulated_spare import VictimCache
 from simulated_store import PAGE_BYTES, SimulatedStore, make_sections
 
-from swapper.core.pager import Pager
-from swapper.core.pool import Pool
-from swapper.core.residency import Residency
-from swapper.core.schedule import Access, Schedule
-from swapper.core.section import Page
-from swapper.counters import Counters
 from swapper.errors import BudgetError, IoError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access, Schedule
+from swapper.paging.pool import Pool
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+from swapper.runtime.counters import Counters
 
 REQUESTS_INSIDE = 3
 """Other threads ask for something so often, at most, while one waits."""
@@ -75,9 +75,9 @@ class Run:
         window_pages: int | None = None,
         lazy: bool | None = None,
         transient: frozenset[int] = frozenset(),
-        spare: bool = False,
+        victim_cache: bool = False,
         tolerance: int | None = None,
-        most_owed: int = 0,
+        max_deferred_writes: int = 0,
         strays: bool = False,
     ) -> None:
         self.random = Random(seed)
@@ -108,7 +108,7 @@ class Run:
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
         # What is owed, or was written while it was away, comes back by way of a frame.
-        self._most_leased = frame_count - 1 if most_owed or strays else frame_count
+        self._most_leased = frame_count - 1 if max_deferred_writes or strays else frame_count
         self.pager = pager_class(
             self.pages,
             pool,
@@ -117,12 +117,12 @@ class Run:
             Counters(),
             window_pages=window_pages,
             lazy=lazy,
-            most_owed=most_owed,
+            max_deferred_writes=max_deferred_writes,
             writes_noted=lambda: self.stray_writes,
         )
-        self.spare = Spare(self.arena, Random(f"spare {seed}"))
-        if spare:
-            self.pager.use_spare(self.spare)
+        self.victim_cache = VictimCache(self.arena, Random(f"spare {seed}"))
+        if victim_cache:
+            self.pager.use_spare(self.victim_cache)
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.kept = KeptContents(self.pages, self.store)
@@ -163,9 +163,9 @@ class Run:
 
     def lease(self, access: Access, other: bool = False) -> Lease | None:
         if self.random.random() < 0.1 and not other:
-            dropped = self.spare.choose()
+            dropped = self.victim_cache.choose()
             if self.attempt(self.pager.drop_kept, dropped):
-                self.spare.take_back(dropped)
+                self.victim_cache.take_back(dropped)
         lease = Lease(access, other)
         self.leases.append(lease)
         if not self.attempt(self.pager.lease, access):
@@ -188,7 +188,7 @@ class Run:
         return True
 
     def write_past_the_guard(self) -> None:
-        """Change a page by way of an alias, though nobody leases it. [Note: writes that nobody announced], core/frames.py"""
+        """Change a page by way of an alias, though nobody leases it. [Note: writes that nobody announced], paging/frames.py"""
         idle = [p for p in self.pages if not (p.leases or p.section.transient or p.fresh or p.index in self.unfilled)]
         idle = [page for page in idle if self.content[page.index] is not None]
         if idle and self.strays:
@@ -254,7 +254,7 @@ class Run:
         return True
 
     def publish(self) -> bool:
-        """Commit, and begin to make a swap file a snapshot, as checkpoint/snapshot.py does. False if the drive fails."""
+        """Commit, and begin to make a swap file a snapshot, as durability/snapshot.py does. False if the drive fails."""
         if not self.commit():
             return False
         self.kept.publish()
@@ -332,7 +332,9 @@ class Run:
         self.pager.check()
         for page in self.pages:
             window = page.section.window
-            in_memory = page.residency in IN_MEMORY and page.heir is None  # [Note: promised frames], core/frames.py
+            in_memory = (
+                page.residency in IN_MEMORY and page.next_owner is None
+            )  # [Note: promised frames], paging/frames.py
             expected = (self.pool.offset(page.frame), page.nbytes) if in_memory and page.frame is not None else None
             if window.mapped.get(page.offset) != expected:  # type: ignore[attr-defined]
                 raise SimulationError(f"{page} should be mapped to {expected}")
@@ -343,15 +345,15 @@ class Run:
         if self._is_written(page):
             if page.index not in self.unfilled and self._shown(page) != content:
                 raise SimulationError(f"what was written past the guard of {page} is lost")
-        elif page.residency is Residency.WRITING and page.heir is not None:
+        elif page.residency is Residency.WRITING and page.next_owner is not None:
             if self._shown(page) != content:
                 raise SimulationError(f"{page} is neither in memory nor on the drive")
         elif page.residency in IN_MEMORY:
             if page.index not in self.unfilled and self.look(page.index) != content:
                 raise SimulationError(f"{page} in memory is not what was written to it")
-        elif page.index in self.pager._frames.owed:
-            self.engine.seen["owed"] += 1
-            if self.spare.content(page) != content:
+        elif page.index in self.pager._frames.deferred_writes:
+            self.engine.seen["deferred_writes"] += 1
+            if self.victim_cache.content(page) != content:
                 raise SimulationError(f"{page} is owed, and spare memory does not have what was written to it")
         elif content != stored:
             raise SimulationError(f"{page} is not in memory, and the drive does not have what was written to it")

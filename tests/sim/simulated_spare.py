@@ -6,10 +6,10 @@ from random import Random
 
 from simulated_engine import Arena
 
-from swapper.core.section import Page
+from swapper.paging.section import Page
 
 
-class Spare:
+class VictimCache:
     """Spare memory as the pager sees it: room by chance, and taken back by chance."""
 
     def __init__(self, arena: Arena, random: Random) -> None:

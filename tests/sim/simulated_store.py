@@ -8,11 +8,11 @@ from random import Random
 import torch
 from simulated_engine import Engine, File
 
-from swapper.core.layout import SectionPlan
-from swapper.core.section import Page, Section
-from swapper.core.store import TURNS, Store
-from swapper.core.swap_file import SwapFile
-from swapper.drives import Drives
+from swapper.io.drives import Drives
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.section import Page, Section
+from swapper.paging.store.swap_file import SwapFile
+from swapper.paging.store.swap_files import TURNS, Store
 
 PAGE_BYTES = 16
 

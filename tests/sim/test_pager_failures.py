@@ -7,7 +7,7 @@ import errno
 import pytest
 from scripted import EAGER, IDLE, SLOW, change, error_of, fail, make, pass_over, use, write
 
-from swapper.core.residency import Residency
+from swapper.paging.residency import Residency
 
 # --- commits ----------------------------------------------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Pages whose write waits in spare memory until they come back: [Note: owed pages] in core/frames.py."""
+"""Pages whose write waits in spare memory until they come back: [Note: owed pages] in paging/frames.py."""
 
 from __future__ import annotations
 
 from scripted import EAGER, IDLE, change, error_of, fail, make, pass_over, use, write
 from simulated_run import Run
 
-from swapper.core.residency import Residency
+from swapper.paging.residency import Residency
 
 PARAMS = (0, 1, 2, 3)
 MAKE = [change(("slice", page), page, page + 4, fresh=(page,)) for page in PARAMS]  # a parameter, and its state
@@ -13,31 +13,31 @@ FORWARD = [use(("param", page), page) for page in PARAMS]
 STEP = [*(access for pair in zip(MAKE, FORWARD, strict=True) for access in pair), *reversed(FORWARD)]
 
 
-def deferred(hurry: float = IDLE, frames: int = 4, most_owed: int = 2) -> Run:
+def deferred(hurry: float = IDLE, frames: int = 4, max_deferred_writes: int = 2) -> Run:
     """A run whose updates are made as the forward goes, two steps later."""
-    run = make(8, frames, tuple(STEP), hurry, spare=True, most_owed=most_owed)
-    run.spare.generosity = 1.0
+    run = make(8, frames, tuple(STEP), hurry, victim_cache=True, max_deferred_writes=max_deferred_writes)
+    run.victim_cache.generosity = 1.0
     for _ in range(2):
         pass_over(run, STEP)
         run.pager.end_step()
     return run
 
 
-def owed(run: Run) -> set[int]:
-    return set(run.pager._frames.owed)
+def deferred_writes(run: Run) -> set[int]:
+    return set(run.pager._frames.deferred_writes)
 
 
 def owing(run: Run) -> Run:
     """In the middle of a step, with a page owed."""
     pass_over(run, STEP[:4])
-    assert 0 in owed(run)
-    assert all(run.pages[index].residency is Residency.COLD for index in owed(run))
+    assert 0 in deferred_writes(run)
+    assert all(run.pages[index].residency is Residency.COLD for index in deferred_writes(run))
     return run
 
 
 def test_a_dump_says_how_much_is_owed():
     run = owing(deferred())
-    assert f"{len(owed(run))} to be written once they are back" in run.pager.describe()
+    assert f"{len(deferred_writes(run))} to be written once they are back" in run.pager.describe()
     pass_over(run, STEP[4:])
     assert "to be written" not in run.pager.describe()
     run.finish()
@@ -46,7 +46,7 @@ def test_a_dump_says_how_much_is_owed():
 def test_what_is_owed_is_written_when_backward_brings_it_back_and_nothing_of_it_is_read():
     run = owing(deferred())
     pass_over(run, STEP[4:])
-    assert not owed(run)
+    assert not deferred_writes(run)
     assert (
         run.pager.counters.read_bytes["state"] <= run.pages[0].nbytes * len(PARAMS) * 4
     )  # of state, in three steps and ahead
@@ -57,15 +57,15 @@ def test_a_drive_with_nothing_else_to_write_is_owed_nothing():
     run = deferred(EAGER)
     for access in STEP:
         pass_over(run, [access])
-        assert not owed(run)
+        assert not deferred_writes(run)
     run.finish()
 
 
 def test_no_more_is_owed_than_may_be():
     for most in range(4):
-        run = deferred(most_owed=most)
+        run = deferred(max_deferred_writes=most)
         pass_over(run, STEP[:8])
-        assert len(owed(run)) <= most
+        assert len(deferred_writes(run)) <= most
         run.finish()
 
 
@@ -74,7 +74,7 @@ def test_writes_are_not_done_while_any_is_owed_and_a_flush_does_them():
     assert run.attempt(run.pager.wait_for_writes)
     assert not run.commit(flush=False)
     assert run.commit()
-    assert not owed(run)
+    assert not deferred_writes(run)
     run.finish()
 
 
@@ -92,8 +92,8 @@ def test_what_was_made_for_a_use_that_does_not_come_is_written_at_the_end_of_the
 def test_spare_memory_that_is_wanted_back_is_not_before_what_it_owes_is_written():
     run = owing(deferred())
     assert run.attempt(run.pager.drop_kept, [0])
-    run.spare.take_back([0])
-    assert 0 not in owed(run)
+    run.victim_cache.take_back([0])
+    assert 0 not in deferred_writes(run)
     run.check()
     run.finish()
 
@@ -125,6 +125,6 @@ def test_what_is_thrown_away_is_owed_no_more_and_awaited_no_more():
     run = owing(deferred())
     pass_over(run, MAKE[2:3])
     run.discard()
-    assert not owed(run) and run.pager.writes_are_done()
+    assert not deferred_writes(run) and run.pager.writes_are_done()
     write(run, 0)
     run.finish()

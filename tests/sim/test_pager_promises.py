@@ -6,8 +6,8 @@ import pytest
 from scripted import EAGER, IDLE, change, fail, in_memory, make, pass_over, use, write
 from simulated_run import Run
 
-from swapper.core.residency import Residency
 from swapper.errors import BudgetError, InvariantError
+from swapper.paging.residency import Residency
 
 # --- the schedule is followed -----------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def test_a_long_run_remembers_no_more_than_it_needs():
     run = make(3, 3, tuple(cycle))
     for _ in range(100):
         pass_over(run, cycle)
-        assert len(run.pager._frames._leavers) <= 8 * 3 + 65
+        assert len(run.pager._frames._victims) <= 8 * 3 + 65
     run.finish()
 
 

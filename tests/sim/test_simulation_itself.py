@@ -10,12 +10,12 @@ from programs import train, wander
 from simulated_engine import SimulationError
 from simulated_run import Run
 
-from swapper.core.frames import Frames
-from swapper.core.pager import Pager
-from swapper.core.residency import Residency
-from swapper.core.schedule import Access
-from swapper.core.section import Page
 from swapper.errors import BudgetError, InvariantError
+from swapper.paging.frames import Frames
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
 
 SEEDS = range(40)
 
@@ -28,7 +28,7 @@ def test_the_seeds_meet_every_case():
                 seen += program(seed, 0.05, threads).engine.seen
     cases = (
         "read", "write", "failed read", "failed write", "read after another", "cancelled read", "told",
-        "request during another's wait", "owed",
+        "request during another's wait", "deferred_writes",
         "stray write, COLD", "stray write, CLEAN", "stray write, WRITING",
     )  # fmt: skip
     assert all(seen[case] > (0 if case.startswith("stray") else 20) for case in cases), seen
@@ -75,19 +75,19 @@ class ShowsPromisedFrames(Frames):
         pass
 
     def _settle_write(self, page: Page) -> None:
-        heir = page.heir
+        next_owner = page.next_owner
         super()._settle_write(page)
-        if heir is not None and page.residency is Residency.COLD:
+        if next_owner is not None and page.residency is Residency.COLD:
             self._unmap(page)
 
 
 class PromisesTooLate(Frames):
-    def claim(self, page: Page, fresh: bool, leaver: Page | None, keep: bool = False) -> None:
-        self._promise, promise = (lambda leaver: None), self._promise  # type: ignore[method-assign]
-        super().claim(page, fresh, leaver, keep)
+    def claim(self, page: Page, fresh: bool, victim: Page | None, keep: bool = False) -> None:
+        self._promise, promise = (lambda victim: None), self._promise  # type: ignore[method-assign]
+        super().claim(page, fresh, victim, keep)
         del self._promise
-        if leaver is not None and leaver.heir is not None:
-            promise(leaver)
+        if victim is not None and victim.next_owner is not None:
+            promise(victim)
 
 
 class ForgetsStrayWrites(Pager):
@@ -109,13 +109,13 @@ class EvictsDirty(Pager):
 
 
 class OwesForEver(Pager):
-    def _bring_home(self, owed: Any) -> None:
+    def _fault_in_deferred(self, deferred_writes: Any) -> None:
         pass
 
 
 class ForgetsToWriteOwed(Frames):
     def _load(self, page: Page) -> None:
-        self.owed.pop(page.index, None)
+        self.deferred_writes.pop(page.index, None)
         super()._load(page)
 
 

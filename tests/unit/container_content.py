@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.checkpoint.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
+from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
 
 DTYPES = [
     torch.float32,

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from swapper.core.budget import (
+from swapper.errors import BudgetError
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.paging.planning.budget import (
     ARENA_ALIGNMENT_BYTES,
     SMALL_SECTION_BYTES,
     Budget,
     divide,
     resident_bytes,
 )
-from swapper.core.layout import SECTOR_BYTES
-from swapper.errors import BudgetError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

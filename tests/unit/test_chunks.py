@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swapper.checkpoint.chunks import Chunk, ChunkedTensor
-from swapper.checkpoint.joined import Extent, JoinedFile
-from swapper.checkpoint.stored import StoredTensor
+from swapper.formats.chunks import Chunk, ChunkedTensor
+from swapper.formats.concatenated import ConcatenatedFile, Extent
+from swapper.formats.stored import StoredTensor
 
 FILE = Path("/nowhere")
 
@@ -77,7 +77,7 @@ def test_chunks_that_do_not_tile_the_tensor_are_refused(
 
 
 def test_a_joined_file_finds_every_range() -> None:
-    joined = JoinedFile()
+    joined = ConcatenatedFile()
     content = bytearray()
     origin = bytes(range(251)) * 200
     for extents in (

@@ -13,13 +13,13 @@ import torch
 from e2e.processes import run_python, started_python
 from typer.testing import CliRunner
 
+from swapper.bench.corpus import Corpus
+from swapper.bench.drive import DriveSpeed, measure_drive
+from swapper.bench.gpt import Gpt, GptConfig, make_gpt
+from swapper.bench.limit import StepLimit, step_bytes
+from swapper.bench.plain import PlainTraining
 from swapper.cli import app
-from swapper.cli.corpus import Corpus
-from swapper.cli.drive import DriveSpeed, measure_drive
-from swapper.cli.gpt import Gpt, GptConfig, make_gpt
-from swapper.cli.limit import StepLimit, step_bytes
 from swapper.cli.place import check_directory, choose_directory, filesystem_of
-from swapper.cli.plain import PlainTraining
 from swapper.errors import DirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +188,7 @@ def test_a_drive_is_measured_and_nothing_is_left(tmp_path):
 
 PEAK_MEMORY = """
 import mmap, time
-from swapper.cli.memory import PeakMemory
+from swapper.bench.memory import PeakMemory
 with PeakMemory(interval_s=0.01) as memory:
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
         held.write(bytes(64 << 20))

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from swapper.closing import end_all
+from swapper.runtime.teardown import close_all
 
 
 class Thing:
@@ -26,7 +26,7 @@ def test_all_are_called_in_order_and_the_first_error_is_raised(caplog: pytest.Lo
 
     errors = [None, KeyboardInterrupt(), ValueError("the second"), None]
     with caplog.at_level(logging.ERROR), pytest.raises(KeyboardInterrupt):
-        end_all(lambda n=n, e=e: end(n, e) for n, e in enumerate(errors))
+        close_all(lambda n=n, e=e: end(n, e) for n, e in enumerate(errors))
     assert called == [0, 1, 2, 3]
     assert [record.getMessage() for record in caplog.records] == ["ValueError: the second (after another error)"]
 
@@ -42,7 +42,7 @@ def test_what_had_raised_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
         with contextlib.suppress(ValueError):
-            end_all([end])
+            close_all([end])
         assert kept[0]() is None
     finally:
         gc.enable()

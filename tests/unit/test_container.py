@@ -14,8 +14,8 @@ from container_content import Content, assert_equal, bytes_of, example, random_p
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swapper.checkpoint.container import ALIGNMENT, ContainerLayout, Record, build_tail
 from swapper.errors import CheckpointError
+from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, Record, build_tail
 
 sizes = st.lists(st.integers(1, 64).map(lambda pages: pages * ALIGNMENT), max_size=10)
 long_sizes = st.lists(

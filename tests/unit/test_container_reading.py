@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
-from swapper.checkpoint.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
+from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
 
 GIB = 1 << 30
 

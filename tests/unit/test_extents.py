@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from swapper.core.extents import Extents
 from swapper.errors import InvariantError
+from swapper.io.extents import Extents
 
 
 @pytest.mark.parametrize("seed", range(20))

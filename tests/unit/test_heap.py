@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from swapper.core.heap import USERS_OWN
+from swapper.runtime.heap import USERS_OWN
 
 FREE = """
 import torch
-from swapper.core import heap
+from swapper.runtime import heap
 
 NBYTES, COUNT = 8 << 20, 16
 if not hasattr(heap._libc, "mallopt"):
@@ -43,7 +43,7 @@ print(*shares)
 
 
 SET_UP = """
-from swapper.core import heap
+from swapper.runtime import heap
 
 called = []
 heap._libc.mallopt = lambda *arguments: called.append(arguments)

@@ -19,10 +19,10 @@ import torch
 from swapper.checkpoint import load
 from swapper.checkpoint.exporting import export, select
 from swapper.checkpoint.inspecting import inspect
-from swapper.checkpoint.skeleton import read_skeleton
-from swapper.checkpoint.sources import open_source
-from swapper.checkpoint.unpickling import Global
 from swapper.errors import CheckpointError, SwapperError
+from swapper.formats.sources import open_source
+from swapper.formats.torch_zip.pickle_reader import read_skeleton
+from swapper.formats.torch_zip.unpickling import Global
 
 
 def pickled(*opcodes: bytes) -> bytes:
@@ -153,7 +153,7 @@ def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None
 
 
 def test_in_a_directory_of_dcp_and_of_an_item_they_are_refused(tmp_path: Path) -> None:
-    from swapper.checkpoint.storage_reader import StorageReader
+    from swapper.checkpoint.dcp.storage_reader import StorageReader
 
     for data in ENDLESS_WORK.values():
         (tmp_path / ".metadata").write_bytes(data)

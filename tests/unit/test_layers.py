@@ -57,7 +57,7 @@ CPP_SOURCES = sorted(path for suffix in ("*.h", "*.cpp") for path in (ROOT / "cs
 
 
 def part_of(module: str) -> str:
-    """Return the part of the package that a module (`swapper.core.pager`) belongs to. What is defined in it counts as it."""
+    """Return the part of the package that a module (`swapper.paging.pager`) belongs to. What is defined in it counts as it."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and any(parts[1] in layer for layer in PYTHON_LAYERS) else "swapper"
 
@@ -151,18 +151,18 @@ def test_every_part_of_the_package_has_its_layer():
     "module, source",
     [
         ("swapper.errors", "from swapper.core import pager"),
-        ("swapper.io.handle", "import swapper.core.pager"),
-        ("swapper.core.pager", "from swapper.train.slices import Slice"),
-        ("swapper.core.pager", "from ..train import slices"),
-        ("swapper.core.pager", "from swapper import SwapManager"),
-        ("swapper.core.pager", "import swapper"),
-        ("swapper.core.pager", "def late():\n    from swapper.checkpoint.container import Record"),
-        ("swapper.core.pager", "from torch import nn"),
-        ("swapper.core.pager", "import torch.distributed as dist"),
-        ("swapper.core.pager", "import torch\n\ntorch.cuda.synchronize()"),
-        ("swapper.train.hooks", "from swapper.infer.load import load"),
+        ("swapper.io.handle.aio", "import swapper.paging.pager"),
+        ("swapper.paging.pager", "from swapper.train.layout.slices import Slice"),
+        ("swapper.paging.pager", "from ..train import slices"),
+        ("swapper.paging.pager", "from swapper import SwapManager"),
+        ("swapper.paging.pager", "import swapper"),
+        ("swapper.paging.pager", "def late():\n    from swapper.formats.torch_zip.container import Record"),
+        ("swapper.paging.pager", "from torch import nn"),
+        ("swapper.paging.pager", "import torch.distributed as dist"),
+        ("swapper.paging.pager", "import torch\n\ntorch.cuda.synchronize()"),
+        ("swapper.train.parameters.train_hooks", "from swapper.infer.load import load"),
         ("swapper.infer.load", "from ..train.grads import HostGradients"),
-        ("swapper.checkpoint.snapshot", "from swapper.manager import SwapManager"),
+        ("swapper.durability.snapshot", "from swapper.manager import SwapManager"),
         ("swapper.manager", "from swapper.cli import app"),
     ],
 )
@@ -174,12 +174,12 @@ def test_an_import_against_the_rules_is_noticed(module, source):
     "module, source",
     [
         (
-            "swapper.core.store",
+            "swapper.paging.store.swap_files",
             "from swapper import _C\nfrom swapper.errors import IoError\nimport torch\n\ntorch.uint8",
         ),
-        ("swapper.core.store", "from .section import Page\nfrom ..io import handle"),
-        ("swapper.train.hooks", "from torch import nn\nfrom swapper.core.pager import Pager"),
-        ("swapper.checkpoint.resume", "from swapper.core.pool import Pool"),
+        ("swapper.paging.store.swap_files", "from .section import Page\nfrom ..io import handle"),
+        ("swapper.train.parameters.train_hooks", "from torch import nn\nfrom swapper.paging.pager import Pager"),
+        ("swapper.durability.recovery", "from swapper.paging.pool import Pool"),
         ("swapper.cli.demo", "import swapper\nfrom swapper import SwapManager"),
     ],
 )

@@ -9,17 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.core.layout import (
-    LARGE_TENSOR_BYTES,
-    SECTOR_BYTES,
-    TENSOR_ALIGNMENT_BYTES,
-    TensorSpec,
-    choose_page_bytes,
-    plan_group,
-    plan_section,
-    round_up,
-)
-from swapper.core.section import Section
+from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.paging.planning.layout import TensorSpec, choose_page_bytes, plan_group, plan_section
+from swapper.paging.section import Section
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex128]

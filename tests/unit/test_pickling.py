@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swapper.checkpoint.pickling import StorageRef, pickle_state
 from swapper.errors import CheckpointError
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 
 RECORD_BYTES = 4096
 
@@ -192,8 +192,8 @@ def test_meta_tensors_may_stand_for_payload() -> None:
 
 UNREADABLE = """
 import ctypes, mmap, torch
-from swapper.checkpoint.pickling import StorageRef, pickle_state
-from swapper.checkpoint.container import ContainerLayout, build_tail
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_zip.container import ContainerLayout, build_tail
 memory = mmap.mmap(-1, 8192)
 dtypes = torch.float32, torch.float8_e4m3fn
 tensors = [torch.frombuffer(memory, dtype=dtype, count=16, offset=4096) for dtype in dtypes]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swapper.core.pool import Pool
 from swapper.errors import InvariantError, IoError
+from swapper.paging.pool import Pool
 
 FRAME = 4096
 

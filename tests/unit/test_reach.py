@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from swapper.core.reach import Reach
+from swapper.paging.planning.prefetch_distance import PrefetchDistance
 
 CYCLE = 1000
 
 
-def after(*runs: int) -> Reach:
+def after(*runs: int) -> PrefetchDistance:
     """A step that jumped after each of `runs` accesses that came as expected, but for the last."""
-    reach = Reach()
+    reach = PrefetchDistance()
     for number, run in enumerate(runs):
         if number:
-            reach.jumped()
+            reach.miss()
         for _ in range(run):
-            reach.came()
+            reach.hit()
     return reach
 
 

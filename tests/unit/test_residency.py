@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from swapper.core.layout import SECTOR_BYTES, SectionPlan
-from swapper.core.residency import Residency
-from swapper.core.section import Section
 from swapper.errors import InvariantError
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.residency import Residency
+from swapper.paging.section import Section
 
 STORIES = {
     "read, used, evicted": "COLD READING CLEAN COLD",

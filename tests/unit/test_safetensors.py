@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from swapper.checkpoint import safetensors
-from swapper.checkpoint.sources import open_source
 from swapper.errors import CheckpointError, IoError, SwapperError
+from swapper.formats import safetensors
+from swapper.formats.sources import open_source
 
 
 def write(path: Path, header: Any, data: bytes = b"", claimed: int | None = None) -> Path:

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-import swapper.core.schedule as schedule_module
-from swapper.core.schedule import NEVER, Access, Schedule
-from swapper.core.share import FIRST, even_share
+import swapper.paging.planning.schedule as schedule_module
+from swapper.paging.planning.resident_set import FIRST, choose_resident_set
+from swapper.paging.planning.schedule import NEVER, Access, Schedule
 
 PAGES = range(6)
 
@@ -262,7 +262,7 @@ def one_use_each(pages: int) -> list[Access]:
 def test_an_even_share_of_pages_that_are_used_once_stays_and_more_of_the_first(
     pages: int, frames: int, window: int
 ) -> None:
-    kept = sorted(even_share(one_use_each(pages), lambda page: 8, frames, window))
+    kept = sorted(choose_resident_set(one_use_each(pages), lambda page: 8, frames, window))
     assert len(kept) == min(frames - window - 2, pages)
     lead = min(int(FIRST * len(kept)), window)
     assert kept[:lead] == list(range(lead))
@@ -271,20 +271,20 @@ def test_an_even_share_of_pages_that_are_used_once_stays_and_more_of_the_first(
 
 
 def test_frames_are_kept_for_pages_that_fill_them() -> None:
-    kept = even_share(one_use_each(40), lambda page: 3 if page % 4 == 3 else 8, 30, 2)
+    kept = choose_resident_set(one_use_each(40), lambda page: 3 if page % 4 == 3 else 8, 30, 2)
     assert len(kept) == 26 and all(page % 4 != 3 for page in kept)
 
 
 def test_what_is_used_again_in_a_step_is_no_free_choice() -> None:
     forward = [Access(("param", page), (page,)) for page in range(20)]
-    assert even_share([*forward, *reversed(forward)], lambda page: 8, 10, 2) == frozenset()
+    assert choose_resident_set([*forward, *reversed(forward)], lambda page: 8, 10, 2) == frozenset()
     neighbours = [Access(("slice", 0, n), (n, n + 1)) for n in range(40)]  # two slices meet on each page
-    assert even_share(neighbours, lambda page: 8, 20, 2)
+    assert choose_resident_set(neighbours, lambda page: 8, 20, 2)
 
 
 def test_without_room_or_a_schedule_nothing_stays() -> None:
-    assert even_share(one_use_each(10), lambda page: 8, 6, 4) == frozenset()
-    assert even_share([], lambda page: 8, 6, 1) == frozenset()
+    assert choose_resident_set(one_use_each(10), lambda page: 8, 6, 4) == frozenset()
+    assert choose_resident_set([], lambda page: 8, 6, 1) == frozenset()
 
 
 # --- [Note: before its turn] ------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from swapper.core.layout import SECTOR_BYTES, TensorSpec, plan_group
-from swapper.core.section import Section
-from swapper.train.expected import frames_needed
-from swapper.train.inventory import find_places, find_trainables, make_sections, take_inventory
-from swapper.train.slices import CUT_ELEMENTS, ParameterPlaces, Piece, Place, Slice, plan_slices
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.paging.planning.layout import TensorSpec, plan_group
+from swapper.paging.section import Section
+from swapper.train.layout.expected import frames_needed
+from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
+from swapper.train.layout.slices import CUT_ELEMENTS, ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 
 GROUP = 5
 
@@ -23,7 +24,7 @@ GROUP = 5
 class Planned:
     """A made-up group: its trainable parameters, which of them have a gradient, and all of its sections."""
 
-    parameters: list[ParameterPlaces]
+    parameters: list[ParameterLocations]
     active: list[bool]
     sections: list[Section]
     page_bytes: int
@@ -60,12 +61,12 @@ def groups(draw: st.DrawFn, masters: bool | None = None) -> Planned:
         of_parameter = {kind: place for (owner, kind), place in places.items() if owner == spec.owner}
         param, step = of_parameter.pop("param"), of_parameter.pop("step", None)
         if step is not None:
-            found.append(ParameterPlaces(spec.owner, param, of_parameter, {"step": step}))
+            found.append(ParameterLocations(spec.owner, param, of_parameter, {"step": step}))
     active = [role == "active" for _, _, role in parameters if role != "none"]
     return Planned(found, active, sections, page_bytes)
 
 
-def _place(plans, page_bytes: int) -> tuple[list[Section], dict[tuple[str, str], Place]]:
+def _place(plans, page_bytes: int) -> tuple[list[Section], dict[tuple[str, str], TensorLocation]]:
     sections = []
     places = {}
     first_page = 0
@@ -73,11 +74,11 @@ def _place(plans, page_bytes: int) -> tuple[list[Section], dict[tuple[str, str],
         section = Section(plan, 0, page_bytes, first_page)
         sections.append(section)
         first_page += len(section.pages)
-        places |= {(slot.spec.owner, slot.spec.kind): Place(section, slot) for slot in plan.slots}
+        places |= {(slot.spec.owner, slot.spec.kind): TensorLocation(section, slot) for slot in plan.slots}
     return sections, places
 
 
-def pages_with(place: Place, begin: int, end: int) -> set[int]:
+def pages_with(place: TensorLocation, begin: int, end: int) -> set[int]:
     """The pages on which an element of [begin, end) lies, looked for byte by byte."""
     slot = place.slot
     first = slot.offset + begin * slot.spec.dtype.itemsize
@@ -85,7 +86,7 @@ def pages_with(place: Place, begin: int, end: int) -> set[int]:
     return {p.index for p in place.section.pages if max(first, p.offset) < min(last, p.offset + p.nbytes)}
 
 
-def touched(planned: Planned, piece: Piece) -> set[int]:
+def touched(planned: Planned, piece: SlicePiece) -> set[int]:
     """The pages that the update of one piece needs."""
     places = planned.parameters[piece.parameter]
     pages = pages_with(places.param, piece.begin, piece.end)
@@ -152,7 +153,7 @@ def test_a_page_is_fresh_at_its_first_slice_if_and_only_if_everything_on_it_is_r
     owners: dict[int, set[str]] = {}
     for section in planned.sections:
         for slot in section.plan.slots:
-            for index in pages_with(Place(section, slot), 0, slot.spec.numel):
+            for index in pages_with(TensorLocation(section, slot), 0, slot.spec.numel):
                 is_param = section.plan.family == "param"
                 owners.setdefault(index, set()).add(slot.spec.owner if is_param else "state is never rewritten")
     seen: set[int] = set()
@@ -172,8 +173,8 @@ def test_sections_that_stay_in_memory_need_no_pages():
     state = [TensorSpec("p", kind, torch.float32, (5000,)) for kind in ("exp_avg", "exp_avg_sq")]
     plans = plan_group(GROUP, "param", [spec]) + plan_group(GROUP, "state", state)
     param, states = Section(plans[0], 0, None), Section(plans[1], 0, SECTOR_BYTES)
-    places = {slot.spec.kind: Place(states, slot) for slot in plans[1].slots}
-    parameters = [ParameterPlaces("p", Place(param, plans[0].slots[0]), places, {})]
+    places = {slot.spec.kind: TensorLocation(states, slot) for slot in plans[1].slots}
+    parameters = [ParameterLocations("p", TensorLocation(param, plans[0].slots[0]), places, {})]
     pages = {index for part in plan_slices(GROUP, parameters, [True], SECTOR_BYTES) for index in part.access.pages}
     assert pages == {page.index for page in states.pages}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swapper.counters import Counters
 from swapper.io.tuning import Tuning
-from swapper.stats import PHASES, StepClock
+from swapper.runtime.counters import Counters
+from swapper.runtime.stats import PHASES, StepClock
 
 
 class Time:

@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.io.striping import Layout, Record
-from swapper.records import seal
+from swapper.io.striping import StripeLayout, StripeRecord
+from swapper.runtime.records import seal
 
 UNIT = 4096
-layouts = st.lists(st.floats(0.3, 3.0), min_size=1, max_size=5).map(lambda weights: Layout.by_weight(UNIT, weights))
+layouts = st.lists(st.floats(0.3, 3.0), min_size=1, max_size=5).map(
+    lambda weights: StripeLayout.by_weight(UNIT, weights)
+)
 
 
 @given(layouts, st.integers(0, 40 * UNIT), st.integers(0, 40 * UNIT))
-def test_runs_cover_a_range_once_and_in_order(layout: Layout, offset: int, nbytes: int) -> None:
+def test_runs_cover_a_range_once_and_in_order(layout: StripeLayout, offset: int, nbytes: int) -> None:
     runs = list(layout.runs(offset, nbytes))
     assert sum(count for _, _, count in runs) == nbytes
     assert all(0 < count <= UNIT for _, _, count in runs)
@@ -25,7 +27,7 @@ def test_runs_cover_a_range_once_and_in_order(layout: Layout, offset: int, nbyte
 
 
 @given(layouts, st.integers(0, 40 * UNIT))
-def test_parts_are_as_large_as_what_is_dealt_to_them(layout: Layout, nbytes: int) -> None:
+def test_parts_are_as_large_as_what_is_dealt_to_them(layout: StripeLayout, nbytes: int) -> None:
     dealt = dict.fromkeys(layout.pattern, 0)
     for drive, at, count in layout.runs(0, nbytes):
         assert at == dealt[drive], "a part has no gaps"
@@ -35,7 +37,7 @@ def test_parts_are_as_large_as_what_is_dealt_to_them(layout: Layout, nbytes: int
 
 
 @given(layouts, st.integers(0, 40 * UNIT), st.integers(1, 20 * UNIT))
-def test_where_a_part_ends_is_where_the_file_does(layout: Layout, offset: int, nbytes: int) -> None:
+def test_where_a_part_ends_is_where_the_file_does(layout: StripeLayout, offset: int, nbytes: int) -> None:
     """Also of a file with a hole, whose last stripe lies beyond the ends of other parts."""
     ends = [layout.end_of(drive, at + count) for drive, at, count in layout.runs(offset, nbytes)]
     assert max(ends) == offset + nbytes
@@ -53,31 +55,31 @@ def test_where_a_part_ends_is_where_the_file_does(layout: Layout, offset: int, n
     ],
 )
 def test_drives_get_stripes_by_weight(weights: list[float], pattern: list[int]) -> None:
-    assert list(Layout.by_weight(UNIT, weights).pattern) == pattern
+    assert list(StripeLayout.by_weight(UNIT, weights).pattern) == pattern
 
 
 @given(st.lists(st.floats(0.3, 3.0), min_size=1, max_size=5))
 def test_shares_are_near_the_weights_and_nobody_is_left_out(weights: list[float]) -> None:
-    pattern = Layout.by_weight(UNIT, weights).pattern
+    pattern = StripeLayout.by_weight(UNIT, weights).pattern
     for drive, weight in enumerate(weights):
         assert pattern.count(drive) >= 1
         assert abs(pattern.count(drive) - weight / sum(weights) * len(pattern)) <= 1
 
 
 def test_a_record_is_what_it_was() -> None:
-    record = Record("abc", 1, Layout.by_weight(UNIT, [1, 2]))
-    assert Record.parse(record.data()) == record
+    record = StripeRecord("abc", 1, StripeLayout.by_weight(UNIT, [1, 2]))
+    assert StripeRecord.parse(record.data()) == record
 
 
 @given(st.integers(0, 200), st.integers(1, 255))
 def test_a_record_with_a_changed_byte_is_none(at: int, change: int) -> None:
-    data = bytearray(Record("abc", 1, Layout.by_weight(UNIT, [1, 2])).data())
+    data = bytearray(StripeRecord("abc", 1, StripeLayout.by_weight(UNIT, [1, 2])).data())
     data[at % len(data)] ^= change
     try:
-        record = Record.parse(bytes(data))
+        record = StripeRecord.parse(bytes(data))
     except ValueError:
         return
-    assert record.data() == Record("abc", 1, Layout.by_weight(UNIT, [1, 2])).data()  # white space
+    assert record.data() == StripeRecord("abc", 1, StripeLayout.by_weight(UNIT, [1, 2])).data()  # white space
 
 
 @given(
@@ -90,7 +92,7 @@ def test_a_record_with_a_changed_byte_is_none(at: int, change: int) -> None:
 )
 def test_anything_else_is_no_record(content: object) -> None:
     try:
-        record = Record.parse(seal(content) if isinstance(content, dict) else json.dumps(content).encode())
+        record = StripeRecord.parse(seal(content) if isinstance(content, dict) else json.dumps(content).encode())
     except ValueError:
         return
     assert record.layout.stripe_bytes % 4096 == 0 and record.layout.pattern

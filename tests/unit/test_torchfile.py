@@ -15,10 +15,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swapper.checkpoint.sources import open_source
-from swapper.checkpoint.stored import StoredTensor
-from swapper.checkpoint.torchfile import read
 from swapper.errors import CheckpointError
+from swapper.formats.sources import open_source
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.torch_file import read
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from gpu.bench import Bench, Row, ratio
-from swapper.device import adamw, gradients, quantized
-from swapper.device.pages import Packing
+from swapper.device.kernels import adamw, gradients, quantized
+from swapper.device.kernels.packing import Packing
 
 COPY = "a copy on the device"
 ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32, beside it")

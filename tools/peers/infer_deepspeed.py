@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import deepspeed  # type: ignore[import-not-found]
 import torch
 
-from swapper.cli.gpt import Gpt, GptConfig
-from swapper.cli.memory import PeakMemory
+from swapper.bench.gpt import Gpt, GptConfig
+from swapper.bench.memory import PeakMemory
 
 
 def load_file(path: Path) -> dict[str, torch.Tensor]:

@@ -1,1 +1,1 @@
-"""The arithmetic of swapper.device in Triton. Imports Triton: only `swapper.device.compiler.kernel` imports these."""
+"""Arithmetic on an accelerator in one pass, one module a concept: in plain torch, which defines the result, and in `triton/`."""

@@ -1,105 +1,151 @@
-"""AdamW over a slice: one program for each 1024 elements, which are read and written once."""
+"""AdamW over a slice, in one pass: fp32 masters and moments change in place, and the parameters come out rounded.
+
+Each operation is rounded by itself, in the order of `reference_`, so that plain torch and the kernel give the same bits on every
+device: the kernel is compiled without contraction into fused multiply-adds, and with correctly rounded division and root. That
+is not torch.optim.AdamW's order: from its results these differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
 
-from swapper.device.adamw import AdamWStep, Slice
-from swapper.device.kernels.words import narrow, random_word, widen, words_of
+from swapper.device.kernels.compiler import kernel, uses_kernel
+from swapper.device.kernels.random_words import random_words
+from swapper.errors import ConfigError
 
-ELEMENTS = 1024
+GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
+PARAMETERS = (torch.bfloat16, torch.float16)
 
 
-def update_(part: Slice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-    count = part.master.numel()
-    parameter = part.master if part.parameter is None else part.parameter
+@dataclass(frozen=True, slots=True)
+class AdamWStep:
+    """The numbers of one step, as torch.optim.AdamW has them in a parameter group; `step` counts from 1.
+
+    Attributes:
+        seed: rounds parameters stochastically, up or down by chance in proportion to what is nearer, so that they are right on
+            average; None rounds to nearest. Each element's chance depends on the seed, the step and the element's number alone.
+    """
+
+    step: int
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.step < 1 << 31:
+            raise ConfigError(f"step={self.step!r} must be from 1 to {(1 << 31) - 1}")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ConfigError(f"seed={self.seed!r} must be from 0 to {(1 << 63) - 1}")
+
+    @property
+    def decay(self) -> float:
+        """What masters are multiplied by."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        return self.lr / (1 - self.betas[0] ** self.step)
+
+    @property
+    def root_scale(self) -> float:
+        """What the root of the second moment is multiplied by."""
+        return 1 / math.sqrt(1 - self.betas[1] ** self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWSlice:
+    """Equally long, contiguous tensors of one dimension, on one device.
+
+    Attributes:
+        parameter: bf16 or fp16, overwritten; None where the masters are the parameters.
+        first: the number of its first element within what it is a slice of; a multiple of 4.
+    """
+
+    master: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    gradient: torch.Tensor
+    parameter: torch.Tensor | None = None
+    first: int = 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """What one update has to read and write: 28 bytes an element with gradients and parameters of 16 bits."""
+        written = self.parameter.element_size() if self.parameter is not None else 0
+        return self.master.numel() * (2 * 3 * 4 + self.gradient.element_size() + written)
+
+
+def update_(
+    part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None = None, skip: torch.Tensor | None = None
+) -> None:
+    """Updates a slice where it lies, by one kernel on a GPU.
+
+    Args:
+        factor: one fp32 element on the device by which gradients are multiplied: for unscaling, clipping or both.
+        skip: one fp32 element on the device; unless it is 0 nothing changes, as where gradients have overflown.
+
+    Raises:
+        ConfigError: dtypes, shapes or devices do not fit together, or stochastic rounding is asked for other than bf16.
+    """
+    _check(part, step, factor, skip)
+    if part.master.numel() == 0:
+        return
+    if uses_kernel(part.master.device):
+        kernel("adamw").update_(part, step, factor, skip)
+    else:
+        reference_(part, step, factor, skip)
+
+
+def reference_(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+    """What `update_` means."""
+    if skip is not None and skip.item() != 0:
+        return
     beta1, beta2 = step.betas
-    with torch.cuda.device_of(part.master):  # Triton launches on the current device
-        _update[(triton.cdiv(count, ELEMENTS),)](
-            part.master,
-            part.exp_avg,
-            part.exp_avg_sq,
-            words_of(part.gradient),
-            words_of(parameter),
-            part.master if factor is None else factor,
-            part.master if skip is None else skip,
-            count,
-            step.decay,
-            beta1,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            step.root_scale,
-            step.eps,
-            step.step_size,
-            step.seed or 0,
-            step.step,
-            part.first // 4,
-            has_factor=factor is not None,
-            has_skip=skip is not None,
-            has_parameter=part.parameter is not None,
-            is_stochastic=step.seed is not None and part.parameter is not None,
-            ELEMENTS=ELEMENTS,
-            enable_fp_fusion=False,
+    gradient = part.gradient.float()
+    if factor is not None:
+        gradient = gradient * factor
+    part.exp_avg.copy_(part.exp_avg * beta1 + gradient * (1 - beta1))
+    part.exp_avg_sq.copy_(part.exp_avg_sq * beta2 + gradient * gradient * (1 - beta2))
+    root = part.exp_avg_sq.double().sqrt().float()  # correctly rounded, which torch's for fp32 on a CPU is not
+    denominator = root * step.root_scale + step.eps
+    part.master.copy_(part.master * step.decay - part.exp_avg / denominator * step.step_size)
+    if part.parameter is not None and step.seed is not None:
+        words = random_words(step.seed, step.step, part.first, part.master.numel(), part.master.device)
+        part.parameter.copy_(stochastically_rounded(part.master, words))
+    elif part.parameter is not None:
+        part.parameter.copy_(part.master)
+
+
+def stochastically_rounded(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    """fp32 to bf16, away from zero with the probability of the part that is cut off; by 16 bits of a random word each."""
+    moved = (values.view(torch.int32) + (words & 0xFFFF).int()) & -0x10000
+    return torch.where(values.isfinite(), moved.view(torch.float32), values).bfloat16()
+
+
+def _check(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
+    state = (part.master, part.exp_avg, part.exp_avg_sq)
+    tensors = [*state, part.gradient, *([part.parameter] if part.parameter is not None else [])]
+    if any(tensor.shape != (part.master.numel(),) or not tensor.is_contiguous() for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ConfigError(f"the tensors of a slice are contiguous, of one dimension and equally long, not {shapes}")
+    for name, scalar in (("factor", factor), ("skip", skip)):
+        if scalar is not None and (scalar.numel() != 1 or scalar.dtype != torch.float32):
+            raise ConfigError(f"{name} is one fp32 element, not {tuple(scalar.shape)} of {scalar.dtype}")
+    tensors += [scalar for scalar in (factor, skip) if scalar is not None]
+    if len({tensor.device for tensor in tensors}) > 1:
+        raise ConfigError(f"a slice lies on one device, not {sorted({str(t.device) for t in tensors})}")
+    if any(tensor.dtype != torch.float32 for tensor in state) or part.gradient.dtype not in GRADIENTS:
+        raise ConfigError("masters and moments are fp32, gradients bf16, fp16 or fp32")
+    if part.parameter is not None and part.parameter.dtype not in PARAMETERS:
+        raise ConfigError(
+            f"parameters are bf16 or fp16, not {part.parameter.dtype}; fp32 ones are the masters themselves"
         )
-
-
-@triton.jit(do_not_specialize=["seed", "step", "first_counter"])
-def _update(
-    master,
-    exp_avg,
-    exp_avg_sq,
-    gradient,
-    parameter,
-    factor,
-    skip,
-    count,
-    decay,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    root_scale,
-    eps,
-    step_size,
-    seed,
-    step,
-    first_counter,
-    has_factor: tl.constexpr,
-    has_skip: tl.constexpr,
-    has_parameter: tl.constexpr,
-    is_stochastic: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-):
-    begin = tl.program_id(0).to(tl.int64) * ELEMENTS
-    at = begin + tl.arange(0, ELEMENTS)
-    if has_skip:
-        count = tl.where(tl.load(skip) == 0, count, 0)
-    here = at < count
-    g = widen(tl.load(gradient + at, mask=here, other=0))
-    if has_factor:
-        g = g * tl.load(factor)
-    m = tl.load(exp_avg + at, mask=here, other=0) * beta1 + g * rest1
-    v = tl.load(exp_avg_sq + at, mask=here, other=0) * beta2 + g * g * rest2
-    denominator = tl.sqrt_rn(v) * root_scale + eps
-    value = tl.load(master + at, mask=here, other=0) * decay - tl.div_rn(m, denominator) * step_size
-    tl.store(exp_avg + at, m, mask=here)
-    tl.store(exp_avg_sq + at, v, mask=here)
-    tl.store(master + at, value, mask=here)
-    if is_stochastic:
-        tl.store(
-            parameter + at, random_word(value, _words(seed, step, first_counter + begin // 4, ELEMENTS)), mask=here
-        )
-    elif has_parameter:
-        tl.store(parameter + at, narrow(value, parameter.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def _words(seed, step, counter, ELEMENTS: tl.constexpr):
-    """Random words for ELEMENTS neighbours, four from each counter from `counter` on: as random_words.py."""
-    counters = counter + tl.arange(0, ELEMENTS // 4).to(tl.int64)
-    low = (counters & 0xFFFFFFFF).to(tl.uint32)
-    zero = low * 0
-    high = (counters >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, zero + step.to(tl.uint32), zero)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    if step.seed is not None and part.parameter is not None and part.parameter.dtype != torch.bfloat16:
+        raise ConfigError("stochastic rounding is for bf16 parameters: leave seed=None for fp16")
+    if part.first % 4 or part.first < 0:
+        raise ConfigError(f"first={part.first} must be a multiple of 4")

@@ -1,141 +1,74 @@
-"""Rows of codes and scales to values and back: a program takes some blocks of one row, of both halves of it in 4 bits.
+"""Weights in 8 or 4 bits on an accelerator, in the format of checkpoint/quantization.py, to the bit.
 
-Every step is rounded as in checkpoint/quantization.py: scales to bf16 (up, in 8 bits), quotients to the nearest whole number,
-ties to even, products once.
+That file has the arithmetic in plain torch, which is what this means; here are only the kernels' doors and the bytes they move.
 """
 
+from __future__ import annotations
+
 import torch
-import triton
-import triton.language as tl
 
-from swapper.device.kernels.words import narrow, nearest_word, widen, words_of
+from swapper.device.kernels.compiler import kernel
+from swapper.errors import ConfigError
 
-ELEMENTS = 2048
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def row_bytes(bits: int, block: int, columns: int) -> int:
+    """Of a quantised row: its codes, then a scale in bf16 for each block of columns."""
+    return columns * bits // 8 + columns // block * 2
+
+
+def bytes_moved(bits: int, block: int, columns: int, rows: int, dtype: torch.dtype) -> int:
+    """What quantising or dequantising has to read and write."""
+    return rows * (row_bytes(bits, block, columns) + columns * dtype.itemsize)
 
 
 def dequantise_(stored: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
-    _launch(_dequantise, stored, out, bits, block)
+    """Overwrites `out`, floats of shape (rows, columns), with the values of `stored`, bytes of shape (rows, row_bytes).
+
+    Raises:
+        ConfigError: shapes, dtypes or devices do not fit. UnsupportedError: Triton is not there.
+    """
+    _check(out, stored, bits, block)
+    if out.numel():
+        kernel("quantized").dequantise_(stored, out, bits, block)
 
 
-def quantise_(values: torch.Tensor, stored: torch.Tensor, overflown: torch.Tensor, bits: int, block: int) -> None:
-    _launch(_quantise, stored, values, bits, block, overflown)
+def quantise(rows: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (stored, overflown): bytes of shape (rows, row_bytes), and an int32 that is 0 where all values were finite.
+
+    Where it is not 0 the bytes mean nothing. Does not wait for the device.
+
+    Raises:
+        ConfigError: shapes or dtypes do not fit. UnsupportedError: Triton is not there.
+    """
+    _check_form(rows, bits, block)
+    size = row_bytes(bits, block, rows.shape[-1])
+    stored = torch.empty(rows.shape[0], size, dtype=torch.uint8, device=rows.device)
+    _check(rows, stored, bits, block)
+    overflown = torch.zeros(1, dtype=torch.int32, device=rows.device)
+    if rows.numel():
+        kernel("quantized").quantise_(rows, stored, overflown, bits, block)
+    return stored, overflown
 
 
-def _launch(kernel, stored: torch.Tensor, values: torch.Tensor, bits: int, block: int, *more: torch.Tensor) -> None:
+def _check_form(values: torch.Tensor, bits: int, block: int) -> None:
+    if bits not in (4, 8) or block < 2 or block & (block - 1):
+        raise ConfigError(f"bits={bits!r} is 8 or 4, block={block!r} a power of two from 2")
+    if values.ndim != 2 or values.dtype not in FLOATS:
+        raise ConfigError(f"values are a matrix of floats, not {values.ndim}-dimensional of {values.dtype}")
+    columns = values.shape[1]
+    if columns % (block * (2 if bits == 4 else 1)):
+        raise ConfigError(f"{columns} columns do not come in whole blocks of {block} in {bits} bits")
+
+
+def _check(values: torch.Tensor, stored: torch.Tensor, bits: int, block: int) -> None:
+    _check_form(values, bits, block)
     rows, columns = values.shape
-    halves = 2 if bits == 4 else 1
-    blocks = columns // block // halves  # that have a byte for each column
-    together = min(triton.next_power_of_2(blocks), max(ELEMENTS // block, 1))
-    with torch.cuda.device_of(values):
-        kernel[(rows, triton.cdiv(blocks, together))](
-            stored.view(torch.int8),
-            stored.view(torch.int16),
-            words_of(values),
-            *more,
-            columns,
-            stored.shape[1],
-            blocks,
-            bits=bits,
-            BLOCK=block,
-            TOGETHER=together,
-            enable_fp_fusion=False,
+    is_fitting = stored.dtype == torch.uint8 and stored.shape == (rows, row_bytes(bits, block, columns))
+    if not is_fitting or stored.device != values.device:
+        raise ConfigError(
+            f"{stored.dtype} of shape {tuple(stored.shape)} are not {rows} quantised rows of {columns} columns on {values.device}"
         )
-
-
-@triton.jit
-def _dequantise(
-    codes, scales, out, columns, row_bytes, blocks, bits: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
-    at = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    here = (block < blocks)[:, None] & (at >= 0)
-    found = tl.load(codes + row * row_bytes + at, mask=here, other=0)
-    first_scale = scales + (row * row_bytes + row_bytes) // 2 - columns // BLOCK + block
-    row_out = out + row * columns + at
-    if bits == 8:
-        tl.store(row_out, _value(found, first_scale, block < blocks, out.dtype.element_ty), mask=here)
-    else:
-        low = ((found.to(tl.int32) << 28) >> 24).to(tl.int8)  # the low four bits, times 16, with their sign
-        high = found & -16
-        tl.store(row_out, _value(low, first_scale, block < blocks, out.dtype.element_ty), mask=here)
-        second = _value(high, first_scale + blocks, block < blocks, out.dtype.element_ty)
-        tl.store(row_out + columns // 2, second, mask=here)
-
-
-@triton.jit
-def _value(codes, scale_place, is_block, like: tl.constexpr):
-    """Codes times their block's scale, which is rounded to the dtype of the values first."""
-    scale = widen(tl.load(scale_place, mask=is_block, other=0))
-    if like == tl.float16:
-        scale = scale.to(tl.float16).to(tl.float32)
-    return narrow(codes.to(tl.float32) * scale[:, None], like)
-
-
-@triton.jit
-def _quantise(
-    codes,
-    scales,
-    values,
-    overflown,
-    columns,
-    row_bytes,
-    blocks,
-    bits: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)
-    column = tl.arange(0, BLOCK)[None, :]
-    at = block[:, None] * BLOCK + column
-    here = (block < blocks)[:, None] & (at >= 0)
-    first_scale = scales + (row * row_bytes + row_bytes) // 2 - columns // BLOCK + block
-    place = codes + row * row_bytes + at
-    found = widen(tl.load(values + row * columns + at, mask=here, other=0))
-    is_bad = tl.max(_is_overflown(found))
-    if bits == 8:
-        scale = _rounded_up(tl.div_rn(tl.max(tl.abs(found), axis=1), 127.0))
-        tl.store(first_scale, nearest_word(scale), mask=block < blocks)
-        tl.store(place, _codes(found, scale, -127.0, 127.0).to(tl.int8), mask=here)
-    else:
-        other = widen(tl.load(values + row * columns + columns // 2 + at, mask=here, other=0))
-        is_bad = tl.maximum(is_bad, tl.max(_is_overflown(other)))
-        scale, other_scale = _signed_scale(found, column, BLOCK), _signed_scale(other, column, BLOCK)
-        tl.store(first_scale, nearest_word(scale * 0.0625), mask=block < blocks)
-        tl.store(first_scale + blocks, nearest_word(other_scale * 0.0625), mask=block < blocks)
-        low = _codes(found, scale, -8.0, 7.0).to(tl.int32) & 15
-        high = _codes(other, other_scale, -8.0, 7.0).to(tl.int32) << 4
-        tl.store(place, (low | high).to(tl.int8), mask=here)
-    if is_bad != 0:
-        tl.store(overflown, 1)
-
-
-@triton.jit
-def _is_overflown(values):
-    return ((values.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000).to(tl.int32)
-
-
-@triton.jit
-def _rounded_up(scale):
-    """To bf16, never down: codes must reach every value."""
-    bits = (scale.to(tl.uint32, bitcast=True) + 0xFFFF) & 0xFFFF0000
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _signed_scale(values, column, BLOCK: tl.constexpr):
-    """The first value that is farthest from 0 becomes -8; taken by its bits, as a zero has a sign."""
-    size = tl.abs(values)
-    first = tl.min(tl.where(size == tl.max(size, axis=1)[:, None], column, BLOCK), axis=1)
-    bits = tl.sum(tl.where(column == first[:, None], values.to(tl.int32, bitcast=True), 0), axis=1)
-    extreme = bits.to(tl.int32).to(tl.float32, bitcast=True)
-    return widen(nearest_word(extreme * -0.125))
-
-
-@triton.jit
-def _codes(values, scale, least, most):
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    quotient = tl.div_rn(values, tl.broadcast_to(scale[:, None], values.shape))
-    clamped = tl.minimum(tl.maximum(quotient, least), most)
-    return (clamped + 12582912.0) - 12582912.0  # 1.5 * 2**23: what is added to leaves whole numbers, ties to even
+    if not values.is_contiguous() or not stored.is_contiguous():
+        raise ConfigError("quantised rows and their values are contiguous")

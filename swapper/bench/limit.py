@@ -1,0 +1,63 @@
+"""The physical limit of a training step: what the drive and the kernels need where everything overlaps.
+
+A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of
+the three (docs/architecture.md); and where reads and writes share the drive's speed, not than both at that speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swapper.bench.drive import DriveSpeed
+
+
+@dataclass(frozen=True)
+class StepLimit:
+    """Seconds that one step needs at least, by cause. `compute_s` is 0 where it was not measured."""
+
+    read_s: float
+    write_s: float
+    both_s: float
+    compute_s: float
+
+    @classmethod
+    def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
+        """The limit of a step that reads and writes so many bytes on a drive of this speed."""
+        return cls(
+            read_bytes / speed.read_bytes_per_s,
+            written_bytes / speed.write_bytes_per_s,
+            (read_bytes + written_bytes) / speed.both_bytes_per_s,
+            compute_s,
+        )
+
+    @property
+    def seconds(self) -> float:
+        return max(self.by_cause.values())
+
+    @property
+    def cause(self) -> str:
+        """What the limit is due to."""
+        return max(self.by_cause, key=lambda cause: self.by_cause[cause])
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        return {
+            "reads": self.read_s,
+            "writes": self.write_s,
+            "reads and writes": self.both_s,
+            "compute": self.compute_s,
+        }
+
+
+def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:
+    """Bytes that one AdamW step (reads, writes) where the optimizer state is on NVMe.
+
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are
+    read in forward and in backward and written once: 2 bytes each beside fp32 masters, else 4, and then read
+    by the update too.
+    """
+    state = 12 if masters else 8
+    if not parameters_on_nvme:
+        return state * parameters, state * parameters
+    width, uses = (2, 2) if masters else (4, 3)
+    return (state + uses * width) * parameters, (state + width) * parameters

@@ -1,0 +1,238 @@
+"""Reading for torch.distributed.checkpoint: what a plan asks for comes straight to where it belongs, or beside it where it is a
+part that does not lie in one run. What a `.metadata` names is not run unless it is part of such a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+)
+from torch.futures import Future
+
+from swapper.errors import CheckpointError
+from swapper.formats.dcp_directory import MAX_METADATA_BYTES
+from swapper.formats.sources import is_plain_name, opened, read_whole
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.pickle_reader import TensorView, read_skeleton
+from swapper.formats.torch_zip.torch_file import read_item
+from swapper.io.shared_engines import drain, engine_for, open_for
+
+
+@dataclass
+class _Read:
+    """A tensor that is being read: `memory` is where its bytes go, `part` what is left to copy then."""
+
+    request: ReadItem
+    target: torch.Tensor
+    ticket: Any
+    memory: torch.Tensor | None = None  # None: straight into the target
+    part: torch.Tensor | None = None  # of `memory`, what goes to the target
+
+    def finish(self, planner: LoadPlanner) -> None:
+        self.ticket.wait()
+        if self.part is not None:
+            self.target.copy_(self.part)
+        planner.commit_tensor(self.request, self.target)
+
+
+class StorageReader(FileSystemReader):
+    """Reads what torch's FileSystemWriter or `StorageWriter` wrote.
+
+    Args:
+        path: the checkpoint's directory.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+
+    def read_metadata(self, *args: Any, **named: Any) -> Metadata:
+        """
+        Raises:
+            CheckpointError: the metadata is damaged, or names what is no part of such a file.
+            IoError: it cannot be read.
+        """
+        path = Path(self._get_metadata_path(named.get("rank")))
+        data = read_whole(path, MAX_METADATA_BYTES)
+        read_skeleton(data, str(path))  # refuses what would take no end of time or memory
+        try:
+            metadata = _MetadataReader(io.BytesIO(data)).load()
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+        except Exception as error:  # a damaged pickle makes it raise whatever there is
+            raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(f"{path} is not the metadata of a checkpoint")
+        stored = getattr(metadata, "storage_meta", None)
+        if stored is not None:
+            stored.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """
+        Raises:
+            CheckpointError: a file does not hold what the metadata says.
+            IoError: a file cannot be read.
+        """
+        per_file: dict[str, list[ReadItem]] = {}
+        for request in plan.items:
+            per_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
+        for name, requests in per_file.items():
+            if not isinstance(name, str) or not is_plain_name(name):
+                raise CheckpointError(f"{self.path}: the metadata names a file that is not one beside it")
+            requests.sort(key=lambda request: self.storage_data[request.storage_index].offset)
+            with _OpenFile(Path(self.path) / name) as file:
+                for request in requests:
+                    file.read(request, self.storage_data[request.storage_index], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+
+class _OpenFile:
+    """One file of a checkpoint, with reads under way. A context: at its end all is read and handed over."""
+
+    MOST_READS = 64
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._engine = engine_for(path)
+        self._stack = contextlib.ExitStack()
+        self._descriptor = self._stack.enter_context(opened(path))
+        self._file = open_for(path, read_only=True)
+        self._reads: list[_Read] = []
+        self._planner: LoadPlanner | None = None
+
+    def __enter__(self) -> _OpenFile:
+        return self
+
+    def __exit__(self, kind: Any, *exception: object) -> None:
+        try:
+            if kind is None:
+                self._finish(0)
+        finally:
+            for one in self._reads:
+                drain(one.ticket)
+            self._file.close()
+            self._stack.close()
+
+    def read(self, request: ReadItem, info: Any, planner: LoadPlanner) -> None:
+        self._planner = planner
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"{self._path}: an item was transformed ({info.transform_descriptors}) when it was saved: use torch's reader"
+            )
+        if request.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(request, io.BytesIO(self._bytes(info)))
+            return
+        target = planner.resolve_tensor(request).detach()
+        stored = self._locate(info)
+        if stored is None:
+            whole = torch.load(io.BytesIO(self._bytes(info)), map_location="cpu", weights_only=True)
+            target.copy_(_narrowed(whole, request))
+            planner.commit_tensor(request, target)
+        else:
+            self._begin(request, target, stored)
+            self._finish(self.MOST_READS)
+
+    def _begin(self, request: ReadItem, target: torch.Tensor, stored: StoredTensor) -> None:
+        lengths = tuple(request.lengths)
+        if target.shape != torch.Size(lengths):
+            raise CheckpointError(
+                f"{self._path}: {request.dest_index.fqn} is {tuple(target.shape)}, to be read as {lengths}"
+            )
+        if stored.stride is not None:
+            self._begin_part(request, target, stored, stored.offset, stored.nbytes, 0)
+            return
+        row_bytes = stored.nbytes // stored.shape[0] if stored.shape and stored.shape[0] else stored.nbytes
+        first, rows = (request.storage_offsets[0], lengths[0]) if lengths else (0, 1)
+        if stored.shape and first + rows > stored.shape[0]:
+            raise CheckpointError(f"{self._path}: {request.dest_index.fqn} is wanted beyond its end")
+        offset, nbytes = stored.offset + first * row_bytes, rows * row_bytes
+        whole_rows = lengths[1:] == stored.shape[1:]
+        direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored.dtype
+        if whole_rows and direct:
+            ticket = self._engine.read(self._file, offset, target.data_ptr(), nbytes, keep=target)
+            self._reads.append(_Read(request, target, ticket))
+        else:
+            self._begin_part(request, target, stored, offset, nbytes, first)
+
+    def _begin_part(
+        self, request: ReadItem, target: torch.Tensor, stored: StoredTensor, offset: int, nbytes: int, first: int
+    ) -> None:
+        """Read rows from `first` on beside the target, and take from them what it wants."""
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        rows = memory.view(stored.dtype)
+        if stored.stride is not None:
+            rows = rows.as_strided(stored.shape, stored.stride)
+        else:
+            rows = rows.view(-1, *stored.shape[1:]) if stored.shape else rows.view(())
+        for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+            rows = rows.narrow(dim, begin - (first if dim == 0 else 0), length)
+        ticket = self._engine.read(self._file, offset, memory.data_ptr(), nbytes, keep=memory)
+        self._reads.append(_Read(request, target, ticket, memory, rows))
+
+    def _finish(self, leave: int) -> None:
+        """Hand over the oldest reads, until `leave` are under way."""
+        while len(self._reads) > leave and self._planner is not None:
+            self._reads[0].finish(self._planner)
+            del self._reads[0]
+
+    def _locate(self, info: Any) -> StoredTensor | None:
+        """Where the payload of an item is; None if torch has to load it."""
+        item = read_item(self._descriptor, self._path, info.offset, info.length)
+        view = item.skeleton.tree
+        order_is_ours = item.byteorder in (None, "little" if torch.tensor([1]).view(torch.uint8)[0] else "big")
+        return item.stored("", view) if isinstance(view, TensorView) and order_is_ours else None
+
+    def _bytes(self, info: Any) -> bytes:
+        memory = torch.empty(info.length, dtype=torch.uint8)
+        self._engine.read(self._file, info.offset, memory.data_ptr(), info.length, keep=memory).wait()
+        return memory.numpy().tobytes()
+
+
+def _narrowed(tensor: torch.Tensor, request: ReadItem) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+        tensor = tensor.narrow(dim, begin, length)
+    return tensor
+
+
+class _MetadataReader(pickle._Unpickler):
+    """Reads a `.metadata`, of the classes that such a file is made of. In Python: the unpickler in C takes memory for as many memo
+    entries as a pickle says to have."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+    _OTHERS = frozenset(
+        {
+            *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+            *(("builtins", name) for name in ("set", "frozenset", "slice", "complex", "bytearray")),
+            *((module, kind) for module in ("pathlib", "pathlib._local") for kind in ("PosixPath", "PurePosixPath")),
+        }
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = (
+            super().find_class(module, name)
+            if module in (*self._MODULES, "torch") or (module, name) in self._OTHERS
+            else None
+        )
+        is_record = module in self._MODULES and isinstance(found, type) and found.__module__ == module
+        if is_record or isinstance(found, torch.dtype) or (module, name) in self._OTHERS:
+            return found
+        raise CheckpointError(
+            f"it names {module}.{name}, which is no part of a checkpoint's metadata: it is hostile, or of a planner of your "
+            "own; if you trust it, load it with torch's FileSystemReader"
+        )

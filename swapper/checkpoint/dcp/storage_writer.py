@@ -1,0 +1,254 @@
+"""Writing for torch.distributed.checkpoint: each thread of each rank makes a file, and the metadata names what counts.
+
+Tensors of host memory go to the drive from where they lie; what is small, or on a device, by the ring of a stream (stream.py). A
+checkpoint that is overwritten stays whole until the new one's metadata takes its place, in one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config
+
+from swapper.checkpoint.dcp.items import Item
+from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
+from swapper.errors import CheckpointError, ConfigError, IoError
+from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.io import beneath
+from swapper.io.shared_engines import engine_for, open_for, reserve
+
+VERSION = "1.0.0"
+SUFFIX = ".distcp"
+_LEAST_BLOCKS = 4
+
+
+class StorageWriter(FileSystemWriter):
+    """Writes as torch's FileSystemWriter does, with its arguments.
+
+    Args:
+        path: the checkpoint's directory; made if it is missing.
+        single_file_per_rank: one file for each thread of each rank; False: one for each tensor.
+        sync_files: have files and directory on the drive before the checkpoint counts as complete.
+        thread_count: threads that make and write files at once, with shares of about equal size.
+        per_thread_copy_ahead: bytes of tensors on devices that each thread may have copied and not yet written; the same memory
+            gathers small tensors. At least 4 MiB.
+        cache_staged_state_dict: for async_save; see torch's.
+        overwrite: whether a checkpoint may be there. It stays whole until the new one is, and its files are removed then.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 1,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+    ) -> None:
+        if not isinstance(thread_count, int) or thread_count < 1:
+            raise ConfigError(f"thread_count={thread_count!r} must be 1 or more")
+        super().__init__(
+            path,
+            single_file_per_rank=single_file_per_rank,
+            sync_files=sync_files,
+            thread_count=thread_count,
+            per_thread_copy_ahead=per_thread_copy_ahead,
+            cache_staged_state_dict=cache_staged_state_dict,
+            overwrite=overwrite,
+        )
+        self._ring_bytes = per_thread_copy_ahead
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.path)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if self._metadata_exists() and not self.overwrite:
+            raise CheckpointError(
+                f"{self.path} holds a checkpoint already: choose another directory, or say overwrite=True"
+            )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+            return super().prepare_local_plan(plan)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """
+        Raises:
+            IoError: a transfer failed, or the drive is full. The files of this call are removed.
+        """
+        bins = self.thread_count if self.single_file_per_rank else len(plan.items)
+        shares = split_by_size(plan.items, bins)
+        names = self._new_names(plan.storage_data.prefix, len(shares))
+        results: list[WriteResult] = []
+        try:
+            with ThreadPoolExecutor(self.thread_count, "swapper-dcp") as threads:
+                for part in threads.map(self._write_file, names, shares, [planner] * len(shares)):
+                    results += part
+        except BaseException:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    (self.directory / name).unlink(missing_ok=True)
+            raise
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the metadata, in one step, and remove the files of the checkpoint that was there."""
+        metadata.version = VERSION
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.storage_meta = self.storage_meta()
+        target = Path(self._get_metadata_path(None if self.use_collectives else self.rank))
+        replaced = _files_of(self.directory) if target.name == METADATA_NAME else set()
+        temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
+                file.write(pickle.dumps(metadata))
+            if self.sync_files:
+                _sync(temporary)
+            temporary.replace(target)
+            if self.sync_files:
+                _sync(self.directory)
+        except OSError as error:
+            raise IoError("publish", str(target), 0, 0, error.errno or 0) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        for name in replaced - {info.relative_path for info in metadata.storage_data.values()}:
+            (self.directory / name).unlink(missing_ok=True)
+
+    def _new_names(self, prefix: str, count: int) -> list[str]:
+        """Names of files that are not there: those of a checkpoint that is overwritten are needed until the end."""
+        names = [f"{prefix}{number}{SUFFIX}" for number in range(count)]
+        if any((self.directory / name).exists() for name in names):
+            names = [f"{prefix}{number}_{self.save_id}{SUFFIX}" for number in range(count)]
+        return names
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        path = self.directory / name
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+        file = open_for(path, read_only=False)
+        try:
+            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
+            checksums = bool(config.save.compute_crc32)
+            writer = StreamWriter(engine_for(path), file, checksums=checksums, blocks=blocks)
+            try:
+                reserve(file, sum(map(_nbytes, items)))
+                results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
+                writer.finish()
+            finally:
+                writer.close()
+            file.truncate(writer.position)
+            if self.sync_files:
+                file.sync()
+        finally:
+            file.close()
+        return results
+
+
+def split_by_size(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """Return up to `count` shares of about equal size; none is empty, unless all are."""
+    shares: list[list[WriteItem]] = [[] for _ in range(max(min(count, len(items)), 1))]
+    sizes = [(0, number) for number in range(len(shares))]
+    for item in sorted(items, key=_nbytes, reverse=True):
+        size, number = heapq.heappop(sizes)
+        shares[number].append(item)
+        heapq.heappush(sizes, (size + _nbytes(item), number))
+    return shares
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.size.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def _bytes_first(items: Sequence[WriteItem]) -> list[WriteItem]:
+    return sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO)
+
+
+def _write_item(writer: StreamWriter, name: str, item: WriteItem, data: Any) -> WriteResult:
+    if isinstance(data, torch.Tensor):
+        tensor = data.detach()
+        offset, nbytes = _write_tensor(writer, tensor) if _is_plain(tensor) else _write_bytes(writer, _saved(tensor))
+    else:
+        offset, nbytes = _write_bytes(writer, data.getbuffer())
+    return WriteResult(index=item.index, size_in_bytes=nbytes, storage_data=_StorageInfo(name, offset, nbytes))
+
+
+def _write_bytes(writer: StreamWriter, data: Any) -> tuple[int, int]:
+    offset = writer.position
+    writer.append(bytes(data))
+    return offset, writer.position - offset
+
+
+def _saved(tensor: torch.Tensor) -> bytes:
+    file = io.BytesIO()
+    torch.save(tensor.cpu(), file)
+    return file.getvalue()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (lazy or tensor.is_quantized)
+
+
+@lru_cache(maxsize=4096)
+def _item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
+    return Item.of(dtype, shape)
+
+
+def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]:
+    item = _item_of(tensor.dtype, tuple(tensor.shape))
+    if item.nbytes >= BLOCK_BYTES // 4:
+        writer.append(bytes(item.head_gap(writer.position)))
+    offset = writer.position
+    writer.append(item.head)
+    flat = tensor.contiguous()
+    if item.nbytes == 0:
+        checksum = 0
+    elif tensor.device.type == "cpu" and flat is tensor:
+        checksum = writer.append_memory(flat.data_ptr(), item.nbytes, flat)
+    else:
+        checksum = writer.append_device(flat.view(-1).view(torch.uint8))
+    writer.append(item.tail(checksum))
+    return offset, item.total_nbytes
+
+
+def _files_of(directory: Path) -> set[str]:
+    """Names of the data files of the checkpoint that is in `directory`."""
+    with contextlib.suppress(Exception):  # none there, or damaged
+        return {chunk.stored.path.name for t in read_directory(directory).tensors.values() for chunk in t.chunks}
+    return set()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

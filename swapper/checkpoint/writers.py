@@ -1,0 +1,280 @@
+"""Writing tensors that lie in other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
+
+Each function is given a relay (relay.py) into an empty file and tensors whose bytes are still where they are. Nothing but
+headers is held in memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.checkpoint.dcp.items import Item
+from swapper.checkpoint.relay import Checksum, Relay
+from swapper.checkpoint.torch_save import ROOT, leading_records, serialization_id
+from swapper.errors import CheckpointError
+from swapper.formats.safetensors import DTYPES
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_zip.zip_writer import Entry, descriptor, descriptor_nbytes, directory, local_header
+from swapper.io.shared_engines import engine_for, open_for, wait_for_all
+
+ALIGNMENT = 4096
+PIECES_AHEAD = 2
+PIECE_ELEMENTS = 4 << 20
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class ExportTensor:
+    """A tensor to be written: its elements in row-major order are those of `parts`, one part after the other."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel for part in self.parts) * self.dtype.itemsize
+
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor] | None:
+        """What is written, flat, where that is made on the way; None where it is what the parts have."""
+        return None
+
+
+class Payloads:
+    """The files that tensors are read from, each opened once. A context."""
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[_C.Engine, _C.File]] = {}
+
+    def __enter__(self) -> Payloads:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for _, file in self._files.values():
+            file.close()
+
+    def append(self, relay: Relay, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
+        """Append a tensor's elements."""
+        pieces = tensor.pieces(self)
+        if pieces is not None:
+            for piece in pieces:
+                _append(relay, piece, checksum)
+            return
+        for part in tensor.parts:
+            if part.stride is None:
+                engine, file = self._open(part.path)
+                relay.append_read(engine, file, part.offset, part.nbytes, checksum)
+                continue
+            for piece in _pieces(self.strided(part)):
+                _append(relay, piece.view(-1), checksum)
+
+    def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
+        """Yield a tensor's elements in their order, `count` at a time; the next ones are read meanwhile. No part has strides."""
+        pieces = tensor.pieces(self)
+        if pieces is not None:
+            yield from _rebatched(pieces, count)
+            return
+        waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        total = sum(part.numel for part in tensor.parts)
+        for begin in range(0, total, count):
+            waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
+            if len(waiting) > PIECES_AHEAD:
+                yield arrived(*waiting.popleft())
+        while waiting:
+            yield arrived(*waiting.popleft())
+
+    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
+        """Begin to read elements [begin, end) of `parts`, one after the other; none has strides. Returns memory and tickets."""
+        itemsize = parts[0].dtype.itemsize
+        memory = torch.empty(end - begin, dtype=parts[0].dtype)
+        tickets = []
+        first = 0  # element with which a part begins
+        for part in parts:
+            low, high = max(begin, first), min(end, first + part.numel)
+            if low < high:
+                engine, file = self._open(part.path)
+                address = memory.data_ptr() + (low - begin) * itemsize
+                at = part.offset + (low - first) * itemsize
+                tickets.append(engine.read(file, at, address, (high - low) * itemsize, keep=memory))
+            first += part.numel
+        return memory, tickets
+
+    def _open(self, path: Path) -> tuple[_C.Engine, _C.File]:
+        if path not in self._files:
+            self._files[path] = engine_for(path), open_for(path, read_only=True)
+        return self._files[path]
+
+    def strided(self, part: StoredTensor) -> torch.Tensor:
+        """A tensor whose elements do not lie in order: its bytes are brought into memory as they are."""
+        engine, file = self._open(part.path)
+        memory = torch.empty(part.nbytes, dtype=torch.uint8)
+        engine.read(file, part.offset, memory.data_ptr(), part.nbytes, keep=memory).wait()
+        return memory.view(part.dtype).as_strided(part.shape, part.stride or ())
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield contiguous tensors of at most PIECE_ELEMENTS that are the tensor's elements in their order: of an expanded one there
+    are many more than it has memory."""
+    if tensor.numel() <= PIECE_ELEMENTS:
+        yield tensor.contiguous()
+        return
+    row = tensor.numel() // tensor.shape[0]
+    for part in torch.split(tensor, PIECE_ELEMENTS // row) if row <= PIECE_ELEMENTS else tensor:
+        yield from _pieces(part)
+
+
+def _append(relay: Relay, flat: torch.Tensor, checksum: Checksum | None) -> None:
+    data = flat.view(torch.uint8).numpy().tobytes()
+    relay.append(data)
+    if checksum is not None:
+        checksum.add_bytes(data)
+
+
+def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """Yield the same elements, `count` at a time."""
+    held: list[torch.Tensor] = []
+    for piece in pieces:
+        flat = torch.cat([*held, piece])
+        whole = flat.numel() // count * count
+        for begin in range(0, whole, count):
+            yield flat[begin : begin + count]
+        held = [flat[whole:]]
+    left = torch.cat(held)
+    if left.numel():
+        yield left
+
+
+def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+    """Return `memory` when it is read."""
+    wait_for_all(tickets)
+    return memory
+
+
+def write_safetensors(
+    relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
+) -> None:
+    """Write one safetensors file. Wider types come first, as the format wants it; among them those of whole runs of 4096 bytes:
+    they are then all aligned for direct transfers, since the data begins at a multiple of 4096."""
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % ALIGNMENT != 0, t.name))
+    relay.append(safetensors_header(ordered, metadata))
+    for tensor in ordered:
+        payloads.append(relay, tensor)
+    relay.finish()
+
+
+def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    cursor = 0
+    for tensor in tensors:
+        if tensor.dtype not in _SAFETENSORS_NAMES:
+            raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors cannot hold: use --to torch")
+        entries[tensor.name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [cursor, cursor + tensor.nbytes],
+        }
+        cursor += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
+    """Write a state dict, {name: tensor}, as torch.save does. Tensors that are one in the source stay one."""
+    records: dict[tuple[object, ...], int] = {}
+    stand_ins: dict[int, StorageRef] = {}
+    state: OrderedDict[str, torch.Tensor] = OrderedDict()
+    unique: list[ExportTensor] = []
+    for tensor in tensors:
+        identity = (
+            tensor.dtype,
+            *((part.path, part.offset, part.nbytes, part.stride, part.shape) for part in tensor.parts),
+        )
+        key = records.setdefault(identity, len(unique)) if tensor.nbytes else len(unique)
+        if key == len(unique):
+            unique.append(tensor)
+        state[tensor.name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        stand_ins[id(state[tensor.name])] = StorageRef(str(key), 0)
+    sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
+    pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
+    archive = _Archive(relay)
+    for name, content in leading_records(len(pickled), ALIGNMENT):
+        archive.add(name, content if isinstance(content, bytes) else pickled)
+    for key, tensor in enumerate(unique):
+        archive.add_tensor(f"data/{key}", payloads, tensor)
+    archive.finish()
+
+
+class _Archive:
+    """A zip under construction, whose payloads' checksums become known while it is written."""
+
+    def __init__(self, relay: Relay) -> None:
+        self._relay = relay
+        self._places: list[Entry] = []  # without checksums
+        self._entries: list[Callable[[], Entry]] = []
+
+    def add(self, name: str, content: bytes) -> None:
+        checksum = Checksum()
+        checksum.add_bytes(content)
+        cursor = self._begin(name, len(content))
+        self._relay.append(content)
+        self._end(name, cursor, len(content), checksum)
+
+    def add_tensor(self, name: str, payloads: Payloads, tensor: ExportTensor) -> None:
+        checksum = Checksum()
+        cursor = self._begin(name, tensor.nbytes)
+        payloads.append(self._relay, tensor, checksum)
+        self._end(name, cursor, tensor.nbytes, checksum)
+
+    def finish(self) -> None:
+        self.add("version", b"3\n")
+        name, cursor = ".data/serialization_id", self._begin(".data/serialization_id", 40)
+        known = tuple(self._entries)
+        identity = Checksum()
+
+        def make() -> bytes:
+            data = serialization_id([entry() for entry in known])
+            identity.add_bytes(data)
+            return data
+
+        self._relay.append_later(40, make)
+        self._end(name, cursor, 40, identity)
+        begin = self._relay.position
+        nbytes = len(directory(self._places, begin, ALIGNMENT))
+        self._relay.append_later(nbytes, lambda: directory([entry() for entry in self._entries], begin, ALIGNMENT))
+        self._relay.finish()
+
+    def _begin(self, name: str, nbytes: int) -> int:
+        cursor = self._relay.position
+        self._relay.append(local_header(cursor, f"{ROOT}/{name}", nbytes, ALIGNMENT))
+        return cursor
+
+    def _end(self, name: str, cursor: int, nbytes: int, checksum: Checksum) -> None:
+        self._relay.append_later(descriptor_nbytes(cursor, nbytes), lambda: descriptor(cursor, nbytes, checksum.value))
+        self._places.append(Entry(f"{ROOT}/{name}", cursor, nbytes, 0))
+        self._entries.append(lambda: Entry(f"{ROOT}/{name}", cursor, nbytes, checksum.value))
+
+
+def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> dict[str, tuple[int, int]]:
+    """Write tensors as torch.distributed.checkpoint has them in a file; returns (offset, bytes) of each item."""
+    places = {}
+    for tensor in tensors:
+        item = Item.of(tensor.dtype, tensor.shape)
+        relay.append(bytes(item.head_gap(relay.position)))
+        places[tensor.name] = (relay.position, item.total_nbytes)
+        relay.append(item.head)
+        checksum = Checksum()
+        payloads.append(relay, tensor, checksum)
+        relay.append_later(item.tail_nbytes, lambda item=item, checksum=checksum: item.tail(checksum.value))  # type: ignore[misc]
+    relay.finish()
+    return places

@@ -1,0 +1,104 @@
+"""Dividing the budget of a device. Pure: which groups stay there, and how much room the others get to come and go.
+
+As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups,
+because a group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied
+there is one to compute with. What streams needs room for the largest unit's groups, and for the next ones beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from swapper.errors import BudgetError
+from swapper.runtime.sizes import format_bytes
+
+AHEAD_BYTES = 64 << 20
+"""Room for groups that are copied while one computes: not more than AHEAD_SHARE of the budget, but for the largest group."""
+AHEAD_SHARE = 8
+STEPS = 64
+"""The share that stays is found in steps of one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """What the budget gives.
+
+    Attributes:
+        image_bytes: for all groups that are on the device at one time.
+        staying: groups that stay once they were brought.
+        down_bytes: for gradients on their way to host memory, where there are any.
+        gradients: groups whose gradients stay until they are used.
+        state: groups whose optimizer state stays.
+    """
+
+    image_bytes: int
+    resident_set: frozenset[int]
+    down_bytes: int = 0
+    gradients: frozenset[int] = frozenset()
+    state: frozenset[int] = frozenset()
+
+
+def place_on_device(
+    device_bytes: int,
+    fixed_bytes: int,
+    images: Mapping[int, int],
+    units: Sequence[Sequence[int]],
+    where: Sequence[str],
+    device: object,
+    fixed: str = "small tensors, buffers and conversions",
+) -> DevicePlacement:
+    """Return the placement that copies the fewest bytes a pass.
+
+    Args:
+        device_bytes: the budget.
+        fixed_bytes: what else is on the device: small tensors, buffers, conversions.
+        images: by group, in the order of a pass, the size of its storage.
+        units: for each unit, the groups that are in use while it runs.
+        where: the units' names.
+        device, fixed: for the message.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    left = device_bytes - fixed_bytes
+    ahead_bytes = min(AHEAD_BYTES, max(left, 0) // AHEAD_SHARE)
+    for step in range(STEPS, -1, -1):
+        resident_set = _even(images, step)
+        if _needed(images, units, resident_set, ahead_bytes) <= left:
+            return DevicePlacement(left, resident_set)
+    working = _needed(images, units, frozenset(), None)
+    if working <= left:
+        return DevicePlacement(left, frozenset())
+    largest = max(range(len(units)), key=lambda unit: sum(images.get(group, 0) for group in units[unit]), default=0)
+    raise BudgetError(
+        f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
+        f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
+        f"{fixed}, and {format_bytes(working)} what is used at one time in "
+        f"{where[largest]!r}; raise device_memory"
+    )
+
+
+def _even(images: Mapping[int, int], step: int) -> frozenset[int]:
+    """Return groups that are about step / STEPS of all bytes, evenly spread."""
+    resident_set, all_bytes, staying_bytes = [], 0, 0
+    for group, nbytes in images.items():
+        all_bytes += nbytes
+        if (staying_bytes + nbytes) * STEPS <= all_bytes * step:
+            resident_set.append(group)
+            staying_bytes += nbytes
+    return frozenset(resident_set)
+
+
+def _needed(
+    images: Mapping[int, int], units: Iterable[Sequence[int]], resident_set: frozenset[int], ahead_bytes: int | None
+) -> int:
+    """Return what images take at one time, with room for the next ones unless `ahead_bytes` is None."""
+    streamed = {group: nbytes for group, nbytes in images.items() if group not in resident_set}
+    kept_bytes = sum(images.values()) - sum(streamed.values())
+    if not streamed:
+        return kept_bytes
+    working_sets = {tuple(sorted(streamed[group] for group in unit if group in streamed)) for unit in units}
+    working = max((sum(sizes) for sizes in working_sets), default=0)
+    ahead = 0 if ahead_bytes is None else min(max(ahead_bytes, max(streamed.values())), sum(streamed.values()))
+    return kept_bytes + working + ahead

@@ -1,0 +1,50 @@
+"""Triton, which compiles the kernels: an extra of this package, imported when a kernel is first used.
+
+On a GPU the kernels run; on a CPU the plain torch beside them does, unless TRITON_INTERPRET=1 has Triton's interpreter run the
+kernels there, as the tests do. The variable counts from the first import of Triton on.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+from swapper.errors import UnsupportedError
+
+ACCELERATORS = ("cuda", "xpu")
+"""Device types for which Triton compiles. ROCm's is "cuda" too."""
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def uses_kernel(device: torch.device) -> bool:
+    """Whether arithmetic on `device` is a kernel's, and not plain torch's."""
+    return device.type in ACCELERATORS or is_interpreted()
+
+
+def kernel(name: str) -> ModuleType:
+    """The Triton module of that name in `swapper.device.kernels.triton`.
+
+    Raises:
+        UnsupportedError: Triton is not installed, or too old.
+    """
+    try:
+        return importlib.import_module(f"swapper.device.kernels.triton.triton_{name}")
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise UnsupportedError(
+            f"swapper's kernels need Triton 3.3 or newer, which is not to be had ({error}): pip install 'swapper[triton]'"
+        ) from error

@@ -1,0 +1,363 @@
+"""The commit record: the small file that makes a step durable, and from which a killed run goes on.
+
+It names, for every piece of every section, the swap file that has its content as of the step and that content's CRC-32; and
+it holds what else belongs to the step. It is a torch checkpoint without payload, sealed so that a change of any of its bytes is
+noticed (manifest.py), and it is published by write to a temporary, sync, rename: whole, or the one before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.durability.directory import COMMIT_NAME
+from swapper.durability.ranks import CommitId
+from swapper.errors import CheckpointError, IoError, remedy
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
+from swapper.formats.torch_zip.manifest import MAX_END_BYTES, find_seal
+from swapper.io import beneath
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.section import EXTERNAL
+from swapper.runtime import records
+
+FORMAT = 2
+MOST_BYTES = 4 << 30
+"""Of a record: what is registered and `extra` are in it too."""
+
+
+def _numbers(dtype: torch.dtype) -> records.Shape:
+    def check(value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.dtype != dtype or value.ndim != 1:
+            raise ValueError(f"it is not a list of {dtype}")
+
+    return check
+
+
+def _swap_name(value: Any) -> None:
+    records.name(value)
+    if not value.endswith(".swap"):
+        raise ValueError(f"it is {value!r}, not the name of a swap file")
+
+
+_texts = records.mapping(records.text, records.anything)
+_SHAPE = records.fields(
+    {
+        "format": records.exactly(FORMAT),
+        "step": records.whole(),
+        "rank": records.whole(),
+        "world_size": records.whole(1),
+        "boot_id": records.text,
+        "optimizer": records.text,
+        "placement": records.mapping(records.text, records.text),
+        "plans": records.listing(records.text),
+        "files": records.mapping(records.whole(most=(1 << 31) - 1), _swap_name),
+        "sections": records.fields(
+            {
+                "nbytes": records.listing(records.whole()),
+                "piece_bytes": records.listing(records.whole(1)),
+                "counts": records.listing(records.whole(1, (1 << 31) - 1)),
+                "files": _numbers(torch.int32),
+                "crc32s": _numbers(torch.int64),
+            }
+        ),
+        "param_groups": records.listing(_texts),
+        "state_entries": records.fields(
+            {
+                "kinds": records.listing(
+                    records.listing(records.row(records.text, records.anything, records.anything))
+                ),
+                "of": records.mapping(records.text, records.whole()),
+            }
+        ),
+        "registered": _texts,
+        "extra": records.mapping(records.anything, records.anything),
+        "rng": records.nullable(_texts),
+        "external": records.mapping(records.path, records.row(records.whole(), records.whole(-(1 << 63)))),
+    },
+    {
+        "members": records.nullable(records.listing(records.listing(records.text))),
+        "edits": records.whole(),
+        "job": records.text,
+    },
+)
+_NO_PAYLOAD = ContainerLayout.plan([])
+
+
+@dataclass(frozen=True)
+class SectionRecord:
+    """Where one section's content is: pieces of `piece_bytes` (the last may be shorter), each with the number of its file (LENT:
+    one of the user's) and its CRC-32 (-1: nobody knows it, of what is lent). All together have `nbytes`."""
+
+    nbytes: int
+    piece_bytes: int
+    files: list[int]
+    crc32s: list[int]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [min(self.piece_bytes, self.nbytes - n * self.piece_bytes) for n in range(len(self.files))]
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """A committed step.
+
+    Attributes:
+        step: optimizer steps taken.
+        rank, world_size: whose part of the job it is.
+        boot_id: the kernel's, when it was written: after a power loss or a crash of the system it is another one.
+        optimizer: class of the user's optimizer.
+        placement: where "param" and "state" live.
+        plans: what lies where, as `describe_plans` returns it; compared on resume.
+        files: names of the swap files by number.
+        sections: where each section's content is, in the order of `plans`.
+        param_groups: the optimizer's settings, in torch's packed form.
+        state_entries: what the optimizer's state of each parameter has, as `StateEntries.pack` returns it.
+        registered: state dicts by name.
+        extra: the user's own values.
+        rng: states of the random number generators, where that was asked for.
+        lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
+            in nanoseconds.
+        edits: how often parameters were changed from outside since the step.
+        job: of the run that all its ranks share; "" for one rank alone.
+        members: for each of the optimizer's groups the names of its parameters, in order; None where they are those of the script.
+    """
+
+    step: int
+    rank: int
+    world_size: int
+    boot_id: str
+    optimizer: str
+    placement: dict[str, str]
+    plans: list[str]
+    files: dict[int, str]
+    sections: list[SectionRecord]
+    param_groups: list[dict[str, Any]]
+    state_entries: dict[str, Any]
+    registered: dict[str, Any]
+    extra: dict[str, Any]
+    rng: dict[str, Any] | None
+    external: dict[str, tuple[int, int]] = field(default_factory=dict)
+    members: list[list[str]] | None = None
+    edits: int = 0
+    job: str = ""
+
+    @property
+    def id(self) -> CommitId:
+        """What a commit of all ranks is known by."""
+        return self.step, self.edits
+
+
+def files_of(record: CommitRecord) -> frozenset[int]:
+    """Return the numbers of the swap files that have something of the commit."""
+    return frozenset(number for section in record.sections for number in section.files if number != EXTERNAL)
+
+
+def describe_plans(plans: Sequence[SectionPlan]) -> list[str]:
+    """Return one line for each tensor and section, such that equal lines mean an equal layout."""
+    lines = []
+    for plan in plans:
+        lines.append(f"{plan.name}: {plan.nbytes} bytes")
+        lines += [
+            f"{slot.spec.owner} {slot.spec.kind}: {str(slot.spec.dtype).removeprefix('torch.')} "
+            f"{list(slot.spec.shape)} at {slot.offset}"
+            for slot in plan.slots
+        ]
+    return lines
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def encode_commit(record: CommitRecord) -> bytes:
+    """Return the record's file.
+
+    Raises:
+        CheckpointError: a registered object's state is not what torch.load(weights_only=True) reads.
+    """
+    content: dict[str, Any] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
+    content["sections"] = {
+        "nbytes": [section.nbytes for section in record.sections],
+        "piece_bytes": [section.piece_bytes for section in record.sections],
+        "counts": [len(section.files) for section in record.sections],
+        "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
+        "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
+    }
+    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build({}, [])
+
+
+def check_state(state: Any) -> None:
+    """Raise CheckpointError unless `state` can be part of a commit: torch.load(weights_only=True) must read it."""
+    PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)
+
+
+def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMMIT_NAME) -> None:
+    """Make `data` the directory's commit record, in place of the one before.
+
+    Args:
+        durable: sync file and directory, so that the record survives a power loss.
+        name: of the record's file.
+    """
+    temporary = directory / (name + ".partial")
+    try:
+        _publish(temporary, directory / name, data, durable)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            beneath.unlink(temporary)
+        detail = f"the last step is not committed yet: {remedy(error.errno)}, and go on: it is tried again"
+        if name != COMMIT_NAME:
+            detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
+        raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
+
+
+def _publish(temporary: Path, path: Path, data: bytes, durable: bool) -> None:
+    descriptor = beneath.create_file(temporary)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        if durable:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    beneath.rename(temporary, path)
+    if durable:
+        beneath.sync(path.parent)
+
+
+def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None:
+    """Return the directory's committed step, or None if it has none.
+
+    Args:
+        name: of the record's file.
+
+    Raises:
+        CheckpointError: the record is damaged, or of another version.
+    """
+    path = directory / name
+    remedy = "go on from a snapshot with resume='discard'"
+    try:
+        data = beneath.read_small(path, MOST_BYTES)
+        seal = find_seal(data[-MAX_END_BYTES:], len(data))
+        if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
+            raise CheckpointError(
+                f"{path} is damaged: its bytes have not the CRC-32 that they were written with: {remedy}"
+            )
+        content = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(content, dict) or "format" not in content:
+            raise ValueError("it is no commit record")
+        if content["format"] != FORMAT:
+            raise CheckpointError(f"{path} is of format {content['format']}, this swapper reads {FORMAT}: {remedy}")
+        _SHAPE(content)
+        del content["format"]
+        record = CommitRecord(**{**content, "sections": _split(content["sections"])})
+        _check_sections(record)
+        return record
+    except FileNotFoundError:
+        return None
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a damaged file makes zipfile or torch raise
+        raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error
+
+
+def _split(packed: dict[str, Any]) -> list[SectionRecord]:
+    files, crc32s = packed["files"].tolist(), packed["crc32s"].tolist()
+    sections = []
+    begin = 0
+    for nbytes, piece_bytes, count in zip(packed["nbytes"], packed["piece_bytes"], packed["counts"], strict=True):
+        end = begin + count
+        sections.append(SectionRecord(nbytes, piece_bytes, files[begin:end], crc32s[begin:end]))
+        begin = end
+    return sections
+
+
+def _check_sections(record: CommitRecord) -> None:
+    """Raise ValueError where sections are not what pieces make, or lie in files that the record does not have."""
+    if not {"param", "state"} <= record.placement.keys():
+        raise ValueError("it does not say where parameters and state are")
+    if len(set(record.files.values())) < len(record.files):
+        raise ValueError("two of its files have one name")
+    for number, section in enumerate(record.sections):
+        if section.piece_bytes % SECTOR_BYTES:
+            raise ValueError(f"section {number} has pieces of {section.piece_bytes} bytes")
+        if len(section.files) != max(1, -(-section.nbytes // section.piece_bytes)):
+            raise ValueError(f"section {number} of {section.nbytes} bytes has {len(section.files)} pieces")
+        unknown = set(section.files) - record.files.keys() - {EXTERNAL}
+        if unknown:
+            raise ValueError(f"section {number} lies in file {min(unknown)}, which has no name")
+        if min(section.crc32s) < -1 or max(section.crc32s) >= 1 << 32:
+            raise ValueError(f"section {number} has checksums that are no CRC-32")
+
+
+def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
+    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained here.
+
+    Args:
+        parameters: names of all.
+        trained: names of those that the optimizer has, and that require gradients.
+    """
+    lacking = [name for name in record.state_entries["of"] if name not in trained]
+    if lacking and all(name in parameters for name in lacking):
+        shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
+        raise CheckpointError(
+            f"at step {record.step} the directory's run trains parameters that are frozen here, or in no group of the optimizer: "
+            f"{shown}. Where they were added later (add_param_group, requires_grad_), do that before manager.offload when a run "
+            "that has them goes on: `manager.trained` has the names of what it trains"
+        )
+
+
+def check_group_count(record: CommitRecord, count: int) -> None:
+    """Raise CheckpointError unless the optimizer has as many groups as the record."""
+    if count != len(record.param_groups):
+        raise CheckpointError(
+            f"at step {record.step} the optimizer of the directory's run has {len(record.param_groups)} param_groups, and this one "
+            f"has {count}: add or remove groups before manager.offload, as the run did later"
+        )
+
+
+def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
+    """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
+    ours, theirs = describe_plans(plans), record.plans
+    missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
+    added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
+    differences = [*missing, *added]
+    if optimizer != record.optimizer:
+        differences.insert(0, f"- optimizer {optimizer} instead of {record.optimizer}")
+    if not differences and ours != theirs:
+        differences.append("- the same tensors in another order")
+    if not differences and [plan.nbytes for plan in plans] != [section.nbytes for section in record.sections]:
+        differences.append("- sections of other sizes")
+    if differences:
+        shown = "\n".join(differences[:20]) + (f"\n- and {len(differences) - 20} more" if len(differences) > 20 else "")
+        raise CheckpointError(
+            f"the directory's run is of another model or optimizer:\n{shown}\n"
+            "Build the same model and optimizer, or say resume='discard' to throw the run away"
+        )
+
+
+__all__ = [
+    "CommitRecord",
+    "SectionRecord",
+    "boot_id",
+    "check_group_count",
+    "check_same",
+    "check_state",
+    "check_trained",
+    "describe_plans",
+    "encode_commit",
+    "files_of",
+    "publish_commit",
+    "read_commit",
+]

@@ -1,0 +1,397 @@
+"""When a step becomes durable.
+
+After a step's last write, and when swapper is entered again (so after `scheduler.step()` has run), the state of what was
+registered is captured and what stays in memory is written, if the policy asks for that; the commit record is published as soon as
+nothing is in flight any more, usually during the next forward, and before the next step begins at the latest. A snapshot that
+the user asked for is of that same step, and starts on its way right after the record. Of a step whose updates are deferred what was
+registered is captured at the same time, and the rest when its last update is done.
+
+[Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
+anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
+none where it is not, or where state stays on a device. A number commits every so many steps, writing what is resident too; None
+never commits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from swapper import _C
+from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
+from swapper.durability.fallback import Commit, WayBack
+from swapper.durability.snapshot import Publisher, Snapshot
+from swapper.durability.verify import find_losses
+from swapper.errors import CheckpointError, IoError, StateError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.budget import SMALL_SECTION_BYTES
+from swapper.paging.section import EXTERNAL, Page, Section
+from swapper.paging.store.swap_files import Store
+from swapper.runtime.interrupts import defer_sigint
+
+log = logging.getLogger("swapper")
+
+
+def steps_between_commits(
+    policy: str | int | None, sections: Sequence[Section], state_stays_elsewhere: bool = False
+) -> int | None:
+    """Return how many steps there are from commit to commit, None for no commits. [Note: free commits]"""
+    if policy == "free":
+        large = state_stays_elsewhere or any(
+            section.resident and section.plan.nbytes > SMALL_SECTION_BYTES and section.plan.external is None
+            for section in sections
+        )
+        return None if large else 1
+    return policy if isinstance(policy, int) else None
+
+
+class Step(Protocol):
+    """The step that was taken last, of which updates may still be to be done."""
+
+    @property
+    def update_is_open(self) -> bool: ...
+
+    def finish_update(self) -> None: ...
+
+
+class State(Protocol):
+    """The optimizer's."""
+
+    def sync_to_host(self) -> None:
+        """Have at its places what stays elsewhere."""
+        ...
+
+    @property
+    def packed_entries(self) -> dict[str, Any]:
+        """What it has, for the record."""
+        ...
+
+
+class Committer:
+    """Decides when to commit, and does it.
+
+    Args:
+        directory: the run's.
+        every: how many steps there are from commit to commit; None: no commits.
+        durable: sync the files before the record, so that a commit survives a power loss.
+        sections: all param and state sections.
+        pager, store: what transfers go through.
+        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
+        last_step: what is to be committed.
+        state: the optimizer's, which may be elsewhere than in its sections.
+        publisher: takes snapshots.
+        committed: the step that is committed already, where a run goes on.
+        way_back: to the commit before.
+
+    Attributes:
+        edits: how often parameters were changed from outside since the last step.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        every: int | None,
+        durable: bool,
+        sections: Sequence[Section],
+        pager: Pager,
+        store: Store,
+        describe: Callable[[int], CommitRecord],
+        last_step: Step,
+        state: State,
+        publisher: Publisher,
+        committed: int | None,
+        way_back: WayBack,
+    ) -> None:
+        self._directory = directory
+        self._durable = durable
+        self._sections = sections
+        self._pager = pager
+        self._store = store
+        self._describe = describe
+        self._last_step = last_step
+        self._state = state
+        self._resident = [section for section in sections if section.resident]
+        self._every = every
+        self._publisher = publisher
+        self._committed = committed
+        self._way_back = way_back
+        self.edits = 0
+        self._is_behind = False  # what was changed from outside since the last commit is in none
+        self._due: int | None = None  # the step to be written whole
+        self._record: CommitRecord | None = None  # captured
+        self._snapshot: Snapshot | None = None  # of the step that is due
+        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once they are submitted
+
+    def step_done(self, step: int) -> None:
+        """A step, or the initial placement (step 0), is over; its writes may be in flight."""
+        self.edits = 0
+        if self._every is not None and step % self._every == 0:
+            self._due = step
+
+    def enter(self) -> None:
+        """Swapper is entered: capture what is due, and publish it if nothing is in flight. Costs nothing when nothing is due."""
+        self._publisher.settle()
+        if self._due is None:
+            return
+        self._capture()
+        if self._publisher.reads_sources or self._writes is None:
+            return
+        if self._pager.writes_are_done() and all(ticket.done for _, ticket in self._writes):
+            self._publish()
+
+    def before_step(self) -> None:
+        """Everything is about to be changed: `finish`, but while a snapshot copies from what the last commit names, go without.
+
+        Ranks that are together wait for each other. They never go without: all shall have the same commit.
+
+        Raises:
+            IoError: as `finish`.
+            StateError: another rank does not come.
+        """
+        self._last_step.finish_update()
+        may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
+        if may_go_without and self._due is not None and self._publisher.reads_sources:
+            self._drain()
+            self._record = self._due = None
+        self.finish()
+        if self._every is not None:
+            self._way_back.before_step(self._pager.counters.step + 1)
+
+    def before_change_of_layout(self) -> None:
+        """The files of the commit before are about to go.
+
+        Raises:
+            StateError: there is a rank that may still need that.
+        """
+        if self._every is not None and not self._way_back.before_step(self._pager.counters.step + 1):
+            raise StateError(
+                "ranks have committed different steps: have all add to what is trained at the same place, right after a step"
+            )
+
+    def finish(self) -> None:
+        """Finish the step; if a commit is due, write what is changed, wait for it, and publish.
+
+        Raises:
+            IoError: a write failed, or the record could not be written. The commit before stays the last one.
+        """
+        self._publisher.settle()
+        self._last_step.finish_update()
+        if self._due is not None:
+            self._capture()
+            self._pager.flush()
+            self._publish()
+        if self._every is None:
+            self._store.release_frozen()
+
+    def write_all(self, step: int) -> None:
+        """Have everything written as it is now, after `step`, and commit it where the run commits at all.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        self.finish()
+        self._due = step
+        self.finish()
+        self._publisher.finish()
+
+    def commit_changes(self, step: int) -> None:
+        """No step will commit what was changed from outside: do it, as of `step`, where the run commits at all.
+
+        Raises:
+            IoError: as `finish`.
+        """
+        if self._is_behind and self._every is not None:
+            self.write_all(step)
+
+    @property
+    def committed(self) -> int | None:
+        """The step that is committed."""
+        return self._committed
+
+    def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
+        """`snapshot` was taken of `step`: commit that, if the run commits at all, and then publish it.
+
+        Call after `finish`, or when the last snapshot was of an earlier step.
+        """
+        self._due = step
+        self._snapshot = snapshot
+        try:
+            self._capture()
+        except BaseException as error:
+            self._snapshot = None
+            snapshot.ticket.finish(error)
+            raise
+
+    def changed_in_pass(self) -> None:
+        """A forward has changed parameters. What is not yet committed of the step before it cannot be any more."""
+        self.changed_from_outside()
+        if self._due is not None:
+            self._drain()
+            self._due = self._record = None
+            self._end_snapshot("a forward changed parameters before the step was written: take it again")
+
+    def _end_snapshot(self, why: str) -> None:
+        if self._snapshot is not None:
+            self._snapshot.ticket.finish(StateError(f"snapshot {self._snapshot.path} was not taken: {why}"))
+            self._snapshot = None
+
+    def changed_from_outside(self) -> None:
+        """The last commit does not have what there is now, and will not be gone back to.
+
+        Raises:
+            IoError: no room for another swap file, which ranks may need then.
+        """
+        self._committed = None
+        self._is_behind = True
+        self.edits += 1
+        self._way_back.before_change()
+
+    def can_roll_back(self, step: int) -> bool:
+        """Whether `step` is committed, so that what is done of the one after it can be undone."""
+        return self._committed == step
+
+    def roll_back(self, sections: Sequence[Section] | None = None) -> None:
+        """Have `sections`, or everything, as the last commit has it. Call when the pager has forgotten their frames.
+
+        Raises:
+            IoError: what is in memory cannot be read back.
+        """
+        given = self._sections if sections is None else sections
+        self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
+        for section in [section for section in given if section.resident]:
+            self._store.read_now(section.piece, section.memory.data_ptr())
+
+    @property
+    def has_snapshot(self) -> bool:
+        """A snapshot waits for the writes of its step."""
+        return self._snapshot is not None
+
+    def abandon(self) -> None:
+        """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
+        self._due = None
+        self._drain()
+        self._end_snapshot("the manager was closed before its step was written")
+
+    def _drain(self) -> None:
+        """Wait for the writes of resident sections, whatever comes of them, and forget them."""
+        writes, self._writes = self._writes, None
+        for _, ticket in writes or ():
+            with contextlib.suppress(IoError):
+                ticket.wait()
+
+    def _capture(self) -> None:
+        """Note what belongs to the step; once its updates are done, submit the writes of what is resident.
+
+        They are waited for before the next step changes it.
+        """
+        if self._due is None or self._writes is not None:
+            return
+        with defer_sigint:
+            if self._record is None:
+                self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
+            if self._last_step.update_is_open:
+                return
+            self._state.sync_to_host()
+            self._record = dataclasses.replace(self._record, state_entries=self._state.packed_entries)
+            self._store.prefer(self._store.newest())
+            try:
+                self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
+            finally:
+                self._store.prefer(None)
+
+    def _has_committed(self, section: Section) -> bool:
+        """Whether the last commit has what the section is now: it is of this very step, as when it is followed by a snapshot, or
+        the section is as it was lent."""
+        piece, memory = section.piece, section.memory
+        if piece.location == EXTERNAL:  # unless it was changed it is where it was read from
+            return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
+        if self._committed != self._due or self._due is None or piece.committed is None:
+            return False
+        return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
+
+    def _write(self, section: Section) -> Any:
+        ticket = self._store.write(section.piece, section.memory.data_ptr())
+        self._pager.counters.written_bytes[section.plan.family] += section.piece.nbytes
+        return ticket
+
+    def _publish(self) -> None:
+        if self._record is None or self._writes is None:
+            return
+        try:
+            for piece, ticket in self._writes:
+                with self._pager.counters.waiting("write", piece):
+                    ticket.wait()
+        except BaseException:
+            self._drain()  # what is resident must be written again
+            raise
+        self._publisher.wait_for_sources()
+        with defer_sigint:
+            for piece, ticket in self._writes:
+                self._store.written(piece, ticket)
+            if self._every is not None:
+                self._commit(self._record)
+                self._committed = self._record.step
+                self._is_behind = False
+            self._record = self._due = self._writes = None  # only now: what fails before is tried again
+            if self._every is not None:
+                self._store.commit(self._way_back.spared(self._snapshot is not None))
+            else:
+                self._store.release_frozen()
+            if self._snapshot is not None:
+                snapshot, self._snapshot = self._snapshot, None
+                try:
+                    if self._every is not None:
+                        self._way_back.keep_for_snapshot()
+                except IoError as error:
+                    snapshot.ticket.finish(error)  # no snapshot without a way back; the run goes on
+                else:
+                    self._publisher.start(snapshot, self._way_back.forbids_linking)
+
+    def _commit(self, record: CommitRecord) -> None:
+        if self._durable:
+            self._store.sync()
+        self._check_frozen()
+        self._store.check_whole()
+        whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
+        data = encode_commit(whole)
+        self._way_back.prepare()
+        publish_commit(self._directory, data, self._durable)
+        self._way_back.committed(Commit.of(whole, data))
+
+    def _check_frozen(self) -> None:
+        """Somebody may have changed a snapshot that is a swap file too: find out what that costs the run.
+
+        Raises:
+            CheckpointError: something that the run needs is lost.
+        """
+        for number, path in self._store.changed_frozen().items():
+            faults = find_losses(path, number, self._sections)
+            if faults:
+                names = sorted({name for fault in faults for name in fault.tensors})
+                raise CheckpointError(
+                    f"{path} was changed from outside ({faults[0].what}): it is the same file as a snapshot that was published "
+                    f"by hard link, and the run needs it for {', '.join(names[:3])}{' and more' if len(names) > 3 else ''}. "
+                    + self._ways_on()
+                )
+            if self._store.accept(number):
+                log.warning("%s, a snapshot, was changed from outside; what the run needs of it is whole", path)
+
+    def _ways_on(self) -> str:
+        if self._way_back.step is not None:
+            return (
+                f"End this process and begin again with resume='auto': the run goes on from step {self._way_back.step}"
+            )
+        return "Restore the snapshot, or go on from another one with resume='discard'"
+
+    def _places(self) -> list[SectionRecord]:
+        records = []
+        for section in self._sections:
+            pieces = [section.piece] if section.resident else section.pages
+            files = [piece.location if piece.location is not None else -1 for piece in pieces]
+            crc32s = [piece.crc32 if piece.crc32 is not None else -1 for piece in pieces]
+            records.append(SectionRecord(section.plan.nbytes, pieces[0].nbytes, files, crc32s))
+        return records

@@ -1,0 +1,329 @@
+"""The run directory: `<directory>/rank-R-of-W/`, held by one run at a time; over several drives, one such directory on each.
+
+Weights are their owner's: directories are 0700 and files 0600, and what is there already is believed only where nobody else may
+write (io/beneath.py). A directory that holds a run, or a part of one, is never
+overwritten unasked.
+
+[Note: whose directories they are] A run over several drives must never go on with a directory of another run in place of one of
+its own, nor clear one away. Each directory's `drives.json` has the run's id. A new run gets a new one, which is written only when
+no directory has swap files any more; so directories that have swap files and one id are one run's, whatever was killed when.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from swapper.durability.ranks import Ranks
+from swapper.errors import ConfigError, DirectoryError, remedy
+from swapper.io import beneath
+from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.runtime.sizes import format_bytes
+
+RESUME_CHOICES = ("error", "auto", "discard")
+
+COMMIT_NAME = "commit.pt"
+FALLBACK_NAME = "commit-before.pt"
+RETENTION_NAME = "snapshots.json"
+
+
+_open: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child (a DataLoader worker) that outlives a killed run must not hold the run's lock."""
+    for directory in list(_open):
+        directory.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class LockedDirectory:
+    """One directory of a run. Owns its lock from construction until `close`.
+
+    Args:
+        directory: the user's directory; must exist, so that a mistyped path is not filled by accident.
+        name: of the run's directory in it.
+
+    Raises:
+        DirectoryError: missing, not a directory, not writable, or in use; or it is there and not this user's alone to write.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
+        self._lock = -1
+        self._is_held = False
+        parent = Path(directory).absolute()
+        if not parent.exists():
+            raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
+        if not parent.is_dir():
+            raise DirectoryError(f"{parent} is not a directory: give a directory on the drive that shall hold the run")
+        self.path = parent / name
+        try:
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            beneath.hold(self.path)
+            self._is_held = True
+            self._lock = self._open_lock()
+        except DirectoryError:
+            self.close()
+            raise
+        except OSError as error:
+            self.close()
+            raise DirectoryError(
+                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to, or {remedy(error.errno)}"
+            ) from error
+        _open.add(self)
+        try:
+            self._take()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_lock(self) -> int:
+        path = self.path / "lock"
+        try:
+            lock = beneath.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+                raise
+        else:
+            status = os.fstat(lock)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                return lock
+            os.close(lock)
+        raise DirectoryError(f"{path} is a link, or no file, and not of swapper's making: remove it")
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = os.pread(self._lock, 64, 0).decode(errors="replace").strip() or "unknown"
+            raise DirectoryError(
+                f"{self.path} is in use by another run (process {holder}): wait for it, or choose another directory"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    @property
+    def has_commit(self) -> bool:
+        return any(beneath.exists(self.path / name) for name in (COMMIT_NAME, FALLBACK_NAME))
+
+    def held(self) -> list[Path]:
+        """Return the files of the run that it holds."""
+        there = beneath.files(self.path)
+        commits = [self.path / name for name in (COMMIT_NAME, FALLBACK_NAME)]
+        return [*(file for file in commits if file in there), *(file for file in there if file.suffix == ".swap")]
+
+    def clear(self) -> None:
+        """Throw away the run that it holds, or its part of one."""
+        for file in self.held():  # the commit records first: they must never name files that are gone
+            beneath.unlink(file)
+        for name in (RETENTION_NAME, RECORD_NAME):
+            beneath.unlink(self.path / name)
+
+    def remove_strays(self, kept: Collection[str]) -> None:
+        """Remove swap files that are not named in `kept`."""
+        for file in beneath.files(self.path):
+            if file.suffix == ".swap" and file.name not in kept:
+                beneath.unlink(file)
+
+    def close(self) -> None:
+        """Let the lock go. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+        if self._is_held:
+            beneath.release(self.path)
+            self._is_held = False
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _refuse_other_sizes(directory: Path, size: int) -> None:
+    """Raise DirectoryError where `directory` holds a run of another number of ranks, and none of this one."""
+    sizes: dict[int, int] = {}
+    for path in directory.glob("rank-*-of-*"):
+        found = re.fullmatch(r"rank-\d{1,9}-of-(\d{1,9})", path.name)
+        if found is not None and any((path / name).exists() for name in (COMMIT_NAME, FALLBACK_NAME)):
+            sizes[int(found[1])] = sizes.get(int(found[1]), 0) + 1
+    if sizes and size not in sizes:
+        held = " and ".join(
+            f"of {other} rank{'s' * (other > 1)} ({sizes[other]} of them here)" for other in sorted(sizes)
+        )
+        raise DirectoryError(
+            f"{directory} holds a run {held}, and this job has {size}: a run goes on with as many ranks as it had. Start so many "
+            f"(torchrun --nproc-per-node), or choose another directory, or say resume='discard' to begin anew here, from a "
+            "snapshot of that run, say; then rank-*-of-* of the other size stay, and may be removed"
+        )
+
+
+class RunDirectory:
+    """Owns the locks of the run's directories from construction until `close`.
+
+    Args:
+        directories: the user's directory, or several, one a drive; each must exist.
+        resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
+        ranks: this process's place in the job.
+        weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
+
+    Attributes:
+        path: the first directory of the run.
+        drives: all of them.
+        job: the run's, which all its ranks share; "" for a rank alone. Whoever opens it sets it.
+
+    Raises:
+        ConfigError: no directory, or one of them twice.
+        DirectoryError: missing, not a directory, not writable, in use, holds a run, or is not of this run.
+    """
+
+    def __init__(
+        self,
+        directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        resume: str,
+        ranks: Ranks,
+        weigh: Callable[[Sequence[Path]], Sequence[float]] | None = None,
+    ) -> None:
+        self.ranks = ranks
+        self.rank = ranks.rank
+        self.world_size = ranks.size
+        self.job = ""
+        self._weigh = weigh or (lambda paths: [1.0] * len(paths))
+        self._locked: list[LockedDirectory] = []
+        given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
+        if not given or len({Path(directory).resolve() for directory in given}) < len(given):
+            raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
+        if not all(os.fspath(directory) for directory in given):
+            raise DirectoryError(
+                '"" names no directory: give one on the drive that shall hold the run ("." is the working directory)'
+            )
+        try:
+            for directory in given:
+                if resume != "discard":
+                    _refuse_other_sizes(Path(directory), ranks.size)
+                self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
+            self.drives = self._settle(resume)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> Path:
+        return self._locked[0].path
+
+    # --- whose directories they are -----------------------------------------------------------------------------------
+
+    def begin_anew(self) -> None:
+        """Throw away the run that it holds: a new one begins."""
+        self._clear()
+        self.drives = self._begin()
+
+    def _clear(self) -> None:
+        for locked in self._locked:
+            locked.clear()
+
+    def _settle(self, resume: str) -> Drives:
+        """Return the drives of the run to go on with, or of a new one. [Note: whose directories they are]"""
+        if resume == "discard":
+            self._clear()
+        if resume == "error":
+            self._refuse_runs()
+        records = [read_record(locked.path) if locked.held() else None for locked in self._locked]
+        if self._locked[0].has_commit:
+            return self._go_on(records)
+        self._check_leftovers(records)
+        return self._begin()
+
+    def _refuse_runs(self) -> None:
+        for locked in self._locked:
+            if held := locked.held():
+                raise DirectoryError(
+                    f'{locked.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its '
+                    'last commit, resume="discard" to throw it away, or choose another directory'
+                )
+
+    def _go_on(self, records: Sequence[DrivesRecord | None]) -> Drives:
+        first = records[0]
+        paths = tuple(locked.path for locked in self._locked)
+        if first is None:
+            if len(paths) > 1:
+                raise DirectoryError(
+                    f"the run in {paths[0]} lies in that directory alone: go on with it without {paths[1]}"
+                )
+            return Drives(paths)
+        for index, known in enumerate(first.drives.directories):
+            found = records[index] if index < len(records) else None
+            if found is None or (found.drives.id, found.index) != (first.drives.id, index):
+                given = f"; {paths[index]} does not have it" if index < len(paths) else ""
+                raise DirectoryError(
+                    f"the run in {paths[0]} lies over {len(first.drives)} drives, and that part of it which was in {known} is "
+                    f"missing{given}: mount that drive, and give all directories in the order in which they were given"
+                )
+        if len(paths) > len(first.drives):
+            raise DirectoryError(
+                f"the run in {paths[0]} lies over {len(first.drives)} drives: go on with it without {paths[-1]}"
+            )
+        drives = Drives(paths, first.drives.weights, first.drives.id)
+        if drives != first.drives:  # the same directories under other names
+            for index in range(len(paths)):
+                DrivesRecord(drives, index).write()
+        return drives
+
+    def _check_leftovers(self, records: Sequence[DrivesRecord | None]) -> None:
+        """There is no commit to go on from: what is there may be cleared away if it is of one run that never had one."""
+        ours = records[0].drives.id if records[0] is not None else ""
+        for index, (locked, record) in enumerate(zip(self._locked, records, strict=True)):
+            if not locked.held() or (index == 0 and (record is None or record.index == 0)):
+                continue
+            if locked.has_commit or record is None or record.drives.id != ours or record.index != index:
+                whose = "another run: "
+                if record is not None:
+                    whose = f"the run in {record.drives.directories[0]}: give all of its directories in their order to go on, "
+                raise DirectoryError(
+                    f'{locked.path} holds a part of {whose}choose another directory, or say resume="discard" to throw it away'
+                )
+
+    def _begin(self) -> Drives:
+        paths = tuple(locked.path for locked in self._locked)
+        self.remove_strays(())
+        for path in paths:
+            beneath.unlink(path / RECORD_NAME)
+        if len(paths) == 1:
+            return Drives(paths)
+        drives = Drives(paths, tuple(self._weigh(paths)), secrets.token_hex(8))
+        for index in range(len(paths)):
+            DrivesRecord(drives, index).write()
+        return drives
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def remove_strays(self, kept: Collection[str]) -> None:
+        """Remove swap files that no commit names: a run was killed before it could."""
+        for locked in self._locked:
+            locked.remove_strays(kept)
+
+    def require_space(self, needed: Sequence[int]) -> None:
+        """Raise DirectoryError unless the filesystem of each drive has as many bytes free as `needed` says."""
+        by_filesystem: dict[int, int] = {}
+        for path, nbytes in zip(self.drives.directories, needed, strict=True):
+            device = path.stat().st_dev
+            by_filesystem[device] = by_filesystem.get(device, 0) + nbytes
+            free = shutil.disk_usage(path).free
+            if free < by_filesystem[device]:
+                raise DirectoryError(
+                    f"{path} needs {format_bytes(by_filesystem[device])} and its filesystem has {format_bytes(free)} free: "
+                    "make room, or choose another drive"
+                )
+
+    def close(self) -> None:
+        """Let the locks go. Idempotent."""
+        for locked in self._locked:
+            locked.close()

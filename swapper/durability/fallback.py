@@ -1,0 +1,268 @@
+"""The commit before: where a run goes on if a snapshot that is a swap file too is damaged.
+
+Where a filesystem cannot reflink, a snapshot is a second name of a swap file (publication.py), and whoever writes into it or cuts
+it off changes what the last commit names. So before a snapshot is published the record of the commit before is put beside that of
+the last one, and until the next commit the store writes nowhere that it names (`Store.spare`). A run that goes on while it is there
+compares what the last commit has in shared files with its checksums; where that is not whole it goes on from the one before. So
+the damage costs the snapshot and one step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapper.durability.commit import (
+    CommitRecord,
+    SectionRecord,
+    encode_commit,
+    files_of,
+    publish_commit,
+    read_commit,
+)
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
+from swapper.durability.ranks import CommitId, Ranks, describe
+from swapper.durability.verify import Fault, find_damage
+from swapper.errors import CheckpointError, StateError
+from swapper.io import beneath
+from swapper.paging.store.swap_files import Store
+
+log = logging.getLogger("swapper")
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A commit that was published.
+
+    Attributes:
+        id: by which ranks know it.
+        data: the record's file.
+        files: numbers of the swap files that it needs.
+        sections: where each section's content is.
+    """
+
+    id: CommitId
+    data: bytes
+    files: frozenset[int]
+    sections: Sequence[SectionRecord]
+
+    @property
+    def step(self) -> int:
+        return self.id[0]
+
+    @classmethod
+    def of(cls, record: CommitRecord, data: bytes) -> Commit:
+        return cls(record.id, data, files_of(record), record.sections)
+
+
+class WayBack:
+    """The commit before the last one: on disk, and its files spared, for as long as it may be needed.
+
+    A rank alone needs it from the publication of a snapshot to the next commit; ranks that are together from each commit until all
+    have that one ([Note: one step for all ranks], durability/ranks.py).
+
+    Args:
+        directory: the run's.
+        durable: commits survive a power loss.
+        store: has the swap files.
+        ranks: of the run; None where it never commits.
+        last: the last commit, where a run goes on from its record.
+        before: the one before it, if that is still a way back.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        durable: bool,
+        store: Store,
+        ranks: Ranks | None,
+        last: Commit | None,
+        before: Commit | None,
+    ) -> None:
+        self._directory = directory
+        self._durable = durable
+        self._store = store
+        self._ranks = ranks if ranks is not None and ranks.are_together else None
+        self._last = self._agreed = last
+        self._before = before
+        if before is not None:
+            store.spare(before.files)
+
+    @property
+    def step(self) -> int | None:
+        """That can be gone back to by beginning again; None if there is none."""
+        is_there = self._before is not None and beneath.exists(self._directory / FALLBACK_NAME)
+        return self._before.step if self._before is not None and is_there else None
+
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._ranks is not None
+
+    def prepare(self) -> None:
+        """A new commit is about to be published. What all ranks have stays on disk beside it."""
+        if self._ranks is not None and self._last is not None and self._last is self._agreed:
+            _keep_last(self._directory, self._last, self._durable)
+            self._before = self._last
+
+    def committed(self, commit: Commit) -> None:
+        """`commit` was published."""
+        if self._ranks is None:
+            drop_fallback(self._directory)
+            if self._last is not None and self._last.id != commit.id:
+                self._before = self._last
+        self._last = commit
+
+    def spared(self, is_snapshot: bool) -> frozenset[int]:
+        """Return the files that must stay from now on: `is_snapshot` says whether one is about to be published."""
+        is_needed = is_snapshot if self._ranks is None else self._agreed is not self._last
+        return self._before.files if self._before is not None and is_needed else frozenset()
+
+    def keep_for_snapshot(self) -> None:
+        """A snapshot is about to be published, which may be a second name of what the last commit needs.
+
+        Ranks have no such way back: one of them could not go there alone.
+        """
+        if self._ranks is None and self._before is not None:
+            keep_fallback(self._directory, self._before, self._durable)
+
+    def forbids_linking(self, number: int) -> bool:
+        """Whether file `number` may not be completed to a snapshot: that would overwrite what all ranks may go back to."""
+        before, last = self._before, self._last
+        if self._ranks is None or before is None or last is None or last is self._agreed:
+            return False
+        pairs = zip(before.sections, last.sections, strict=True)
+        return any(b == number != a for was, now in pairs for b, a in zip(was.files, now.files, strict=True))
+
+    def before_change(self) -> None:
+        """Something is about to be written outside of a step: what all ranks have stays whole.
+
+        Raises:
+            IoError: that takes another swap file, and there is no room for it.
+        """
+        if self._ranks is not None and self._agreed is not self._last:
+            self._store.leave_spared()
+
+    def before_step(self, step: int) -> bool:
+        """Wait until all ranks have come to this: what they all have is what they can go back to. Returns whether they have the
+        same last commit.
+
+        Args:
+            step: that they are about to take.
+
+        Raises:
+            StateError: another rank takes another step, or does not come.
+            IoError: as `before_change`.
+        """
+        if self._ranks is None:
+            return True
+        mine = self._last.id if self._last is not None else (-1, 0)
+        found = self._ranks.compare((step, *mine), f"step {step}")
+        if len({number for number, *_ in found}) > 1:
+            steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
+            raise StateError(
+                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: have all take the same "
+                "number of steps, or say SwapManager(ranks='alone') where they are runs of their own"
+            )
+        if any((number, edits) != mine for _, number, edits in found):
+            commits = ", ".join(describe((number, edits)) for _, number, edits in found)
+            log.info("before step %d ranks have committed %s: what all have stays", step, commits)
+            self.before_change()
+            return False
+        if self._before is not None:
+            drop_fallback(self._directory)
+            self._before = None
+            self._store.spare(frozenset())
+            self._store.release_frozen()
+        self._agreed = self._last
+        return True
+
+
+def _keep_last(directory: Path, last: Commit, durable: bool) -> None:
+    """Put the record of the last commit beside itself, under the name of the one before."""
+    temporary = directory / f"{FALLBACK_NAME}.partial"
+    beneath.unlink(temporary)
+    try:
+        beneath.link(directory / COMMIT_NAME, temporary)
+    except OSError:  # no hard links here
+        keep_fallback(directory, last, durable)
+    else:
+        beneath.rename(temporary, directory / FALLBACK_NAME)
+
+
+def keep_fallback(directory: Path, before: Commit, durable: bool) -> None:
+    """Put the record of the commit before beside that of the last one."""
+    publish_commit(directory, before.data, durable, FALLBACK_NAME)
+
+
+def drop_fallback(directory: Path) -> None:
+    """There is a newer commit, which shares nothing with a snapshot; or the one before cannot be gone back to."""
+    beneath.unlink(directory / FALLBACK_NAME)
+
+
+def find_commits(directory: Path) -> list[CommitRecord]:
+    """Return the commits that a run can go on from, the newest first: none, one or two.
+
+    Raises:
+        CheckpointError: the last commit's record is damaged, or of another version.
+    """
+    record, before = read_commit(directory), _read_fallback(directory)
+    if record is None or before is None:
+        return [] if record is None else [record]
+    faults = find_damage(directory, record)
+    if not faults:
+        return [record, before]
+    if find_damage(directory, before):
+        return [record]
+    log.warning("%s; the run goes on from step %d instead of %d", _say(faults), before.step, record.step)
+    return [before]
+
+
+def go_on_from(
+    directory: Path, commits: Sequence[CommitRecord], chosen: CommitId | None, keep_before: bool
+) -> tuple[CommitRecord | None, Commit | None]:
+    """Have the chosen one of `commits` be the directory's last. Returns it, and the one before, if that is still a way back.
+
+    Args:
+        commits: what `find_commits` has found.
+        chosen: one of these.
+        keep_before: the one before may stay a way back.
+
+    Raises:
+        CheckpointError: a snapshot that the chosen one needs was changed from outside.
+    """
+    record = next((found for found in commits if found.id == chosen), None)
+    if record is None:
+        return None, None
+    last, before = read_commit(directory), commits[1] if len(commits) > 1 else None
+    if last is not None and last.id == record.id:
+        if keep_before and before is not None and files_of(before) <= record.files.keys():
+            return record, Commit.of(before, encode_commit(before))
+    else:
+        if faults := find_damage(directory, record):
+            raise CheckpointError(f"{_say(faults)}: go on from a snapshot with resume='discard'")
+        # Other files are not what they were.
+        needed = files_of(record)
+        record = dataclasses.replace(record, files={n: name for n, name in record.files.items() if n in needed})
+        publish_commit(directory, encode_commit(record), durable=True)
+    drop_fallback(directory)
+    return record, None
+
+
+def _read_fallback(directory: Path) -> CommitRecord | None:
+    try:
+        return read_commit(directory, FALLBACK_NAME)
+    except CheckpointError as error:  # it may never be needed
+        log.warning("there is no way back to the commit before: %s", str(error))
+        return None
+
+
+def _say(faults: Sequence[Fault]) -> str:
+    names = sorted({name for fault in faults for name in fault.tensors})
+    return (
+        f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}), which lost "
+        f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+    )

@@ -1,0 +1,351 @@
+"""One snapshot's way to its name, in a thread of its own.
+
+The frozen swap file gets what other files have of the step, and its tail; it is synced; and it is published: by reflink, which
+shares its bytes until either is changed, or else by hard link. On another filesystem everything is copied through the engine.
+The file appears under its name when it is whole and synced, or not at all; an existing file is never replaced.
+See [Note: who touches what while a snapshot is published], snapshot.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swapper import _C
+from swapper.durability.copying import CopyRange, checksums_of, copy
+from swapper.durability.ticket import SnapshotTicket
+from swapper.errors import CheckpointError, IoError, SwapperError
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
+from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.io import beneath
+from swapper.paging.store.swap_file import FileStatus, status_of
+
+ZEROS_BYTES = 1 << 20
+PUNCH_HOLE = 0x03
+"""fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
+FICLONE = 0x40049409
+"""ioctl_ficlone(2): make a file share another one's bytes."""
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES)
+"""What link(2) says where the filesystem, or the rights on it, allow no other name for this file."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
+
+
+class Base:
+    """The frozen swap file that becomes the snapshot. Made before it is frozen, since then it cannot be opened to be written.
+
+    Attributes:
+        number: of the file in the store.
+        file: for transfers.
+        status: once it is closed.
+    """
+
+    def __init__(self, number: int, path: Path) -> None:
+        self.number = number
+        self.path = path
+        self.file = beneath.open_for_transfers(path)
+        self.descriptor = beneath.open_file(path, os.O_RDWR)
+        self.status: FileStatus = (0, 0, 0)
+
+    def close(self) -> FileStatus:
+        """Close it, and return its last `status`."""
+        self.status = status_of(self.descriptor)
+        os.close(self.descriptor)
+        self.file.close()
+        return self.status
+
+
+class Draft:
+    """A file that gets its name when it is whole. Until then it has none at all, so that a kill leaves nothing behind; where the
+    filesystem has no such files, it has a hidden one.
+
+    Args:
+        path: the name to be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hidden: Path | None = None
+        try:
+            self.descriptor = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+            self._hidden = path.with_name(f".{path.name}.{os.getpid()}.partial")
+            self._hidden.unlink(missing_ok=True)  # of an earlier process of the same number
+            self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
+
+    def open(self) -> Any:
+        """Open it for transfers."""
+        return _C.File(str(self._place))
+
+    def publish(self) -> None:
+        """Give the file its name, unless someone took it meanwhile."""
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:  # with a directory's descriptor this is linkat(2), which follows the link in /proc
+            os.link(self._place, self._path, src_dir_fd=directory, follow_symlinks=True)
+        except FileExistsError:
+            raise _taken(self._path) from None
+        except OSError as error:
+            if error.errno not in NO_LINKS or self._hidden is None:
+                raise
+            if os.path.lexists(self._path):
+                raise _taken(self._path) from None
+            self._hidden.rename(self._path)
+        finally:
+            os.close(directory)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self._hidden is not None:
+            self._hidden.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class SnapshotContents:
+    """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of.
+
+    `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
+    way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
+    checksums in `chunks` are those of zeros. `kept` is what the frozen file has besides. `check` raises where a file that was read
+    is not what it was.
+    """
+
+    tail: PreparedTail
+    layout: ContainerLayout
+    records: Mapping[str, Sequence[tuple[int, int, int | None]]]
+    chunks: Sequence[ChecksumChunk]
+    tensors: Mapping[str, Sequence[TensorPlace]]
+    everything: Sequence[CopyRange]
+    left_out: frozenset[str]
+    holes: Sequence[tuple[int, int]]
+    kept: Sequence[CopyRange]
+    check: Callable[[], None]
+
+    def make_tail(self, found: Mapping[int, int]) -> bytes:
+        """`found` has, by offset, the CRC-32 of each piece whose own is None."""
+        chunks = [
+            *(
+                ChecksumChunk(r.offset, r.nbytes, found[r.offset] if r.crc32 is None else r.crc32)
+                for r in self.everything
+            ),
+            *self.chunks,
+        ]
+        crc32s = dict.fromkeys(self.records, 0)
+        for key, pieces in self.records.items():
+            for offset, nbytes, crc32 in pieces:
+                crc32s[key] = _C.crc32_combine(crc32s[key], found[offset] if crc32 is None else crc32, nbytes)
+        return self.tail.build(crc32s, chunks, self.tensors, self.left_out)
+
+
+class Publication:
+    """Publishes one snapshot.
+
+    Args:
+        path: its name.
+        ticket: what to finish at the end.
+        content: what it consists of.
+        base: the frozen file; None where all is copied.
+        is_near: `path` is on the filesystem of the swap files.
+        may_link: the frozen file may be completed, and be the snapshot itself.
+        engine: does the transfers.
+        predecessor: the publication to wait for first, so that there is one at one time.
+        published: called when the file has its name.
+
+    Attributes:
+        sources_read: set when nothing is read any more from files that are written in turns.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        ticket: SnapshotTicket,
+        content: SnapshotContents,
+        base: Base | None,
+        is_near: bool,
+        may_link: bool,
+        engine: Any,
+        previous_owner: Publication | None,
+        published: Callable[[], None],
+    ) -> None:
+        self._path = path
+        self._ticket = ticket
+        self._content = content
+        self.base = base
+        self._is_near = is_near
+        self._may_link = may_link
+        self._engine = engine
+        self._predecessor = previous_owner
+        self._published = published
+        self._found: dict[int, int] = {}  # checksums of what was read, by offset
+        self.sources_read = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"swapper snapshot {path.name}")
+
+    def begin(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads, as when the interpreter ends
+            self._run()
+
+    @property
+    def _base_path(self) -> str:
+        return str(self.base.path) if self.base is not None else ""
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def join(self) -> None:
+        self._over.wait()
+
+    # --- in the thread --------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._predecessor is not None:
+            self._predecessor.join()
+            self._predecessor = None
+        error: BaseException | None = None
+        try:
+            self._publish()
+            self._published()
+        except IoError as failure:
+            error = self._name_file(failure)
+        except SwapperError as failure:
+            error = failure
+        except OSError as failure:
+            error = self._explain(failure)
+        except BaseException as failure:
+            error = failure
+        for run in self._content.everything:
+            run.source.close()
+        if self.base is not None:
+            self.base.close()
+        self.sources_read.set()
+        self._ticket.finish(error)
+        self._over.set()
+
+    def _name_file(self, failure: IoError) -> IoError:
+        """A draft's own name tells nobody anything."""
+        if not failure.path.startswith("/proc/self/fd/"):
+            return failure
+        return IoError(failure.op, str(self._path), failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
+
+    def _explain(self, failure: OSError) -> SwapperError:
+        if isinstance(failure, FileNotFoundError) and not self._path.parent.is_dir():
+            return CheckpointError(
+                f"directory {self._path.parent} was removed while the snapshot {self._path} was written"
+            )
+        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
+
+    def _publish(self) -> None:
+        if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
+            self._copy()
+        directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _reflink(self) -> bool:
+        """Publish a file that shares the frozen file's bytes. False if this filesystem cannot."""
+        if self.base is None:
+            return False
+        with contextlib.closing(Draft(self._path)) as draft:
+            try:
+                fcntl.ioctl(draft.descriptor, FICLONE, self.base.descriptor)
+            except OSError:
+                return False
+            with contextlib.closing(draft.open()) as file:
+                self._bring_over(file)
+            self._end(draft.descriptor)
+            draft.publish()
+        return True
+
+    def _link(self) -> bool:
+        """Publish the frozen file itself. False if it can have no other name here."""
+        if self.base is None:
+            return False
+        self._bring_over(self.base.file)
+        self._end(self.base.descriptor)
+        os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files are its owner's alone
+        try:
+            beneath.link(self.base.path, self._path)
+        except FileExistsError:
+            raise _taken(self._path) from None
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise
+            return False
+        return True
+
+    def _bring_over(self, file: Any) -> None:
+        """Copy into `file` what other files than the frozen one have of the step."""
+        runs = [run for run in self._content.everything if run.source.path != self._base_path]
+        self._found.update(copy(self._engine, runs, file))
+        self.sources_read.set()
+
+    def _copy(self) -> None:
+        """Publish a copy."""
+        with contextlib.closing(Draft(self._path)) as draft:
+            with contextlib.closing(draft.open()) as file:
+                if not self._content.holes:
+                    file.allocate(self._content.layout.tail_offset)
+                self._bring_over(file)
+                runs = [run for run in self._content.everything if run.source.path == self._base_path]
+                self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
+            for offset, data in self._content.layout.headers():
+                _write_all(draft.descriptor, data, offset)
+            self._end(draft.descriptor)
+            draft.publish()
+
+    def _end(self, descriptor: int) -> None:
+        """Write the tail, cut off what was behind it, and make the whole file durable."""
+        self._content.check()
+        for hole in self._content.holes:
+            _punch(descriptor, *hole)
+        unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]
+        self._found.update(checksums_of(self._engine, unknown))
+        offset = self._content.layout.tail_offset
+        tail = self._content.make_tail(self._found)
+        _write_all(descriptor, tail, offset)
+        os.ftruncate(descriptor, offset + len(tail))
+        os.fsync(descriptor)
+
+
+def _umask() -> int:
+    """The process's umask. os.umask would change it for all threads meanwhile."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("Umask:"):
+                return int(line.split()[1], 8)
+    return 0o077
+
+
+def _taken(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} appeared while the snapshot was written: it was left as it is")
+
+
+def _punch(descriptor: int, offset: int, nbytes: int) -> None:
+    """Make a run of a file zeros that take no space."""
+    if _libc.fallocate(descriptor, PUNCH_HOLE, offset, nbytes) == 0:
+        return
+    for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not on this filesystem
+        _write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(descriptor, view, offset)
+        view, offset = view[done:], offset + done

@@ -1,0 +1,306 @@
+"""Taking snapshots: the whole state as one container under the user's name, and no byte that is on the drive copied.
+
+`capture` notes what memory has, when the user asks. When the step's last writes are done, `start` makes the newest swap file the
+snapshot's: another file takes its turn, and a thread (publication.py) completes and publishes it while training goes on.
+
+[Note: who touches what while a snapshot is published] Until `start` everything belongs to the thread that trains. `start` hands
+the publication values and objects of its own: captured bytes, paths, runs of bytes with their checksums, open files. From
+then on its thread touches those alone, and the engine, which any thread may use: no page, no pager, no store. The file that it
+completes is frozen: the store writes nowhere in it. What it reads from files that are still written in turns is named by the
+last commit, so no step touches it before the next commit, and there is none while `reads_sources`. What came of it is taken
+note of by `settle`, in the thread that trains.
+
+[Note: what was lent] A snapshot is whole: what files of the user's have lent (swap_files.py) is copied into it, unless
+it is left out with the rest of what does not change. Where such a file ends within the last sector of a section the
+snapshot has zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.durability.copying import CopyRange
+from swapper.durability.publication import Base, Publication, SnapshotContents
+from swapper.durability.retention import Retention
+from swapper.durability.ticket import SnapshotTicket
+from swapper.errors import CheckpointError, InvariantError, IoError
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, StorageRef
+from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.io import beneath
+from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
+from swapper.paging.store.swap_files import Store
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What the user asked for, as memory had it then."""
+
+    path: Path
+    tail: PreparedTail
+    keep: int | None
+    left_out: frozenset[int]  # numbers of sections
+    ticket: SnapshotTicket
+
+
+class Publisher:
+    """Takes the snapshots of one run.
+
+    Args:
+        sections: the payload records, one each, in order.
+        layout: of the container.
+        engine: does the transfers.
+        store: has the swap files.
+        retention: knows what was published with `keep=`.
+        unchanging: numbers of the sections that training does not change.
+        check_lent: raises CheckpointError where a file of the user's that has lent something was changed. Called in any thread.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        layout: ContainerLayout,
+        engine: Any,
+        store: Store,
+        retention: Retention,
+        unchanging: frozenset[int],
+        check_external: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._sections = sections
+        self._layout = layout
+        self._engine = engine
+        self._store = store
+        self._retention = retention
+        self._unchanging = unchanging
+        self._check_external = check_external
+        self._publications: list[Publication] = []  # those that `settle` has not seen the end of
+        self._tickets: list[SnapshotTicket] = []  # those whose failure may be untold
+
+    def capture(
+        self,
+        path: Path,
+        content: dict[str, Any],
+        keep: int | None,
+        with_unchanging: bool,
+        step: int,
+        hurry: Callable[[], None],
+    ) -> Snapshot:
+        """Note what memory has.
+
+        Args:
+            path: must not exist; its directory must.
+            content: what torch.load shall return. Tensors in the sections are only looked at for their place.
+            keep: how many snapshots of this name's pattern to keep.
+            with_unchanging: False leaves out what training does not change, and names it.
+            step: of which it is.
+            hurry: has `start` called, if it was not yet.
+
+        Raises:
+            CheckpointError: `path` exists or is about to, its directory does not, or `content` cannot be kept.
+        """
+        if os.path.lexists(path) or any(not ticket.done and ticket.path == path for ticket in self._tickets):
+            raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
+        if not path.parent.is_dir():
+            raise CheckpointError(f"directory {path.parent} does not exist: create it first")
+        left_out = frozenset() if with_unchanging else self._unchanging
+        if not with_unchanging:
+            content = self._leave_out(content, left_out)
+        tail = PreparedTail(self._layout, content, _locator(self._sections, self._layout))
+        ticket = SnapshotTicket(path, step, hurry)
+        self._tickets.append(ticket)
+        return Snapshot(path, tail, keep, left_out, ticket)
+
+    def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:
+        addresses = {self._sections[number].memory.data_ptr() for number in left_out}
+        absent = [n for n, t in content["model"].items() if t.untyped_storage().data_ptr() in addresses]
+        model = copy.copy(content["model"])  # an OrderedDict with _metadata
+        for name in absent:
+            del model[name]
+        return {**content, "model": model, "swapper": {**content["swapper"], "left_out": absent}}
+
+    def start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool] = lambda number: False) -> None:
+        """The step is written (and, where the run commits, committed): publish it from now on, in the background.
+
+        Where that fails the ticket says so; the run goes on.
+
+        Args:
+            forbids_linking: whether file `number` must stay as it is, and cannot be completed to the snapshot.
+        """
+        try:
+            self._start(snapshot, forbids_linking)
+        except Exception as error:
+            snapshot.ticket.finish(error)
+
+    def settle(self) -> None:
+        """Take note of what was published. Costs nothing when nothing was."""
+        for publication in [p for p in self._publications if p.is_over]:
+            self._publications.remove(publication)
+            publication.join()
+            if publication.base is not None:
+                self._store.published(publication.base.number, publication.base.status)
+
+    @property
+    def reads_sources(self) -> bool:
+        """Whether a publication still reads from a file that is written in turns."""
+        return any(not publication.sources_read.is_set() for publication in self._publications)
+
+    def wait_for_sources(self) -> None:
+        """Wait until no publication reads from a file that is written in turns."""
+        for publication in self._publications:
+            publication.sources_read.wait()
+
+    def finish(self) -> None:
+        """Wait for every publication that was started."""
+        for publication in self._publications:
+            publication.join()
+        self.settle()
+
+    def raise_failure(self) -> None:
+        """Raise the first failure that nobody was told of."""
+        errors = [error for ticket in self._tickets if (error := ticket.unreported_error()) is not None]
+        self._tickets = [ticket for ticket in self._tickets if not ticket.done]
+        if errors:
+            raise errors[0]
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool]) -> None:
+        absent = [self._sections[number] for number in sorted(snapshot.left_out)]
+        present = [section for section in self._sections if section not in absent]
+        number = self._store.newest(without=absent)
+        pieces = [piece for section in present for piece in pieces_of(section)]
+        places = {piece: piece.location for piece in pieces}
+
+        def check() -> None:
+            self._check_external()
+            self._store.check_whole(places)
+
+        check()
+        found = {_place(piece) for piece in pieces}
+        files = {place: beneath.open_for_transfers(self._path(*place), read_only=True) for place in found}
+        is_near = beneath.status(self._store.path(number)).st_dev == _device(snapshot.path.parent)
+        may_link = is_near and not forbids_linking(number)
+        base = self._replace(number, is_near)
+        try:
+            everything = [
+                CopyRange(
+                    files[_place(p)], p.file_offset, p.stored_bytes, p.crc32, repr(p), p.stored_offset - p.file_offset
+                )
+                for p in pieces
+            ]
+            # The run may need what the frozen file has of them: that stays, though nothing names it.
+            kept = [
+                p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
+            ]
+            holes = [(p.file_offset, p.nbytes) for s in absent for p in pieces_of(s) if p not in kept]
+            holes += [hole for p in pieces for hole in _behind_the_end(p)]  # [Note: what was lent]
+            content = SnapshotContents(
+                snapshot.tail,
+                self._layout,
+                {
+                    r.key: [part for p in pieces_of(s) for part in _parts(p, s in absent)]
+                    for r, s in zip(self._layout.records, self._sections, strict=True)
+                },
+                [
+                    *(ChecksumChunk(piece.file_offset, piece.nbytes, _checksum_of(piece)) for piece in kept),
+                    *(ChecksumChunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in holes),
+                ],
+                {r.key: _tensors(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
+                everything,
+                frozenset(self._layout.records[index].key for index in snapshot.left_out),
+                holes,
+                [CopyRange(base.file, p.file_offset, p.nbytes, p.crc32, repr(p)) for p in kept if base is not None],
+                check,
+            )
+            previous_owner = self._publications[-1] if self._publications else None
+            publication = Publication(
+                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous_owner,
+                lambda: self._retention.published(snapshot.path, snapshot.keep),
+            )  # fmt: skip
+        except BaseException:
+            if base is not None:
+                self._store.published(number, base.close())
+            raise
+        self._publications.append(publication)
+        publication.begin()
+        if base is None:  # no room for a replacement: the files are written again as soon as this returns
+            publication.join()
+
+    def _replace(self, number: int, is_near: bool) -> Base | None:
+        """Have another file take the turn of file `number`. None where there is no room, but the snapshot lies elsewhere."""
+        base = Base(number, self._store.path(number))
+        try:
+            self._store.replace(number)
+        except BaseException as error:
+            base.close()
+            if not is_near and isinstance(error, IoError) and error.errno == errno.ENOSPC:
+                return None
+            raise
+        return base
+
+    def _path(self, number: int, part: int | Path) -> Path:
+        return part if isinstance(part, Path) else self._store.paths[number][part]
+
+
+def _place(piece: Page) -> tuple[int, int | Path]:
+    """Return the file that has the newest content of `piece`, and its part: the drive, or, of what is lent, the path."""
+    if piece.location is None:
+        raise InvariantError(f"{piece} is in no file yet")
+    external = piece.section.plan.external
+    return piece.location, external.path if external is not None and piece.location == EXTERNAL else piece.drive
+
+
+def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
+    """Return the (offset, nbytes) of a piece that are behind the end of the file that has it. [Note: what was lent]"""
+    nbytes = piece.nbytes - piece.stored_bytes
+    return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
+
+
+def _parts(piece: Page, is_absent: bool) -> list[tuple[int, int, int | None]]:
+    """Return what a piece is in the payload of a snapshot, as Content has it."""
+    if is_absent and piece.crc32 is None:
+        return [(piece.file_offset, piece.nbytes, zlib.crc32(bytes(piece.nbytes)))]
+    behind = [(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in _behind_the_end(piece)]
+    return [(piece.file_offset, piece.stored_bytes, piece.crc32), *behind]
+
+
+def _checksum_of(piece: Page) -> int:
+    if piece.crc32 is None:
+        raise InvariantError(f"{piece} has no checksum yet")
+    return piece.crc32
+
+
+def _tensors(section: Section) -> list[TensorPlace]:
+    return [
+        TensorPlace(
+            slot.spec.owner if slot.spec.kind == "param" else f"{slot.spec.owner} {slot.spec.kind}",
+            section.file_offset + slot.offset,
+            slot.spec.nbytes,
+        )
+        for slot in section.plan.slots
+    ]
+
+
+def _device(directory: Path) -> int:
+    try:
+        return directory.stat().st_dev
+    except FileNotFoundError:
+        raise CheckpointError(f"directory {directory} was removed before the snapshot was written into it") from None
+
+
+def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[torch.Tensor], StorageRef | None]:
+    keys = {s.memory.data_ptr(): r.key for s, r in zip(sections, layout.records, strict=True)}
+
+    def locate(tensor: torch.Tensor) -> StorageRef | None:
+        key = keys.get(tensor.untyped_storage().data_ptr())
+        return None if key is None else StorageRef(key, int(tensor.storage_offset()))
+
+    return locate

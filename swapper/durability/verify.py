@@ -1,0 +1,509 @@
+"""Verifying: every byte of a snapshot, or of what a run's last commit names, against the checksums with which it was written.
+
+A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a manifest
+is checked by the CRCs of its zip, which cover its records and not what lies between them; of that, the names are compared. Files
+are streamed through the engine into VERIFY_BYTES of memory, whatever their size; nothing of them is run but a commit record that
+is whole. What is called whole was read by the reader that `load`, `inspect` and `export` have too, so they accept it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import re
+import struct
+import zipfile
+import zlib
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper import _C
+from swapper.durability.commit import CommitRecord, files_of, read_commit
+from swapper.durability.directory import COMMIT_NAME
+from swapper.errors import CheckpointError, IoError
+from swapper.formats.safetensors import read as read_safetensors
+from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at
+from swapper.formats.torch_zip.container import ContainerLayout
+from swapper.formats.torch_zip.manifest import (
+    MANIFEST_NAME,
+    MAX_END_BYTES,
+    ChecksumChunk,
+    Manifest,
+    Seal,
+    TensorPlace,
+    find_seal,
+)
+from swapper.formats.torch_zip.torch_file import read_torch_file
+from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
+from swapper.io import beneath
+from swapper.io.drives import read_drives
+from swapper.paging.section import EXTERNAL, Section
+from swapper.paging.store.swap_file import is_frozen
+
+PIECE_BYTES = 4 << 20
+PIECES = 4
+VERIFY_BYTES = PIECES * PIECE_BYTES
+MAX_TAIL_BYTES = 1 << 30
+_SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+
+Progress = Callable[[int, int], None]
+"""Called with bytes checked and bytes in all."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that is not as it was written.
+
+    Attributes:
+        path: the file.
+        offset, nbytes: the run of bytes that has a wrong checksum, or cannot be read.
+        what: what is wrong, and of what, in words.
+        record: the zip record or section that it is part of, "" where it is none.
+        tensors: names of the tensors that lie there, wholly or in part.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    what: str
+    record: str = ""
+    tensors: tuple[str, ...] = ()
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        path: what was verified.
+        kind: "snapshot", "run" or "torch checkpoint" (checked by the CRCs of its zip).
+        checked_bytes: how many bytes were compared with a checksum.
+        nbytes: how many there are.
+        faults: empty if all is well.
+    """
+
+    path: str
+    kind: str
+    checked_bytes: int = 0
+    nbytes: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A run of bytes to be checked, and what to call it."""
+
+    chunk: ChecksumChunk
+    record: str
+    tensors: Sequence[TensorPlace]
+
+    def fault(self, path: Path, what: str) -> Fault:
+        chunk = self.chunk
+        names = [t.name for t in self.tensors if t.offset < chunk.end and chunk.offset < t.offset + t.nbytes]
+        return Fault(str(path), chunk.offset, chunk.nbytes, what, self.record, tuple(names))
+
+
+def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total: None) -> list[Report]:
+    """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be checked: there is nothing that has checksums, or that swapper reads; or a run is in use.
+        IoError: it cannot be opened.
+    """
+    place = Path(path)
+    if place.is_dir():
+        runs = (
+            [place] if (place / COMMIT_NAME).exists() else sorted(p.parent for p in place.glob(f"rank-*/{COMMIT_NAME}"))
+        )
+        if not runs:
+            raise CheckpointError(f"{place} holds no committed run: name a snapshot, or the directory of a run")
+        return [_verify_run(run, progress) for run in runs]
+    if not place.exists():
+        raise CheckpointError(f"{place} does not exist: name a snapshot, or the directory of a run")
+    return [_verify_file(place, progress)]
+
+
+# --- a snapshot -------------------------------------------------------------------------------------------------------
+
+
+def _verify_file(path: Path, progress: Progress) -> Report:
+    with opened(path) as descriptor:
+        nbytes = os.fstat(descriptor).st_size
+        last = read_at(descriptor, path, max(0, nbytes - MAX_END_BYTES), MAX_END_BYTES)
+        seal = find_seal(last, nbytes)
+        if seal is None or seal.end - seal.begin > MAX_TAIL_BYTES:
+            report = _verify_unsealed(descriptor, path, last, progress)
+        else:
+            tail = read_at(descriptor, path, seal.begin, seal.end - seal.begin)
+            report = _verify_sealed(descriptor, path, seal, tail, progress)
+    if not report.faults:
+        _check_readable(path)
+    return report
+
+
+def _verify_sealed(descriptor: int, path: Path, seal: Seal, tail: bytes, progress: Progress) -> Report:
+    nbytes = os.fstat(descriptor).st_size
+    report = Report(str(path), "snapshot", nbytes - seal.begin, nbytes)
+    report.faults += _check_tail(path, tail, seal)
+    manifest = _find_manifest(tail, seal)
+    if manifest is None:  # what is before the tail has still the checksums in the directory, if that is whole
+        report.faults += _check_records(descriptor, path, report, progress, seal.begin)
+        return report
+    parts = _parts_of(manifest)
+    report.faults += _check({path: parts}, report, progress)
+    return report
+
+
+def _check_readable(path: Path) -> None:
+    """Raise CheckpointError if `load` would refuse the file, though all of it is as it was written."""
+    file = read_torch_file(path)
+    if f"{file.root}/version" not in file.zip.records:
+        raise CheckpointError(f"{path} has no record {file.root}/version, without which torch does not load it")
+    for storage in file.skeleton.storages:
+        file.record(storage)
+
+
+def _parts_of(manifest: Manifest) -> list[_Part]:
+    records = sorted(((places[0].offset, key) for key, places in manifest.tensors.items() if places))
+    begins = [begin for begin, _ in records]
+    parts = []
+    for chunk in manifest.chunks:
+        number = bisect_right(begins, chunk.offset) - 1
+        places = manifest.tensors[records[number][1]] if number >= 0 else ()
+        if places and chunk.offset < places[-1].offset + places[-1].nbytes:
+            parts.append(_Part(chunk, f"data/{records[number][1]}", places))
+        else:
+            parts.append(_Part(chunk, "", ()))
+    return parts
+
+
+def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
+    if zlib.crc32(tail) == seal.crc32:
+        return []
+    broken = []
+    with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(tail)) as archive:  # whatever damage makes it raise
+        broken = [info.filename for info in archive.infolist() if not _reads(archive, info)]
+    what = (
+        f"the tail is damaged: record {broken[0]}" if broken else "the tail is damaged: headers or directory of the zip"
+    )
+    return [Fault(str(path), seal.begin, len(tail), what, broken[0] if broken else "")]
+
+
+def _reads(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
+    if re.fullmatch(r"[^/]*/data/[0-9]+", info.filename):
+        return True  # not of the tail
+    if info.compress_type != zipfile.ZIP_STORED:
+        return False
+    try:
+        archive.read(info)
+    except Exception:
+        return False
+    return True
+
+
+def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
+    """Return the manifest, if its own record is whole."""
+    name = f"/{MANIFEST_NAME}".encode()
+    at = tail.find(name)
+    header = at - tail.rfind(b"PK\x03\x04", 0, at)
+    begin = at - header
+    if at < 0 or begin < 0 or begin + _LOCAL_HEADER.size > len(tail) or header == at + 1:
+        return None
+    fields = _LOCAL_HEADER.unpack_from(tail, begin)
+    data = begin + _LOCAL_HEADER.size + fields[9] + fields[10]
+    end = tail.find(b"PK\x07\x08", data)
+    if end < 0 or zlib.crc32(tail[data:end]) != int.from_bytes(tail[end + 4 : end + 8], "little"):
+        return None
+    try:
+        return Manifest.decode(tail[data:end], seal.begin)
+    except CheckpointError:
+        return None
+
+
+# --- a checkpoint without a seal --------------------------------------------------------------------------------------
+
+
+def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progress) -> Report:
+    nbytes = os.fstat(descriptor).st_size
+    report = Report(str(path), "torch checkpoint", 0, nbytes)
+    begin = read_at(descriptor, path, 0, 9)
+    if nbytes and begin[:4] != ZIP_MAGIC and b"PK\x05\x06" not in last:
+        return _verify_other(path, begin, report)
+    try:
+        index = read_index(descriptor, path)
+    except CheckpointError as error:
+        what = f"the end of the file is missing or damaged, or this is no checkpoint: {error}"
+        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+        return report
+    if any(name.endswith(f"/{MANIFEST_NAME}") for name in index.records):
+        report.kind = "snapshot"
+        what = "the seal at the end of the file is damaged"
+        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+    if all(record.crc32 == 0 for record in index.records.values() if record.nbytes):
+        raise CheckpointError(
+            f"{path} was saved without checksums (config.save.compute_crc32 was off): it cannot be checked"
+        )
+    report.faults += _check_records(descriptor, path, report, progress, nbytes)
+    return report
+
+
+def _verify_other(path: Path, begin: bytes, report: Report) -> Report:
+    """Look at a file that is no zip: of a known kind it can be said only whether it is cut off."""
+    kind = "no checkpoint that swapper knows"
+    if begin[8:] == b"{":
+        try:
+            read_safetensors(path)
+        except CheckpointError as error:
+            report.kind = "safetensors file"
+            report.faults.append(Fault(str(path), 0, report.nbytes, str(error)))
+            return report
+        kind = "a safetensors file, whose header fits its size"
+    elif begin[:2] == PICKLE_MAGIC:
+        kind = "a torch checkpoint of before torch 1.6"
+    raise CheckpointError(f"{path} is {kind}: there are no checksums in it, so it cannot be checked")
+
+
+def _check_records(descriptor: int, path: Path, report: Report, progress: Progress, before: int) -> list[Fault]:
+    """Check the records of a zip that begin before offset `before` by the CRCs of its directory."""
+    try:
+        index = read_index(descriptor, path)
+    except CheckpointError as error:
+        return [Fault(str(path), 0, report.nbytes, f"the directory of the zip cannot be read: {error}")]
+    records = [record for record in index.records.values() if record.header_offset < before]
+    faults = [
+        Fault(str(path), record.header_offset, 0, "its header has another name than the directory", record.name)
+        for record in records
+        if not _has_its_name(descriptor, path, record)
+    ]
+    for record in records:
+        if record.compressed and unpacked_crc32(descriptor, path, record) != record.crc32:
+            faults.append(Fault(str(path), record.offset, record.nbytes, "it has another CRC-32", record.name))
+    stored = [record for record in records if not record.compressed]
+    parts = [_Part(ChecksumChunk(record.offset, record.nbytes, record.crc32), record.name, ()) for record in stored]
+    return faults + _check({path: parts}, report, progress)
+
+
+def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
+    name = record.name.encode()
+    header = read_at(descriptor, path, record.header_offset, _LOCAL_HEADER.size + len(name))
+    return header[26:28] == len(name).to_bytes(2, "little") and header[_LOCAL_HEADER.size :] == name
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def _verify_run(directory: Path, progress: Progress) -> Report:
+    with _at_rest(directory):
+        report = Report(str(directory), "run")
+        commit = directory / COMMIT_NAME
+        nbytes = report.nbytes = report.checked_bytes = commit.stat().st_size
+        try:
+            record = read_commit(directory)
+        except CheckpointError as error:
+            report.faults.append(Fault(str(commit), 0, nbytes, str(error)))
+            return report
+        if record is None:
+            raise CheckpointError(f"{directory} holds no committed run")
+        report.faults += _check(_parts_of_run(directory, record), report, progress) + _changed_external(record)
+        return report
+
+
+@contextlib.contextmanager
+def _at_rest(directory: Path) -> Iterator[None]:
+    """Keep a run from beginning in `directory`, and refuse if one is there."""
+    try:
+        descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:  # of a copy
+        yield
+        return
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / 'lock'} is not a file that swapper made ({error.strerror}): remove it"
+        ) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            raise CheckpointError(
+                f"{directory} is in use by a run: verify it when that has ended, or one of its snapshots now"
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
+    """Compare what a commit has in files that may be a snapshot's too with its checksums; returns what is not whole."""
+    parts = _parts_of_run(directory, record)
+    shared = {path: found for path, found in parts.items() if is_frozen(path) or not path.exists()}
+    return _check(shared, Report(str(directory), "run"), lambda done, total: None)
+
+
+def _changed_external(record: CommitRecord) -> list[Fault]:
+    """Return the user's files that the run needs and that have another size or time than at the commit."""
+    faults = []
+    for name, (nbytes, changed_ns) in record.external.items():
+        try:
+            status = Path(name).stat()
+        except OSError as error:
+            faults.append(
+                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}")
+            )
+            continue
+        if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
+            faults.append(
+                Fault(name, 0, nbytes, "frozen parameters are read from it, and it was changed since the commit")
+            )
+    return faults
+
+
+def _parts_of_run(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    try:
+        return _parts_by_file(directory, record)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{directory}: its commit record contradicts itself ({error!r}): take another copy"
+        ) from error
+
+
+def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Part]]:
+    layout = ContainerLayout.plan([section.nbytes for section in record.sections])
+    headers = [_Part(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
+    drives = read_drives(directory)
+    dealt = iter(drives.assign_to_drives([nbytes for section in record.sections for nbytes in section.sizes]))
+    parts = {(number, 0): list(headers) for number in files_of(record)}
+    for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
+        tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
+        offset = place.offset
+        for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
+            drive = next(dealt)
+            if number != EXTERNAL:  # of what is lent nobody has the checksums: _changed_lent
+                parts.setdefault((number, drive), []).append(_Part(ChecksumChunk(offset, nbytes, crc32), name, tensors))
+            offset += nbytes
+    return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
+
+
+def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
+    """Return (name, its tensors with offsets from its start) of each section, from the lines of `describe_plans`."""
+    sections: list[tuple[str, list[TensorPlace]]] = []
+    for line in plans:
+        match = _SLOT.fullmatch(line)
+        if match is None:
+            sections.append((line.rpartition(":")[0], []))
+            continue
+        owner, kind, dtype, shape, offset = match.groups()
+        numel = 1
+        for size in filter(None, shape.split(", ")):
+            numel *= int(size)
+        name = owner if kind == "param" else f"{owner} {kind}"
+        sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
+    return sections
+
+
+def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fault]:
+    """Compare what a run needs of its changed file `number` with its checksums; returns what is not whole.
+
+    What only the commit before names was read in the step since. A read behind the end of a file would have failed that step;
+    so of that, only what is there and wrong counts.
+    """
+    needed, past = [], []
+    for section in sections:
+        tensors = [TensorPlace(s.spec.owner, section.file_offset + s.offset, s.spec.nbytes) for s in section.plan.slots]
+        for piece in section.pages or [section.piece]:
+            if piece.drive == 0 and piece.location == number and piece.crc32 is not None:
+                needed.append(
+                    _Part(ChecksumChunk(piece.file_offset, piece.nbytes, piece.crc32), section.plan.name, tensors)
+                )
+            elif piece.drive == 0 and piece.committed == number and piece.committed_crc32 is not None:
+                past.append(
+                    _Part(
+                        ChecksumChunk(piece.file_offset, piece.nbytes, piece.committed_crc32),
+                        section.plan.name,
+                        tensors,
+                    )
+                )
+    report = Report(str(path), "run")
+    lost = _check({path: needed}, report, lambda done, total: None) if needed else []
+    wrong = _check({path: past}, report, lambda done, total: None) if past else []
+    return lost + [fault for fault in wrong if fault.what.startswith("CRC-32")]
+
+
+# --- streaming --------------------------------------------------------------------------------------------------------
+
+
+def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Progress) -> list[Fault]:
+    """Compare every part of every file with its checksum."""
+    faults = []
+    total = report.checked_bytes + sum(part.chunk.nbytes for parts in files.values() for part in parts)
+    report.nbytes = max(report.nbytes, total)
+    engine = _C.Engine()
+    try:
+        for path, parts in files.items():
+            try:
+                file = _C.File(str(path), read_only=True)
+            except IoError as error:
+                faults.append(Fault(str(path), 0, 0, f"the file cannot be opened: {error}"))
+                continue
+            with contextlib.closing(file):
+                ordered = sorted(parts, key=lambda part: part.chunk.offset)
+                for part, outcome in _stream(engine, file, ordered):
+                    if isinstance(outcome, IoError):
+                        faults.append(part.fault(path, f"cannot be read: {outcome}"))
+                    elif outcome != part.chunk.crc32:
+                        faults.append(part.fault(path, f"CRC-32 {outcome:08x} instead of {part.chunk.crc32:08x}"))
+                    report.checked_bytes += part.chunk.nbytes
+                    progress(report.checked_bytes, total)
+    finally:
+        engine.close()
+    return faults
+
+
+def _stream(engine: Any, file: Any, parts: Sequence[_Part]) -> Iterator[tuple[_Part, int | IoError]]:
+    """Yield each part with the CRC-32 of its bytes, or why they cannot be read."""
+    memory = mmap.mmap(-1, VERIFY_BYTES)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    free = deque(view.data_ptr() + number * PIECE_BYTES for number in range(PIECES))
+    in_flight: deque[tuple[_Part, bool, Any]] = deque()
+    checksum, failure = 0, None
+
+    def take_one() -> tuple[_Part, int | IoError] | None:
+        nonlocal checksum, failure
+        part, is_last, (ticket, address) = in_flight.popleft()
+        error = ticket.exception()
+        free.append(address)
+        failure = failure or error
+        if error is None:
+            checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
+        if not is_last:
+            return None
+        outcome = checksum if failure is None else failure
+        checksum, failure = 0, None
+        return part, outcome
+
+    try:
+        for part in parts:
+            chunk = part.chunk
+            if chunk.nbytes == 0:
+                continue
+            for offset in range(chunk.offset, chunk.end, PIECE_BYTES):
+                if not free and (done := take_one()) is not None:
+                    yield done
+                address = free.popleft()
+                nbytes = min(PIECE_BYTES, chunk.end - offset)
+                ticket = engine.read(file, offset, address, nbytes, keep=view, checksum=True)
+                in_flight.append((part, offset + nbytes == chunk.end, (ticket, address)))
+        while in_flight:
+            if (done := take_one()) is not None:
+                yield done
+    finally:
+        engine.drain()

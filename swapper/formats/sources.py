@@ -1,0 +1,211 @@
+"""Where the tensors of a checkpoint lie on disk: the one form that every format is brought to.
+
+A reader of a format (safetensors.py, torch_file.py, dcp_directory.py) opens a file, believes nothing that it says, and
+returns a `Source`: for each tensor its file, offset, size, dtype, shape and stride. Nobody reads a payload byte for
+that. What uses a source (inference, which streams from the files in place; export, which copies) knows no format.
+
+A source remembers what its files looked like when their headers were read, so that a change from outside is noticed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from swapper.errors import CheckpointError, ConfigError, IoError
+from swapper.formats.chunks import ChunkedTensor
+from swapper.formats.concatenated import ConcatenatedFile, Extent
+from swapper.formats.stored import StoredTensor
+
+ZIP_MAGIC = b"PK\x03\x04"
+PICKLE_MAGIC = b"\x80\x02"
+GGUF_MAGIC = b"GGUF"
+
+
+@dataclass(frozen=True, slots=True)
+class FileStamp:
+    """What a file looked like: enough to notice that it was replaced or written to."""
+
+    inode: int
+    nbytes: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, file: int | str | os.PathLike[str]) -> FileStamp:
+        """Of a path or an open descriptor."""
+        status = os.stat(file)  # noqa: PTH116  # a descriptor too
+        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Opens a regular file for small reads at random places; yields its descriptor. A pipe is refused, not waited for.
+
+    Raises:
+        CheckpointError: it is a pipe, a socket or a device.
+        IoError: it cannot be opened, or is a directory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IoError("open", str(path), 0, 0, errno.EISDIR)
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(f"{path} is a pipe, a socket or a device: name a file")
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
+    """Return bytes [offset, offset + nbytes) of an open file, fewer where it ends before; `path` is for messages.
+
+    Raises:
+        IoError: it cannot be read.
+    """
+    parts = []
+    try:
+        while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
+            parts.append(part)
+            offset, nbytes = offset + len(part), nbytes - len(part)
+    except OSError as error:
+        raise IoError("read", str(path), offset, nbytes, error.errno or 0) from error
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def read_whole(path: Path, most_bytes: int) -> bytes:
+    """Return what is in a file that is to be small.
+
+    Raises:
+        CheckpointError: it has more than `most_bytes`, or is no regular file.
+        IoError: it cannot be read.
+    """
+    with opened(path) as descriptor:
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes > most_bytes:
+            raise CheckpointError(f"{path} has {nbytes} bytes, more than such a file needs")
+        return read_at(descriptor, path, 0, nbytes)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can be that of a file beside another one."""
+    try:
+        encoded = os.fsencode(name)
+    except UnicodeEncodeError:
+        return False
+    return name not in ("", ".", "..") and not {b"/"[0], 0} & set(encoded) and len(encoded) <= 255
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint's tensors by name.
+
+    Attributes:
+        path: what the user named.
+        kind: "safetensors", "torch", "huggingface" or "dcp", for messages.
+        tensors: by name, in the file's order.
+        stamps: of every file that a tensor lies in, taken when its header was read.
+        metadata: the format's own remarks, text to text.
+        joined: the files in `tensors` that do not exist: what lies in them lies in stretches of others (concatenated.py).
+        grids: tensors that are in chunks side by side, which no such file can hold; not in `tensors`.
+    """
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, StoredTensor]
+    stamps: Mapping[Path, FileStamp]
+    metadata: Mapping[str, str]
+    joined: Mapping[Path, ConcatenatedFile] = field(default_factory=dict)
+    grids: Mapping[str, ChunkedTensor] = field(default_factory=dict)
+
+    @property
+    def everything(self) -> dict[str, StoredTensor | ChunkedTensor]:
+        """`tensors` and `grids`."""
+        return {**self.tensors, **self.grids}
+
+    def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
+        """Yield where bytes [offset, offset + nbytes) of a file that tensors name really are, each with its place in that range."""
+        if path in self.joined:
+            return self.joined[path].extents(offset, nbytes)
+        return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])
+
+    def nbytes_of(self, path: Path) -> int:
+        """Return the size of a file that tensors name."""
+        return self.joined[path].nbytes if path in self.joined else self.stamps[path].nbytes
+
+    def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
+        """Raise CheckpointError if one of the files (all, if None) is not what it was when its header was read."""
+        for path in self.stamps if files is None else files:
+            try:
+                now = FileStamp.of(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be looked at any more ({error}): its weights are in use"
+                ) from error
+            if now != self.stamps[path]:
+                raise CheckpointError(
+                    f"{path} was changed while its weights are in use (it had {self.stamps[path].nbytes} bytes, has "
+                    f"{now.nbytes}): load the model anew"
+                )
+
+
+def open_source(path: str | os.PathLike[str]) -> Source:
+    """Find out what `path` is and return where its tensors lie.
+
+    Args:
+        path: a safetensors file, a torch checkpoint (a zip, as torch.save and swapper's snapshots are), a Hugging Face
+            directory (safetensors or .bin, sharded or not), or a directory of torch.distributed.checkpoint.
+
+    Raises:
+        CheckpointError: it is none of these, or not what it claims to be.
+        ConfigError: `path` is no path.
+        IoError: it cannot be read.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(
+            f"a checkpoint is named by its path, not by a {type(path).__name__}: what is in memory needs no loading"
+        )
+    target = Path(path).absolute()
+    if target.is_dir():
+        if (target / ".metadata").exists():
+            return _read_by("dcp_directory", target)
+        return _read_by("huggingface", target)
+    return open_file(target)
+
+
+def open_file(path: Path) -> Source:
+    """As `open_source`, for one file."""
+    with opened(path) as descriptor:
+        begin = read_at(descriptor, path, 0, 9)
+    if begin[:4] == ZIP_MAGIC:
+        return _read_by("torch_zip.torch_file", path)
+    if begin[8:] == b"{":
+        return _read_by("safetensors", path)
+    if begin[:2] == PICKLE_MAGIC:
+        raise CheckpointError(
+            f"{path} is a torch checkpoint of the old kind, which is no zip and cannot be read in place: convert it by "
+            "`torch.save(torch.load(path, weights_only=True), new_path)`"
+        )
+    if begin[:4] == GGUF_MAGIC:
+        raise CheckpointError(f"{path} is a GGUF file, which is not supported: use the safetensors form of the model")
+    raise CheckpointError(
+        f"{path} is neither a safetensors file nor a torch checkpoint (it begins with {begin[:8].hex(' ')})"
+    )
+
+
+def _read_by(reader: str, path: Path) -> Source:
+    """Each reader is a module with a function `read(path) -> Source`; they import this one."""
+    module: Any = import_module(f"swapper.formats.{reader}")
+    source: Source = module.read(path)
+    return source

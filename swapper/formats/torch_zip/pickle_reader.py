@@ -1,0 +1,288 @@
+"""What is in a data.pkl, without running it: the nest of containers, with stand-ins for tensors and for everything else.
+
+Loading a pickle calls what it names. Here nothing that it names is imported or called: containers become containers of ours,
+torch's rebuild functions become `TensorView`s, and all else becomes an `Opaque` that remembers its name. That is how a
+checkpoint's tensors are listed without reading one, and how `load` knows which storages a pickle will ask for.
+
+[Note: work in proportion to the bytes] A pickle of a few bytes can describe a nest without end: a list that holds itself, or
+dicts that each hold the next one twice. The unpickler (unpickling.py) takes time and memory in proportion to the pickle's bytes,
+and so does the walk over the nest: a cycle is refused where it closes, and the names of all that is found are counted.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swapper.errors import CheckpointError
+from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
+from swapper.formats.torch_zip.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
+
+MAX_DEPTH = 1000
+"""Of containers in containers. Python's own pickler writes no deeper nest."""
+MAX_NAME_CHARS = 16384
+"""Of the path of one tensor or value."""
+MAX_DIMENSIONS = 64
+MAX_TENSOR_BYTES = 1 << 62
+_MAX_ARGUMENTS = 16
+"""Of torch's functions that rebuild tensors."""
+_FREE_CHARS = 1_000_000
+_CHARS_A_BYTE = 64
+_CHARS_A_NODE = 8
+"""The names of all nodes, and so much for each, may have _FREE_CHARS characters and _CHARS_A_BYTE more for each byte of the
+pickle. Real checkpoints need up to 20 (many small numbers in a list with a long name)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageId:
+    """A storage as a pickle names it."""
+
+    key: str  # of the record data/<key>
+    dtype: torch.dtype  # of its elements; uint8 where it is untyped
+    location: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorView:
+    """A dense tensor: a view of a storage. Held against the storage's size."""
+
+    storage: StorageId
+    dtype: torch.dtype
+    element_offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """From the first element to the end of the last."""
+        return _span(self.shape, self.stride) * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return math.prod(self.shape) == 0
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """The result of `read_skeleton`."""
+
+    tree: Any
+    storages: Sequence[StorageId]
+    """In the order in which the pickle asks for them, each as often as it does."""
+    nbytes: int
+    """Of the pickle."""
+
+    def tensors(self) -> Iterator[tuple[str, TensorView]]:
+        """Yields every dense tensor by its path in the tree: {"model": {"a.weight": t}} gives "model.a.weight"."""
+        for name, value in self.leaves():
+            if isinstance(value, TensorView):
+                yield name, value
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yields whatever is not a container, by its path. See [Note: work in proportion to the bytes].
+
+        Raises:
+            CheckpointError: a container holds itself, the nest is too deep, or there is more of it than such a pickle has.
+        """
+        chars_left = _FREE_CHARS + _CHARS_A_BYTE * self.nbytes
+        around: dict[int, None] = {}  # ids of the containers that we are inside of, outermost first
+        todo = [iter([("", self.tree)])]
+        while todo:
+            name, value = next(todo[-1], (None, None))
+            if name is None:
+                todo.pop()
+                if around:
+                    around.popitem()
+                continue
+            chars_left -= len(name) + _CHARS_A_NODE
+            if chars_left < 0 or id(value) in around or len(around) > MAX_DEPTH:
+                raise CheckpointError(
+                    "the checkpoint's containers hold each other without end, or are nested too deep: it is hostile or damaged"
+                )
+            children = _children(name, value)
+            if children is None:
+                yield name, value
+            else:
+                around[id(value)] = None
+                todo.append(children)
+
+
+def read_skeleton(data: bytes, name: str) -> Skeleton:
+    """Return what is in the pickle `data`; `name` is for messages.
+
+    Raises:
+        CheckpointError: it is damaged or hostile, or its tensors do not fit their storages.
+    """
+    return Skeleton(*_read(io.BytesIO(data), len(data), name), len(data))
+
+
+def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
+    """Read `count` pickles, one after the other, from a file of `nbytes`, as files of torch before 1.6 begin.
+
+    Raises:
+        CheckpointError: one is damaged or hostile.
+    """
+    for _ in range(count):
+        _read(file, nbytes, name)
+
+
+def _read(file: Any, nbytes: int, name: str) -> tuple[Any, list[StorageId]]:
+    reader = _Reader(file, nbytes)
+    try:
+        return reader.load(), reader.storages
+    except CheckpointError as error:
+        raise CheckpointError(f"{name}: {error}") from None
+    except Exception as error:  # a damaged pickle makes it raise whatever there is
+        raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
+    """Return what a container holds, by path; None if `value` is none."""
+    if isinstance(value, dict):
+        return ((_path(name, key), child) for key, child in value.items())
+    if isinstance(value, (list, tuple)):
+        return ((_path(name, number), child) for number, child in enumerate(value))
+    return None
+
+
+def _path(name: str, key: Any) -> str:
+    own = key if isinstance(key, str) else name_of_key(key)
+    if len(name) + len(own) > MAX_NAME_CHARS:
+        raise CheckpointError(
+            f"the checkpoint has a name of more than {MAX_NAME_CHARS} characters, which begins {(name or own)[:60]!r}: it is "
+            "hostile or damaged"
+        )
+    if not own.isascii():
+        try:
+            own.encode()
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the checkpoint has the name {own[:60]!r}, which is no text") from None
+    return f"{name}.{own}" if name else own
+
+
+class _Reader(BoundedUnpickler):
+    """Makes storages and tensors of what torch's pickles name."""
+
+    def __init__(self, file: Any, nbytes: int) -> None:
+        super().__init__(file, nbytes)
+        self.storages: list[StorageId] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
+        return super().find_class(module, name)
+
+    def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
+        rebuild = _REBUILDS.get((made.module, made.name))
+        return super().make(made, arguments) if rebuild is None else rebuild(made, *arguments[:_MAX_ARGUMENTS])
+
+    def persistent_load(self, pid: Any) -> StorageId:
+        kind, storage_type, key, location, numel = pid[:5] if isinstance(pid, tuple) and len(pid) >= 5 else (None,) * 5
+        dtype = _storage_dtype(storage_type)
+        known = kind == "storage" and isinstance(key, str) and isinstance(location, str)
+        if not known or dtype is None or type(numel) is not int or not 0 <= numel < MAX_TENSOR_BYTES:
+            raise CheckpointError("it asks for what is no storage")
+        storage = StorageId(key, dtype, location, numel * dtype.itemsize)
+        self.storages.append(storage)
+        return storage
+
+
+_STORAGE_DTYPES = {
+    **{kind.__name__: dtype for dtype, kind in LEGACY_STORAGES.items()},
+    "UntypedStorage": torch.uint8,
+    "TypedStorage": torch.uint8,
+    "QInt8Storage": torch.qint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+def _storage_dtype(kind: Any) -> torch.dtype | None:
+    """The dtype of the elements of torch's class of storages that a pickle names; None if it is none."""
+    is_storage = isinstance(kind, Global) and kind.module in ("torch", "torch.storage")
+    return _STORAGE_DTYPES.get(kind.name) if is_storage else None
+
+
+def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
+    _check_hooks(rest[0] if rest else None)
+    lazy = len(rest) > 1 and bool(rest[1])  # conjugate or negative bit
+    return Opaque(made) if lazy else _view(storage, storage.dtype, offset, size, stride, grad)
+
+
+def _tensor_v3(
+    made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any
+) -> Any:
+    _check_hooks(hooks)
+    lazy = len(rest) > 1 and bool(rest[1])
+    return Opaque(made) if lazy else _view(storage, rest[0], offset, size, stride, grad)
+
+
+def _check_hooks(hooks: Any) -> None:
+    if hooks is not None and not isinstance(hooks, dict):
+        raise CheckpointError("it has a tensor with backward hooks that are none")
+
+
+def _parameter(made: Global, data: Any, *rest: Any) -> Any:
+    return data
+
+
+def _size(made: Global, values: Any = ()) -> Any:
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS:
+        raise CheckpointError("it has a torch.Size that is none")
+    return tuple(values)
+
+
+_REBUILDS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch", "Size"): _size,
+}
+
+
+def are_sizes(values: Any) -> bool:
+    """Whether these can be a tensor's sizes, strides or offsets: a short sequence of whole numbers that are not negative."""
+    return (
+        isinstance(values, (tuple, list))
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values)
+    )
+
+
+def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
+    sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
+    if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
+        raise CheckpointError("it has a tensor whose sizes, strides or offset cannot be")
+    view = TensorView(storage, dtype, offset, tuple(size), tuple(stride), bool(grad))
+    end = offset * dtype.itemsize + view.nbytes
+    if view.nbytes and end > storage.nbytes:
+        raise CheckpointError(
+            f"a tensor of {dtype} {tuple(size)} reaches to byte {end} of storage {storage.key[:60]}, which has {storage.nbytes}"
+        )
+    if math.prod(size) * dtype.itemsize >= MAX_TENSOR_BYTES:
+        raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has more bytes than there can be")
+    return view
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last in memory, both included; 0 for none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,0 +1,161 @@
+"""Where the tensors of a torch checkpoint lie: what torch.save, swapper's `save` and its snapshots write.
+
+Reads the zip's directory and data.pkl, and no payload. Believes neither: the zip's numbers are held against the file
+(zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and its tensors are held against their
+storages and records.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapper.errors import CheckpointError
+from swapper.formats.sources import FileStamp, Source, opened
+from swapper.formats.stored import StoredTensor
+from swapper.formats.torch_zip.pickle_reader import Skeleton, StorageId, TensorView, read_skeleton
+from swapper.formats.torch_zip.zip_reader import ZipIndex, ZipRecord, read_index
+
+_MAX_PICKLE_BYTES = 1 << 30
+_MAX_SETTING_BYTES = 100
+"""Of a record that is a word or a number."""
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """A torch checkpoint's directory and skeleton.
+
+    Attributes:
+        zip: its records.
+        root: the folder in the zip that holds them.
+        skeleton: what its data.pkl says.
+        pickle: data.pkl itself.
+        byteorder: "little" or "big"; None where it does not say (files of torch before 2.1).
+        alignment: bytes; what its payloads are aligned to, as it says. None where it does not.
+        stamp: of the file when it was read.
+    """
+
+    zip: ZipIndex
+    root: str
+    skeleton: Skeleton
+    pickle: bytes
+    byteorder: str | None
+    alignment: int | None
+    stamp: FileStamp
+
+    @property
+    def path(self) -> Path:
+        return self.zip.path
+
+    def record(self, storage: StorageId) -> ZipRecord:
+        """Return the record of a storage.
+
+        Raises:
+            CheckpointError: there is none, or it has not the storage's size.
+        """
+        name = f"{self.root}/data/{storage.key}"
+        record = self.zip.records.get(name)
+        if record is None:
+            raise CheckpointError(
+                f"{self.path} has no record {name!r}, which its data.pkl names: take another copy of it"
+            )
+        nbytes = record.unpacked_nbytes
+        if nbytes < storage.nbytes or (record.compressed and nbytes > storage.nbytes):
+            raise CheckpointError(
+                f"{self.path}: record {name!r} has {nbytes} bytes, and its data.pkl says {storage.nbytes}: take another "
+                "copy of it"
+            )
+        return record
+
+    def stored(self, name: str, view: TensorView) -> StoredTensor:
+        """Return where a tensor of the skeleton lies.
+
+        Raises:
+            CheckpointError: its record is missing, too small, or compressed.
+        """
+        record = self.record(view.storage)
+        if record.compressed:
+            raise CheckpointError(
+                f"{self.path}: {record.name} is compressed, so it cannot be read in place: load it and save it again"
+            )
+        offset = record.offset + (view.element_offset * view.dtype.itemsize if view.nbytes else 0)
+        stride = None if view.is_contiguous else view.stride
+        return StoredTensor(name, self.path, offset, view.nbytes, view.dtype, view.shape, stride)
+
+
+def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
+    """Return the directory and the skeleton of a torch checkpoint.
+
+    Args:
+        calculate: see `swapper.formats.torch_zip.zip_reader.read_index`.
+
+    Raises:
+        CheckpointError: it is damaged, or not a torch checkpoint.
+        IoError: it cannot be read.
+    """
+    with opened(path) as descriptor:
+        return _read_zip(descriptor, path, read_index(descriptor, path, calculate=calculate))
+
+
+def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:
+    """As `read_torch_file`, for a checkpoint that is [offset, offset + nbytes) of an open file. Offsets count from the file's
+    beginning."""
+    return _read_zip(descriptor, path, read_index(descriptor, path, span=(offset, nbytes)))
+
+
+def _read_zip(descriptor: int, path: Path, index: ZipIndex) -> TorchFile:
+    root = _root(index)
+    pickle = _content(index, descriptor, f"{root}/data.pkl", _MAX_PICKLE_BYTES)
+    if pickle is None:
+        raise CheckpointError(f"{path} is a zip, and not a torch checkpoint: it has no {root}/data.pkl")
+    byteorder = _content(index, descriptor, f"{root}/byteorder")
+    stated = _content(index, descriptor, f"{root}/.storage_alignment") or b""
+    return TorchFile(
+        zip=index,
+        root=root,
+        skeleton=read_skeleton(pickle, f"{path}: {root}/data.pkl"),
+        pickle=pickle,
+        byteorder=None if byteorder is None else byteorder.decode(errors="replace"),
+        alignment=int(stated) if stated.isdigit() and len(stated) < 10 else None,
+        stamp=FileStamp.of(descriptor),
+    )
+
+
+def read(path: Path) -> Source:
+    """Return where the tensors of the torch checkpoint `path` lie.
+
+    Raises:
+        CheckpointError: it is damaged, or compressed, or of another byte order.
+        IoError: it cannot be read.
+    """
+    file = read_torch_file(path)
+    if file.byteorder not in (None, sys.byteorder):
+        raise CheckpointError(f"{path} has {file.byteorder}-endian numbers: load it and save it again on this machine")
+    tensors: dict[str, StoredTensor] = {}
+    for name, view in file.skeleton.tensors():
+        if name in tensors:
+            raise CheckpointError(f"{path} has two tensors of the name {name!r}")
+        tensors[name] = file.stored(name, view)
+    metadata = {"alignment": str(file.alignment)} if file.alignment else {}
+    in_file_order = dict(sorted(tensors.items(), key=lambda item: item[1].offset))
+    return Source(path, "torch", in_file_order, {path: file.stamp}, metadata)
+
+
+def _root(index: ZipIndex) -> str:
+    first = next(iter(sorted(index.records.values(), key=lambda record: record.header_offset)), None)
+    root = first.name.partition("/")[0] if first is not None and "/" in first.name else ""
+    if not root:
+        raise CheckpointError(f"{index.path} is a zip, and not a torch checkpoint: its records are in no folder")
+    return root
+
+
+def _content(index: ZipIndex, descriptor: int, name: str, most_bytes: int = _MAX_SETTING_BYTES) -> bytes | None:
+    record = index.records.get(name)
+    if record is None:
+        return None
+    if record.nbytes > most_bytes:
+        raise CheckpointError(f"{index.path}: {name} has {record.nbytes} bytes, more than such a record needs")
+    if record.compressed:
+        raise CheckpointError(f"{index.path}: {name} is compressed: unpack it and pack it again with `zip -0`")
+    return index.read(descriptor, record)

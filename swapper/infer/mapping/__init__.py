@@ -1,0 +1,1 @@
+"""Which tensor of a checkpoint each parameter of a model gets, and how a model comes to its memory."""

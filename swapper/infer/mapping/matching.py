@@ -1,0 +1,245 @@
+"""Which tensor of a checkpoint each parameter and buffer of a model gets. Pure: looks at both, changes neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.checkpoint.quantization import QuantizedLayout, layouts_of
+from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
+from swapper.formats.chunks import ChunkedTensor
+from swapper.formats.naming import Rename, renamed
+from swapper.formats.sources import Source
+from swapper.formats.stored import StoredTensor
+from swapper.modules.cold import is_cold, is_guarded
+
+SHOWN_NAMES = 8
+
+Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+"""What gives a tensor from those that the checkpoint has for it. Its result may be a view of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a tensor comes out of a checkpoint.
+
+    Attributes:
+        parts: the stored tensors that it consists of.
+        make: what gives it from `parts`; None where it is the only one of them.
+        dtype: of what comes out.
+        by_rows: `make` does the same to each row, that is each index of the first dimension, which all parts have.
+        node: how it is made, where that was traced (swapper.infer.mapping.tracing).
+    """
+
+    parts: tuple[StoredTensor, ...]
+    make: Make | None
+    dtype: torch.dtype
+    by_rows: bool = False
+    node: Any = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def rows(self, begin: int, end: int) -> Recipe | None:
+        """Return the recipe of `tensor[begin:end]`, which reads no other rows; None if there is none."""
+        if self.make is not None and not self.by_rows:
+            return None
+        parts = [part.rows(begin, end) for part in self.parts]
+        if any(part is None for part in parts):
+            return None
+        return replace(self, parts=tuple(part for part in parts if part is not None), node=None)
+
+    def from_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return parts[0] if self.make is None else self.make(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One parameter and how it comes out of the checkpoint.
+
+    Attributes:
+        name: the first of the parameter's names in the model.
+        parameter: the object, which may be on the meta device.
+        recipe: its parts and what makes it of them.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    recipe: Recipe
+
+    @property
+    def made_bytes(self) -> int:
+        """Memory beside that of the parts while it is in use."""
+        return 0 if self.recipe.make is None else self.parameter.numel() * self.recipe.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """A buffer that the checkpoint has: the module and name under which it is registered."""
+
+    module: nn.Module
+    name: str
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class Match:
+    """What `match` found."""
+
+    weights: list[Weight]
+    buffers: list[BufferPlace]
+
+
+def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype | None, rename: Rename) -> Match:
+    """Find each parameter and persistent buffer of `model` in `source`. A tied one may have any of its names there.
+
+    Raises:
+        CheckpointError: names are missing or left over (if `strict`), or shapes differ; says which.
+        UnsupportedError: a parameter or buffer cannot be loaded.
+        StateError: the model is loaded or offloaded already.
+        ConfigError: an option is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"load takes an nn.Module, not {type(model).__name__}")
+    if not isinstance(strict, bool):
+        raise ConfigError(f"strict={strict!r} must be True or False")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype={dtype!r} must be a floating-point torch.dtype, or None for the checkpoint's own")
+    parameters: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _check_parameter(name, parameter)
+        parameters.setdefault(id(parameter), (parameter, []))[1].append(name)
+    persistent = _persistent_buffers(model)
+    wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
+    stored = renamed(source, wanted, rename)
+    layouts = layouts_of(source.metadata, source.path)
+    weights, buffers, missing = [], [], []
+    for parameter, names in parameters.values():
+        found = next((stored[name] for name in names if name in stored), None)
+        if found is None:
+            missing.append(names[0])
+            continue
+        layout = layouts.get(found.name)
+        _check_shape(names[0], tuple(parameter.shape), found, layout)
+        weights.append(Weight(names[0], parameter, _recipe(found, dtype, layout)))
+    for name, (module, own_name, buffer) in persistent.items():
+        if name not in stored:
+            missing.append(name)
+            continue
+        layout = layouts.get(stored[name].name)
+        _check_shape(name, tuple(buffer.shape), stored[name], layout)
+        buffers.append(BufferPlace(module, own_name, _recipe(stored[name], dtype, layout)))
+    unexpected = [name for name in stored if name not in wanted]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
+            "Map names with rename=, or say strict=False to leave out what is unexpected and keep the model's own values "
+            "for what is missing"
+        )
+    check_values(model, {id(weight.parameter) for weight in weights}, buffers)
+    return Match(weights, buffers)
+
+
+def _recipe(stored: StoredTensor | ChunkedTensor, dtype: torch.dtype | None, layout: QuantizedLayout | None) -> Recipe:
+    if isinstance(stored, ChunkedTensor):
+        return _assembled(stored, dtype)
+    if layout is not None:
+        return dequantised(stored, layout, dtype or layout.torch_dtype)
+    if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
+        return Recipe((stored,), None, stored.dtype)
+    return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
+
+
+def _assembled(chunked: ChunkedTensor, dtype: torch.dtype | None) -> Recipe:
+    """Return the recipe of a tensor whose chunks lie side by side."""
+    wanted = dtype if dtype is not None and chunked.dtype.is_floating_point else chunked.dtype
+    parts = tuple(chunk.stored for chunk in chunked.chunks)
+    return Recipe(parts, lambda parts: chunked.assembled(parts, wanted), wanted)
+
+
+def dequantised(stored: StoredTensor, layout: QuantizedLayout, dtype: torch.dtype) -> Recipe:
+    """Return the recipe of a quantised tensor."""
+    return Recipe((stored,), lambda parts: layout.dequantise(parts[0], dtype), dtype, by_rows=True)
+
+
+def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None) -> tuple[int, ...]:
+    """Return the shape of what `stored` holds, quantised or not.
+
+    Raises:
+        CheckpointError: a quantised tensor is not of the shape that its layout says.
+    """
+    if layout is None or isinstance(stored, ChunkedTensor):
+        return stored.shape
+    if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (layout.row_bytes,):
+        raise CheckpointError(
+            f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantised in {layout.bits} "
+            f"bits it would be of uint8 and have rows of {layout.row_bytes}"
+        )
+    return (*stored.shape[:-1], layout.columns)
+
+
+def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
+    """By qualified name: module, own name, buffer. Those of state_dict, each name of a shared one."""
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = (module, name, buffer)
+    return found
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_cold(parameter) or is_guarded(parameter):
+        raise StateError(f"parameter {name} is paged already: unload the model, or close its manager, first")
+    if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: only plain dense nn.Parameter "
+            "can be paged"
+        )
+    if parameter.device.type not in ("meta", "cpu"):
+        raise UnsupportedError(
+            f"parameter {name} is on {parameter.device}: build the model on the meta device or on the CPU"
+        )
+
+
+def _check_shape(
+    name: str, shape: tuple[int, ...], stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None
+) -> None:
+    found = shape_of(stored, layout)
+    if shape != found:
+        raise CheckpointError(
+            f"{name} has the shape {list(shape)} in the model and {list(found)} in {stored.path} (as {stored.name!r})"
+        )
+
+
+def check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace]) -> None:
+    """Everything must have values in the end: what is not loaded and on the meta device has none."""
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in loaded and parameter.device.type == "meta":
+            raise UnsupportedError(
+                f"parameter {name} is not in the checkpoint and, on the meta device, has no values of its own"
+            )
+    filled = {(id(place.module), place.name) for place in buffers}
+    without = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.device.type == "meta" and (id(module), name) not in filled
+    ]
+    if without:
+        raise UnsupportedError(
+            f"{_listed('buffers', without)} are not in the checkpoint and, on the meta device, have no values. Build the model "
+            "`with swapper.without_weights():` instead of `with torch.device('meta'):`, which makes buffers properly"
+        )
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return f"{what}: none"
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return f"{what}: {', '.join(names[:SHOWN_NAMES])}{more}"

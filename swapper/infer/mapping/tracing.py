@@ -1,0 +1,263 @@
+"""Tensors without data that remember how they were made, so that somebody else's loader can say what to read.
+
+A library that loads checkpoints renames, casts, stacks and splits what it finds. It is given `Traced` tensors, on the meta
+device, in place of the checkpoint's; what it then puts into the model says from which stored tensors, and by which operations of
+torch, each parameter comes. Those operations are done again on the real bytes whenever the parameter is used: most often there
+are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.quantization import QuantizedLayout
+from swapper.errors import UnsupportedError
+from swapper.formats.chunks import ChunkedTensor
+from swapper.formats.stored import StoredTensor
+from swapper.infer.mapping.matching import Make, Recipe, shape_of
+from swapper.modules.cold_tables import SET_DATA
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """A stored tensor, or result number `index` of a function of other nodes (in place of tensors in its arguments).
+
+    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in place.
+    """
+
+    stored: StoredTensor | None = None
+    function: Callable[..., Any] | None = None
+    arguments: tuple[Any, ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    index: int | None = None
+    is_view: bool = False
+    changed: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Dequantise:
+    """What a quantised tensor's node does."""
+
+    layout: QuantizedLayout
+
+    def __call__(self, stored: torch.Tensor) -> torch.Tensor:
+        return self.layout.dequantise(stored, self.layout.torch_dtype)
+
+
+@dataclass(frozen=True)
+class Assemble:
+    """What the node of a tensor does that is in chunks side by side."""
+
+    chunked: ChunkedTensor
+
+    def __call__(self, *parts: torch.Tensor) -> torch.Tensor:
+        return self.chunked.assembled(parts, self.chunked.dtype)
+
+
+class Traced(torch.Tensor):
+    """A tensor on the meta device that remembers how it was made."""
+
+    node: Node
+
+    @staticmethod
+    def wrap(tensor: torch.Tensor, node: Node) -> Traced:
+        traced = torch.Tensor._make_subclass(Traced, tensor, tensor.requires_grad)
+        traced.node = node
+        return traced
+
+    @classmethod
+    def of(cls, stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None = None) -> Traced:
+        """Of a stored tensor; of a quantised one, what it becomes."""
+        if isinstance(stored, ChunkedTensor):
+            chunks = tuple(Node(stored=chunk.stored) for chunk in stored.chunks)
+            meta = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+            return cls.wrap(meta, Node(None, Assemble(stored), chunks))
+        dtype = stored.dtype if layout is None else layout.torch_dtype
+        meta = torch.empty(shape_of(stored, layout), dtype=dtype, device="meta")
+        node = Node(stored=stored)
+        return cls.wrap(meta, node if layout is None else Node(None, Dequantise(layout), (node,)))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        options = _without_device(kwargs or {})
+        arguments = tuple(a for a in args if not isinstance(a, torch.device)) if func is torch.Tensor.to else args
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*arguments, **options) if func is not torch.Tensor.to else _cast(*arguments, **options)
+        name = getattr(func, "__name__", "")
+        if func == SET_DATA and isinstance(args[0], Traced):
+            if not isinstance(args[1], Traced):
+                raise _refusal("data")
+            args[0].node = args[1].node
+            return None
+        if _is_in_place(name):
+            return _note_change(name, result if isinstance(result, torch.Tensor) else arguments[0], result)
+        if isinstance(result, torch.Tensor):
+            return cls._result(func, name, arguments, options, result, None)
+        if isinstance(result, tuple | list) and any(isinstance(item, torch.Tensor) for item in result):
+            return type(result)(cls._result(func, name, arguments, options, r, i) for i, r in enumerate(result))
+        return result
+
+    @classmethod
+    def _result(
+        cls, func: Callable[..., Any], name: str, args: Any, options: dict[str, Any], result: torch.Tensor, index: Any
+    ) -> torch.Tensor:
+        first = args[0] if args and isinstance(args[0], Traced) else None
+        if first is not None and _is_same(func, name, args, first, result):
+            return result if result is first else cls.wrap(result, first.node)
+        function = _cast if func is torch.Tensor.to else func
+        homes = {a.untyped_storage()._cdata for a in (*args, *options.values()) if isinstance(a, Traced)}
+        is_view = result.untyped_storage()._cdata in homes
+        return cls.wrap(result, Node(None, function, _nodes(args), tuple(_nodes(options).items()), index, is_view))
+
+
+def recipe_of(traced: Traced) -> Recipe:
+    """Return how `traced` comes out of its stored tensors."""
+    if traced.node.stored is not None:
+        return Recipe((traced.node.stored,), None, traced.dtype)
+    leaves: dict[int, StoredTensor] = {}
+    _collect(traced.node, leaves)
+    numbers = {key: number for number, key in enumerate(leaves)}
+    node = traced.node
+    make = _maker(node, numbers, traced.dtype)
+    return Recipe(tuple(leaves.values()), make, traced.dtype, _goes_by_rows(node), node)
+
+
+def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
+    inner = node.arguments[0] if node.function is _cast else None
+    if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # at once in the dtype that is wanted
+        layout = inner.function.layout
+        return lambda parts: layout.dequantise(parts[0], dtype)
+    if isinstance(inner, Node) and isinstance(inner.function, Assemble):
+        chunked = inner.function.chunked
+        return lambda parts: chunked.assembled(parts, dtype)
+    return lambda parts: _replay(node, parts, numbers, {})
+
+
+def _goes_by_rows(node: Node) -> bool:
+    """Whether nothing is done but what treats each row of one stored tensor by itself."""
+    if node.stored is not None:
+        return True
+    by_rows = node.function is _cast or isinstance(node.function, Dequantise)
+    return by_rows and isinstance(node.arguments[0], Node) and _goes_by_rows(node.arguments[0])
+
+
+def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
+    """Return the recipe of `tensor[row]`, which reads no other rows; None if that is not known."""
+    if recipe.make is None or recipe.by_rows:
+        stored = [part.row(row) for part in recipe.parts]
+        return None if None in stored else replace(recipe, parts=tuple(filter(None, stored)), by_rows=False, node=None)
+    node = None if recipe.node is None else _row(recipe.node, row)
+    if node is None:
+        return None
+    if node.stored is not None:
+        return Recipe((node.stored,), None, recipe.dtype)
+    leaves: dict[int, StoredTensor] = {}
+    _collect(node, leaves)
+    numbers = {key: number for number, key in enumerate(leaves)}
+    found = node
+    return Recipe(tuple(leaves.values()), lambda parts: _replay(found, parts, numbers, {}), recipe.dtype)
+
+
+def _row(node: Node, row: int) -> Node | None:
+    """What indexing the first dimension of `node` by `row` comes to: of stacks and concatenations, and what they are made of."""
+    if node.stored is not None:
+        stored = node.stored.row(row)
+        return None if stored is None else Node(stored=stored)
+    options = dict(node.options)
+    dim = options.get("dim", node.arguments[1] if len(node.arguments) > 1 else 0)
+    by_rows = node.function is _cast or isinstance(node.function, Dequantise)
+    if by_rows and isinstance(node.arguments[0], Node):
+        inner = _row(node.arguments[0], row)
+        return None if inner is None else replace(node, arguments=(inner, *node.arguments[1:]))
+    if node.function is torch.stack and dim == 0 and row < len(node.arguments[0]):
+        chosen = node.arguments[0][row]
+        return chosen if isinstance(chosen, Node) else None
+    if node.function is torch.cat and isinstance(dim, int) and dim > 0:
+        rows = [_row(child, row) for child in node.arguments[0]]
+        return None if None in rows else Node(None, torch.cat, (rows, dim - 1))
+    return None
+
+
+def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tensor) -> bool:
+    """Whether the result has the same values as the first argument."""
+    if result is first or name in ("detach", "requires_grad_", "clone", "alias", "contiguous", "cpu"):
+        return result.stride() == first.stride()
+    if func is torch.Tensor.to:
+        return result.dtype == first.dtype
+    if name == "__getitem__":
+        return args[1] is Ellipsis
+    return name == "__get__" and result.shape == first.shape and result.dtype == first.dtype  # .data
+
+
+def _cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    """`tensor.to` without a device: where it is, is decided by somebody else."""
+    dtype = next((a for a in (*args, options.get("dtype")) if isinstance(a, torch.dtype)), tensor.dtype)
+    return tensor.to(dtype)
+
+
+def _without_device(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("device", "non_blocking")}
+
+
+def _nodes(tree: Any) -> Any:
+    if isinstance(tree, Traced):
+        return tree.node
+    if isinstance(tree, list | tuple):
+        return type(tree)(_nodes(item) for item in tree)
+    return {key: _nodes(item) for key, item in tree.items()} if isinstance(tree, dict) else tree
+
+
+def _is_in_place(name: str) -> bool:
+    if name.endswith("__"):
+        return name == "__setitem__"
+    return name.endswith("_") and name not in ("requires_grad_", "detach_", "share_memory_")
+
+
+def _note_change(name: str, changed: Any, result: Any) -> Any:
+    """Something was changed in place. What was computed is thrown away again, perhaps: initial values, for one."""
+    if not isinstance(changed, Traced) or changed.node.stored is not None or changed.node.is_view:
+        raise _refusal(name)
+    changed.node.changed.append(name)
+    return result
+
+
+def _refusal(name: str) -> UnsupportedError:
+    return UnsupportedError(f"a checkpoint's tensor would be changed in place by {name} while it is loaded")
+
+
+def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
+    """Find the stored tensors that `tree` is made of.
+
+    Raises:
+        UnsupportedError: something that it is made of was changed in place, which cannot be done again.
+    """
+    if isinstance(tree, Node):
+        if tree.changed:
+            raise _refusal(tree.changed[0])
+        if tree.stored is not None:
+            leaves.setdefault(id(tree.stored), tree.stored)
+        _collect((tree.arguments, tree.options), leaves)
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            _collect(item, leaves)
+
+
+def _replay(tree: Any, parts: Sequence[torch.Tensor], numbers: dict[int, int], done: dict[int, Any]) -> Any:
+    """Do the operations again, on the parts."""
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replay(item, parts, numbers, done) for item in tree)
+    if not isinstance(tree, Node):
+        return tree
+    if tree.stored is not None:
+        return parts[numbers[id(tree.stored)]]
+    if id(tree) not in done and tree.function is not None:
+        arguments = _replay(tree.arguments, parts, numbers, done)
+        result = tree.function(*arguments, **dict(_replay(tree.options, parts, numbers, done)))
+        done[id(tree)] = result if tree.index is None else result[tree.index]
+    return done[id(tree)]

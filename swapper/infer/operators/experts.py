@@ -1,0 +1,282 @@
+"""Experts of a mixture, read one by one: only those that tokens are routed to.
+
+Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`). Current models of
+transformers hold the experts of a layer in one parameter for each of their maps, of shape (experts, out, in), and take one by
+its index: `self.down_proj[expert]`. Such a parameter stays away as a whole; the guard on cold parameters sends the index here, and
+the expert's own bytes are read, wherever the checkpoint has them. What was used last stays, as far as the cache's share of the
+budget goes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.infer.mapping.adoption import view_of
+from swapper.infer.mapping.matching import Recipe
+from swapper.infer.mapping.tracing import recipe_of_row
+from swapper.infer.operators.embedding_rows import ReadInto
+from swapper.infer.runtime.weights import GroupWeights, PagedWeight
+from swapper.io.shared_engines import wait_for_all
+from swapper.modules.cold import FaultHandler, materialize, set_cold
+from swapper.paging.pager import Pager
+
+MOST_WEIGHTS = 1 << 20
+"""More than a group has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """One parameter that holds all experts of a layer, and the recipe of each one's part of it."""
+
+    parameter: nn.Parameter
+    recipes: tuple[Recipe, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(recipe.stored_bytes for recipe in self.recipes)
+
+    @property
+    def largest_bytes(self) -> int:
+        """What one expert takes while it is read: its parts, and what is made of them."""
+        return max(recipe.stored_bytes * (1 if recipe.make is None else 2) for recipe in self.recipes)
+
+
+def are_experts(name: str, module: nn.Module) -> bool:
+    """Whether `module` is a list of experts, each a module of its own, as far as its name tells."""
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
+    return is_list and "expert" in name.rpartition(".")[2]
+
+
+def takes_single_experts(module: nn.Module) -> bool:
+    """Whether `module` indexes its experts, as far as it says: transformers has other forms, which take all at one time."""
+    form = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return form in (None, "eager") and not _gives_away(type(module), set(module._parameters))
+
+
+def _gives_away(cls: type[nn.Module], names: Collection[str]) -> bool:
+    """Whether the source of the class's forward, where there is one, has a parameter as a whole for an operand or argument."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    taken: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            taken += [*node.args, *(keyword.value for keyword in node.keywords)]
+        elif isinstance(node, ast.BinOp):
+            taken += [node.left, node.right]
+    own = [node for node in taken if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    return any(node.attr in names and getattr(node.value, "id", "") == "self" for node in own)
+
+
+def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Recipe, ...] | None:
+    """Return the recipe of each expert of `parameter`, or None if it does not hold experts that can be read one by one."""
+    if parameter.ndim != 3 or "experts" not in name.split("."):
+        return None
+    rows = [recipe_of_row(recipe, row) for row in range(parameter.shape[0])]
+    return tuple(row for row in rows if row is not None) if all(rows) else None
+
+
+@dataclass
+class _Part:
+    """What is in memory of one recipe: what the file has, or what was made of it if that is no larger."""
+
+    recipe: Recipe
+    parts: list[torch.Tensor] = field(default_factory=list)
+    tickets: list[Any] = field(default_factory=list)
+    leases: int = 0
+    value: torch.Tensor | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return any(ticket.done and ticket.error is not None for ticket in self.tickets)
+
+    def ready(self, device: torch.device) -> torch.Tensor:
+        """Return what it is, on `device`. The cache is in host memory."""
+        wait_for_all(self.tickets)
+        self.tickets = []
+        if self.value is not None:
+            return self.value
+        with torch.inference_mode(False), torch.no_grad():
+            value = self.recipe.from_parts([part.to(device) for part in self.parts])
+        if device.type != "cpu":
+            return value
+        if value.nbytes <= self.recipe.stored_bytes:
+            self.value, self.parts = value, []
+        return value
+
+    def settle(self) -> None:
+        """Its memory goes: asked for ahead and never used, perhaps, and it takes it until the read is over."""
+        for ticket in self.tickets:
+            ticket.exception()
+
+
+class Experts:
+    """Owns the experts that are in memory, the last used ones of all layers.
+
+    Args:
+        layers: for each layer, its parameters that hold experts: one expert's parts of them are used together.
+        read: submits reads.
+        cache_bytes: the most that they take.
+        device: where they are used.
+    """
+
+    def __init__(
+        self, layers: Sequence[Sequence[ExpertWeights]], read: ReadInto, cache_bytes: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._read = read
+        self._cache_bytes = cache_bytes
+        self._used_bytes = 0
+        self._cache: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # last used last
+        self._weights = {id(w.parameter): (w, [o for o in layer if o is not w]) for layer in layers for w in layer}
+
+    def take(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
+        """Return `parameter[index]`, or None if that is not one expert."""
+        if id(parameter) not in self._weights or not _is_number(index):
+            return None
+        weights, others = self._weights[id(parameter)]
+        number = int(index)
+        number += len(weights.recipes) if number < 0 else 0
+        if not 0 <= number < len(weights.recipes):
+            raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
+        found = self._want(id(weights.parameter), number, weights.recipes[number])
+        for other in others:
+            self._want(id(other.parameter), number, other.recipes[number])  # it will be asked for next
+        return found.ready(self._device)
+
+    def lease(
+        self, recipes: Sequence[tuple[int, Recipe]], next_ones: Sequence[tuple[int, Recipe]]
+    ) -> list[torch.Tensor]:
+        """Return what `recipes` give, which stays until `release`. Those in `next_ones` will be asked for next.
+
+        Each has a number of its own, by which it is found again.
+        """
+        found: list[_Part] = []
+        try:
+            for key, recipe in recipes:
+                part = self._want(key, 0, recipe)
+                part.leases += 1
+                found.append(part)
+            for key, recipe in next_ones:
+                self._want(key, 0, recipe)
+            return [part.ready(self._device) for part in found]
+        except BaseException:
+            for part in found:
+                part.leases -= 1
+            raise
+
+    def release(self, keys: Sequence[int]) -> None:
+        for key in keys:
+            self._cache[key, 0].leases -= 1
+
+    def forget(self) -> None:
+        for part in self._cache.values():
+            part.settle()
+        self._cache.clear()
+        self._weights.clear()
+
+    def _want(self, key: int, number: int, recipe: Recipe) -> _Part:
+        part = self._cache.get((key, number))
+        if part is None:
+            self._make_room(recipe.stored_bytes)
+            part = _Part(recipe)
+            self._begin(part)
+            self._cache[key, number] = part
+            self._used_bytes += recipe.stored_bytes
+        elif part.has_failed:
+            self._begin(part)
+        self._cache.move_to_end((key, number))
+        return part
+
+    def _begin(self, part: _Part) -> None:
+        parts, tickets = [], []
+        with torch.inference_mode(False):
+            for stored in part.recipe.parts:
+                memory = torch.empty(stored.nbytes, dtype=torch.uint8)
+                tickets.append(self._read(stored, 0, memory))
+                parts.append(view_of(memory, 0, stored))
+        part.parts, part.tickets = parts, tickets
+
+    def _make_room(self, nbytes: int) -> None:
+        idle = (key for key, part in list(self._cache.items()) if not part.leases)
+        while self._used_bytes + nbytes > self._cache_bytes and (key := next(idle, None)) is not None:
+            part = self._cache.pop(key)
+            part.settle()
+            self._used_bytes -= part.recipe.stored_bytes
+
+
+class OnDemandGroup(GroupWeights):
+    """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
+
+    Args:
+        index, weights, pager, keeper: as for any group; the pager has nothing to do with it.
+        with_it: the weights of the expert's other groups, which will be needed next.
+        experts: gives the cache.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        weights: Sequence[PagedWeight],
+        pager: Pager,
+        fault_handler: FaultHandler,
+        with_it: Sequence[tuple[int, Recipe]],
+        experts: Callable[[], Experts],
+    ) -> None:
+        super().__init__(index, weights, (), (), pager, fault_handler)
+        self._recipes = numbered(index, [weight.recipe for weight in weights])
+        self._with_it = with_it
+        self._experts = experts
+
+    @property
+    def settled(self) -> bool:
+        return False
+
+    def lease(self) -> bool:
+        if self._leases == 0:
+            values = self._experts().lease(self._recipes, self._with_it)
+            for weight, value in zip(self.weights, values, strict=True):
+                materialize(weight.parameter)
+                with torch.inference_mode(False):
+                    weight.parameter.data = value
+        self._leases += 1
+        return False  # the pager was not asked
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases == 0:
+            self._put_away()
+
+    def forget_leases(self) -> None:
+        if self._leases:
+            self._leases = 0
+            self._put_away()
+
+    def _put_away(self) -> None:
+        for weight in self.weights:
+            with torch.inference_mode(False):
+                materialize(weight.parameter)
+                weight.parameter.data = weight.away()
+            set_cold(weight.parameter)
+        self._experts().release([key for key, _ in self._recipes])
+
+
+def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:
+    """Return each recipe of a group with the number by which the cache knows it; ids of objects are larger than 0."""
+    return [(-1 - group * MOST_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
+
+
+def _is_number(index: Any) -> bool:
+    if isinstance(index, torch.Tensor):
+        return index.ndim == 0 and not index.dtype.is_floating_point and index.dtype != torch.bool
+    return type(index) is int

@@ -1,0 +1,1 @@
+"""A loaded model at run time: resources, groups, hooks."""

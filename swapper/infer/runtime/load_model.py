@@ -1,0 +1,178 @@
+"""`load`: a model runs with its weights read from the user's files; `shared_memory`: several do, in one budget.
+
+Finds out what fits where, and opens everything.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from swapper.device.device import Device
+from swapper.device.device_budget import DeviceBudget
+from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.formats.naming import Rename
+from swapper.formats.sources import Source, open_source
+from swapper.infer.mapping.matching import Match, match
+from swapper.infer.planning.fitting import fit, fit_on_device
+from swapper.infer.planning.model_set import SharedBudget, current_room, noting
+from swapper.infer.planning.streaming_plan import build_streaming_plan
+from swapper.infer.runtime.loaded_model import KEY, LoadedModel
+from swapper.options import parse_host_memory
+from swapper.runtime.interrupts import defer_sigint
+
+
+def load(
+    model: nn.Module,
+    source: str | os.PathLike[str] | Source,
+    *,
+    host_memory: int | str = "auto",
+    device: str | torch.device | Device = "cpu",
+    device_memory: int | str = "auto",
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    rename: Rename = None,
+    backend: str = "auto",
+) -> nn.Module:
+    """Have `model` run with its weights read from `source` as they are needed, and return it.
+
+    The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
+    what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
+
+    Args:
+        model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its
+            parameters are replaced by new objects; tied ones stay tied.
+        source: a safetensors file, a Hugging Face directory, a torch checkpoint, a swapper snapshot, or a directory of
+            torch.distributed.checkpoint. It must stay as it is for as long as the model is used.
+        host_memory: bytes, or "4GiB": everything that is held of the weights at one time. "auto": half of what is free.
+        device: where its kernels run: "cpu", "cuda", "cuda:1", ... Inputs are to be there.
+        device_memory: bytes, or "8GiB", of weights on the device at one time. What it can hold stays there; what `host_memory`
+            can hold of the rest stays in host memory. "auto": half of what is free. Not for the CPU, which has one memory.
+        strict: refuse missing and unexpected names. Otherwise what is missing keeps the model's own values.
+        dtype: convert floating-point weights on the way in. None: they are used in the checkpoint's own dtype.
+        rename: a map from the checkpoint's names to the model's, or a function that gives the model's name or None (leave out).
+        backend: of the I/O engine.
+
+    Raises:
+        ConfigError: an option is not known, or they do not go together.
+        CheckpointError: the source is not what it claims to be, or does not fit the model.
+        BudgetError: `host_memory` or `device_memory` is too small; says the smallest that works.
+        DeviceError: there is no such device, or it fails.
+        UnsupportedError: the model cannot be loaded this way.
+        StateError: the model is loaded or offloaded already.
+        IoError: a file cannot be read.
+    """
+    opened = source if isinstance(source, Source) else open_source(source)
+    budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
+    matched = match(model, opened, strict=strict, dtype=dtype, rename=rename)
+    return load_matched(model, opened, matched, budgets, backend)
+
+
+def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> nn.Module:
+    """As `load`, for whoever has found out by itself which parameter gets which tensors."""
+    room = current_room()
+    if room is None:
+        _open(model, source, matched, budgets, backend)
+    elif budgets.is_host_memory_said:
+        raise ConfigError("host_memory is said inside of shared_memory, which says it for all models")
+    elif budgets.device is not None:
+        raise UnsupportedError(
+            "models that share memory run on the CPU: give each that runs on a device a budget of its own"
+        )
+    else:
+        room.add(model, source, matched, backend)
+    return model
+
+
+@contextmanager
+def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
+    """Have the models that are loaded inside share `host_memory`; they can be used after its end.
+
+        with swapper.shared_memory("8GiB"):
+            draft = from_pretrained(AutoModelForCausalLM, "draft")
+            target = swapper.load(target, "weights")
+
+    Args:
+        host_memory: bytes, or "8GiB", for all of them. None of them says its own.
+
+    Raises:
+        As swapper.load, at the end; then none of them is loaded.
+        StateError: one is inside of another.
+    """
+    budget_bytes = parse_host_memory(host_memory)
+    if current_room() is not None:
+        raise StateError("shared_memory is used inside of another: models share one budget")
+    room = SharedBudget()
+    with noting(room):
+        yield
+    if not room.is_empty:
+        _open_room(room, budget_bytes)
+
+
+def _open_room(room: SharedBudget, host_bytes: int) -> None:
+    """Load what was noted in a `shared_memory`."""
+    together, source, matched, backend = room.whole()
+    opened = _open(together, source, matched, Budgets(host_bytes), backend)
+    for model in together.children():
+        model.__dict__[KEY] = opened
+
+
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """What a model may take.
+
+    Attributes:
+        host_bytes: of host memory.
+        device, device_bytes: where its kernels run, and of that memory; None: on the CPU.
+        is_host_memory_said: the user said so.
+    """
+
+    host_bytes: int
+    device: Device | None = None
+    device_bytes: int = 0
+    is_host_memory_said: bool = False
+
+    @staticmethod
+    def of(host_memory: int | str, device: str | torch.device | Device, device_memory: int | str) -> Budgets:
+        """
+        Raises:
+            ConfigError: an option is wrong.
+            DeviceError: there is no such device.
+        """
+        host_bytes, is_said = parse_host_memory(host_memory), host_memory != "auto"
+        given = DeviceBudget.parse(device, device_memory)
+        if given is None:
+            return Budgets(host_bytes, is_host_memory_said=is_said)
+        return Budgets(host_bytes, given.device, given.nbytes, is_said)
+
+
+def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:
+    blueprint = build_streaming_plan(model, matched, source.joined.keys())
+    if budgets.device is None:
+        fitting = fit(blueprint, budgets.host_bytes)
+    else:
+        other_bytes = _other_bytes(model, matched)
+        fitting = fit_on_device(blueprint, budgets.host_bytes, budgets.device_bytes, other_bytes, budgets.device)
+    with torch.inference_mode(False), torch.no_grad(), defer_sigint:
+        cache_bytes = fitting.blueprint.cache_bytes(budgets.host_bytes)
+        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, budgets.device)
+        model.__dict__[KEY] = opened
+    return opened
+
+
+def _other_bytes(model: nn.Module, matched: Match) -> int:
+    """Of what the checkpoint does not have and a device gets too: the model's own buffers and parameters."""
+    loaded = {id(weight.parameter) for weight in matched.weights}
+    filled = {(id(place.module), place.name) for place in matched.buffers}
+    buffers = {
+        id(buffer): buffer.nbytes
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and (id(module), name) not in filled
+    }
+    return sum(buffers.values()) + sum(p.nbytes for p in model.parameters() if id(p) not in loaded)

@@ -1,0 +1,141 @@
+"""The drives of a run: its directory on each, and which drive each page belongs to.
+
+A run over several drives has a directory on each of them. The first has the lock, the commit records and those parts of the swap
+files that become snapshots; the others have only their pages. Pages are dealt by weight, so that a drive of twice the speed gets
+twice the bytes. A record in each directory, `drives.json`, says which run it belongs to and how that was dealt: it is made with the
+run, and whoever goes on with it goes by it. A run on one drive has no such record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from swapper.errors import DirectoryError
+from swapper.io import beneath
+from swapper.runtime import records
+
+RECORD_NAME = "drives.json"
+_FORMAT = 2
+_SHAPE = records.fields(
+    {
+        "format": records.exactly(_FORMAT),
+        "run": records.text,
+        "index": records.whole(),
+        "directories": records.listing(records.path, 1),
+        "weights": records.listing(records.positive, 1),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Drives:
+    """Pure but for `read_drives`.
+
+    Attributes:
+        directories: the run's directory on each drive.
+        weights: how many bytes each drive gets, in proportion.
+        id: of the run, which each of its directories has; "" on one drive.
+    """
+
+    directories: tuple[Path, ...]
+    weights: tuple[float, ...] = (1.0,)
+    id: str = ""
+
+    def __len__(self) -> int:
+        return len(self.directories)
+
+    def assign_to_drives(self, sizes: Sequence[int]) -> list[int]:
+        """Return the number of the drive that each piece belongs to. Equal arguments give equal results, always."""
+        return assign_to_drives(sizes, self.weights)
+
+    def paths(self, name: str) -> list[Path]:
+        """Return the paths of the parts of the file that is called `name`."""
+        return [directory / name for directory in self.directories]
+
+
+def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Return the number of the drive that each piece goes to: the one that is furthest behind its share of the bytes."""
+    if len(weights) == 1:
+        return [0] * len(sizes)
+    shares = [weight / sum(weights) for weight in weights]
+    given = [0] * len(weights)
+    total = 0
+    dealt = []
+    for nbytes in sizes:
+        total += nbytes
+        behind = [share * total - had for share, had in zip(shares, given, strict=True)]
+        drive = behind.index(max(behind))
+        given[drive] += nbytes
+        dealt.append(drive)
+    return dealt
+
+
+@dataclass(frozen=True)
+class DrivesRecord:
+    """What `drives.json` says.
+
+    Attributes:
+        drives: all of the run's.
+        index: which of them this directory is.
+    """
+
+    drives: Drives
+    index: int
+
+    def write(self) -> None:
+        """Put it into its directory, whole or not at all.
+
+        Raises:
+            DirectoryError: it cannot be written.
+        """
+        directories = [os.fspath(directory) for directory in self.drives.directories]
+        content = {"format": _FORMAT, "run": self.drives.id, "index": self.index, "directories": directories}
+        sealed = records.seal({**content, "weights": list(self.drives.weights)})
+        path = self.drives.directories[self.index] / RECORD_NAME
+        temporary = path.with_name(RECORD_NAME + ".partial")
+        try:
+            with os.fdopen(beneath.create_file(temporary), "wb") as file:
+                file.write(sealed)
+            beneath.rename(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                beneath.unlink(temporary)
+            raise DirectoryError(
+                f"cannot write {path}: {error.strerror}. Choose a directory that you may write to"
+            ) from error
+
+
+def read_record(directory: Path) -> DrivesRecord | None:
+    """Return what `directory` says about the run over several drives that it belongs to; None if it belongs to none.
+
+    Raises:
+        DirectoryError: the record cannot be read.
+    """
+    path = directory / RECORD_NAME
+    try:
+        content = records.unseal(beneath.read_small(path, records.MOST_RECORD_BYTES), _SHAPE)
+        directories = tuple(Path(name) for name in content["directories"])
+        weights = tuple(float(weight) for weight in content["weights"])
+        if not content["index"] < len(directories) == len(weights):
+            raise ValueError(f"drive {content['index']} of {len(directories)}, with {len(weights)} weights")
+        return DrivesRecord(Drives(directories, weights, content["run"]), content["index"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, OverflowError) as error:
+        raise DirectoryError(
+            f"{path}, which says over which drives the run lies, cannot be read ({error}): put back a whole one, or say "
+            "resume='discard'"
+        ) from error
+
+
+def read_drives(directory: Path) -> Drives:
+    """Return the drives of the run whose first directory is `directory`."""
+    record = read_record(directory)
+    if record is None:
+        return Drives((directory,))
+    directories = (directory, *record.drives.directories[1:])  # a copy is read where it is
+    return replace(record.drives, directories=directories)

@@ -1,0 +1,194 @@
+"""GdsHandle: CUDA tensors to files and back by GPUDirect Storage, past host memory, where the machine has it.
+
+Tensors in one run of device memory go by cuFile, in pieces that a few threads take as they become free; their edges that are no
+whole sectors of the file, and all other tensors, go as they do in AioHandle. **Not run on a GPU yet**: only against a stand-in for
+the library.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from swapper.errors import ConfigError, IoError, UnsupportedError
+from swapper.io.elements import byte_count
+from swapper.io.files import Opened
+from swapper.io.gds.cufile import CuFile, CuFileFile, open_cufile
+from swapper.io.gds.gds_transfer import GdsTransfer, begin_pieces
+from swapper.io.handle.aio import AioHandle
+from swapper.io.handle.locked import new_locked_tensor
+from swapper.io.handle.operation import TransferPart
+from swapper.io.staging import StagedTransfer
+
+logger = logging.getLogger("swapper.io")
+
+MOST_THREADS = 32
+
+
+class GdsHandle(AioHandle):
+    """As `AioHandle`, and CUDA tensors go straight between the device and the drive.
+
+    Where that cannot be, making one raises UnsupportedError with the reason; with `strict=False` it is then an AioHandle, which
+    takes CUDA tensors through host memory, `is_gds` is False and `gds_reason` says why. A file whose filesystem cannot do it
+    is refused likewise, or goes through host memory, with a line in the log.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+        *,
+        strict: bool = True,
+        cufile: CuFile | None = None,
+        **options: Any,
+    ) -> None:
+        """As AioHandle; `intra_op_parallelism` is the number of threads that call `cufile`, by default this machine's."""
+        self._cufile: CuFile | None = cufile
+        self._threads: ThreadPoolExecutor | None = None
+        self._pinned: dict[int, torch.Tensor] = {}
+        self._kept: dict[str, CuFileFile | None] = {}
+        self.gds_reason = "cuFile"
+        try:
+            self._cufile = cufile or open_cufile()
+        except UnsupportedError as error:
+            if strict:
+                raise
+            self.gds_reason = f"CUDA tensors go through host memory: {error}"
+            logger.warning("%s", self.gds_reason)
+        super().__init__(
+            block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, strict=strict, **options
+        )
+        if self._cufile is not None:
+            self._threads = ThreadPoolExecutor(min(self.get_intra_op_parallelism(), MOST_THREADS), "swapper-gds")
+
+    @property
+    def is_gds(self) -> bool:
+        """Whether CUDA tensors go past host memory."""
+        return self._cufile is not None
+
+    @property
+    def reason(self) -> str:
+        return f"{self.gds_reason}; the rest: {super().reason}"
+
+    def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the example's dtype and device, registered with cuFile. Without cuFile, an ordinary one."""
+        if isinstance(num_elem, bool) or not isinstance(num_elem, int) or num_elem < 0:
+            raise ConfigError(f"num_elem={num_elem!r} must be a number of elements, 0 or more")
+        if self._cufile is None and example_tensor.device.type == "cpu":
+            return new_locked_tensor(num_elem, example_tensor.dtype, must_lock=False)
+        tensor = torch.empty(num_elem, dtype=example_tensor.dtype, device=example_tensor.device)
+        self.pin_device_tensor(tensor)
+        return tensor
+
+    def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Takes back what `new_pinned_device_tensor` did. False if it is not registered."""
+        return self.unpin_device_tensor(tensor)
+
+    def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Registers a tensor's memory with cuFile, and keeps the tensor until `unpin_device_tensor`. False without cuFile.
+
+        Raises:
+            UnsupportedError: it is not one run of device memory. IoError: cuFile refuses.
+        """
+        if self._cufile is None:
+            return False
+        if tensor.device.type != self._cufile.device_type or not tensor.is_contiguous():
+            raise UnsupportedError("only a contiguous tensor on a CUDA device can be registered with cuFile")
+        if tensor.numel() and tensor.data_ptr() not in self._pinned:
+            self._cufile.register_memory(tensor.data_ptr(), byte_count(tensor))
+            self._pinned[tensor.data_ptr()] = tensor
+        return True
+
+    def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
+        """Ends the registration. False if there is none."""
+        if self._cufile is None or self._pinned.pop(tensor.data_ptr(), None) is None:
+            return False
+        return self._cufile.unregister_memory(tensor.data_ptr())
+
+    def register_file(self, path: str, descriptor: int) -> CuFileFile:
+        """Registers an open file with cuFile for all that is done under `path` as this handle sees it, until `forget_registered`.
+
+        The descriptor goes over to what this returns. Raises IoError, with errno ENOTSUP where cuFile cannot have the file.
+        """
+        if self._cufile is None:
+            raise IoError("open", path, 0, 0, errno.ENOTSUP, self.gds_reason)
+        file = self._cufile.adopt(descriptor, path)
+        with self._lock:
+            self._kept[path] = file
+        return file
+
+    def keep_staged(self, path: str) -> None:
+        """All that is done under `path` goes through host memory, until `forget_registered`."""
+        with self._lock:
+            self._kept[path] = None
+
+    def forget_registered(self, path: str) -> CuFileFile | None:
+        """Ends that. The file is the caller's to close; operations under way close it too."""
+        with self._lock:
+            return self._kept.pop(path, None)
+
+    def close(self) -> None:
+        super().close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        while self._cufile is not None and self._pinned:
+            self._cufile.unregister_memory(self._pinned.popitem()[0])
+
+    def _run_address(self, tensor: torch.Tensor) -> int | None:
+        return None if self._is_device_run(tensor) else super()._run_address(tensor)
+
+    def _is_device_run(self, tensor: torch.Tensor) -> bool:
+        is_there = self._cufile is not None and tensor.device.type == self._cufile.device_type
+        return is_there and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+    def _registered_memory(self, flat: torch.Tensor) -> int | None:
+        """The address of the registered memory that bytes are a part of; None if they are of none."""
+        begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel()
+        for address, tensor in list(self._pinned.items()):
+            if address <= begin and end <= address + byte_count(tensor):
+                return address
+        return None
+
+    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> TransferPart:
+        if self._threads is None or not self._is_device_run(tensor) or len(opened.files) > 1:
+            return self._stage(kind, tensor, offset, opened)
+        file = self._registered(kind, opened)
+        if file is None:
+            return self._stage(kind, tensor, offset, opened)
+        flat = tensor.detach().view(-1).view(torch.uint8)
+
+        def stage(begin: int, nbytes: int) -> StagedTransfer:
+            return self._stage(kind, flat.narrow(0, begin, nbytes), offset + begin, opened)
+
+        try:
+            registered = self._registered_memory(flat)
+            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, registered, offset, stage))
+        finally:
+            file.close()  # pieces that have begun use it until they are over
+
+    def _registered(self, kind: str, opened: Opened) -> CuFileFile | None:
+        """The file as cuFile has it, to be closed by the caller; None where it goes through host memory.
+
+        Raises:
+            IoError: cuFile refuses it, and this handle is strict.
+        """
+        with self._lock:
+            if opened.path in self._kept:
+                kept = self._kept[opened.path]
+                return None if kept is None else kept.use()
+        if self._cufile is None:
+            return None
+        try:
+            return self._cufile.open(opened.path, writing=kind == "write")
+        except IoError as error:
+            if self.strict or error.errno != errno.ENOTSUP:
+                raise
+            logger.warning("%s goes through host memory: %s", opened.path, error)
+            return None

@@ -1,0 +1,378 @@
+"""AioHandle: tensors to files and back, strict.
+
+Every operation is a future (`submit_read`, `submit_write`, and both for batches); DeepNVMe's methods, over them, are in
+`deepnvme.py`. A failure raises `swapper.IoError`, whichever way the operation was asked for.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from types import TracebackType
+
+import torch
+
+from swapper import _C
+from swapper.errors import ConfigError, DeviceError, IoError
+from swapper.io.elements import byte_count, check_tensor, run_address
+from swapper.io.engines import Engines
+from swapper.io.files import Opened, OpenFiles, Target
+from swapper.io.handle.deepnvme import DeepNvmeMethods
+from swapper.io.handle.operation import Operation, TransferPart
+from swapper.io.handle.validation import compare
+from swapper.io.staging import Move, StagedTransfer, Staging
+from swapper.io.striping import STRIPE_BYTES, Stripes
+from swapper.options import parse_choice
+
+logger = logging.getLogger("swapper.io")
+
+BACKENDS = ("auto", "uring", "aio", "threads")
+PIECE = 4096
+MOST_PIECE_BYTES = 1 << 30
+MOST_DEPTH = 4096
+ALLOCATE_FROM_BYTES = 1 << 20
+"""Larger writes into new space allocate it first: direct writes that extend a file are taken one at a time by ext4."""
+
+
+class AioHandle(DeepNvmeMethods):
+    """Reads and writes tensors of any shape, size, dtype, strides and file offset. May be used by several threads.
+
+    `file_offset=None`, which is what a call that leaves it out says, writes the whole file: a longer old one is cut to the tensor's
+    size. With an offset given, 0 too, the rest of the file stays as it is.
+
+    A tensor is kept alive until its transfer is over; until then a source must not be changed and a destination not be used.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 1 << 20,
+        queue_depth: int = 128,
+        single_submit: bool = False,
+        overlap_events: bool = False,
+        intra_op_parallelism: int = 1,
+        *,
+        num_threads: int | None = None,
+        backend: str = "auto",
+        strict: bool = True,
+        debug: bool | None = None,
+        chaos: Mapping[str, float] | None = None,
+        directories: Sequence[str | os.PathLike[str]] | None = None,
+        stripe_bytes: int = STRIPE_BYTES,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """Starts an engine, whose one thread keeps the drive busy; each further drive gets one of its own when it is first used.
+
+        Args:
+            block_size: bytes of one kernel call; rounded up to 4096.
+            queue_depth: kernel calls in flight, for each unit of `intra_op_parallelism`.
+            single_submit: taken for DeepNVMe's sake, without effect: the engine submits in batches, and as it comes.
+            overlap_events: likewise: the engine always refills as calls finish.
+            intra_op_parallelism: multiplies `queue_depth`; one thread is enough for a drive.
+            num_threads: an older name of `intra_op_parallelism`.
+            backend: "auto", "uring", "aio" or "threads".
+            strict: False makes DeepNVMe's methods log a failure and return -1, and lets locked tensors go unlocked.
+            debug: fail an operation whose tensor is changed while it is in flight. The default is whether SWAPPER_IO_DEBUG
+                is set. Costs time.
+            chaos: troubles to put in the way of transfers, for tests; see `swapper._C.Engine`.
+            directories: one on each of several drives: a relative path then names a file that lies on all of them, in stripes.
+                Other paths, and descriptors, are what they always are.
+            stripe_bytes: bytes of a stripe, a multiple of 4096.
+            weights: speeds of the drives, in any unit: how many of the bytes each gets. Equal if left out.
+
+        Raises:
+            ConfigError: an option is out of range, or the backend does not work here.
+        """
+        if num_threads is not None:
+            intra_op_parallelism = num_threads
+        block_size = _positive(block_size, "block_size", MOST_PIECE_BYTES)
+        queue_depth = _positive(queue_depth, "queue_depth", 1 << 20)
+        parallelism = _positive(intra_op_parallelism, "intra_op_parallelism", 1 << 16)
+        super().__init__(block_size, queue_depth, bool(single_submit), bool(overlap_events), parallelism, bool(strict))
+        self.debug = bool(os.environ.get("SWAPPER_IO_DEBUG")) if debug is None else bool(debug)
+        self._stripes = None if directories is None else Stripes(directories, stripe_bytes, weights)
+        self._engines = Engines(
+            {
+                "backend": parse_choice(backend, "backend", BACKENDS),
+                "depth": min(queue_depth * parallelism, MOST_DEPTH),
+                "piece_bytes": -(-block_size // PIECE) * PIECE,
+                "debug": self.debug,
+                "chaos": chaos,
+            }
+        )
+        self._files = OpenFiles()
+        self._staging: Staging | None = None
+        self._lock = threading.Lock()
+        self._in_flight: deque[Operation] = deque()  # oldest first; submissions let go of those that are over
+        self._is_closed = False
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(block_size={self._block_size}, queue_depth={self._queue_depth}, "
+            f"intra_op_parallelism={self._parallelism}, backend={self.backend!r})"
+        )
+
+    # --- what it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        return self._engines.first.backend
+
+    @property
+    def reason(self) -> str:
+        """Why this backend, and what it got on this machine."""
+        return self._engines.first.reason
+
+    @property
+    def bytes_read(self) -> int:
+        return self._engines.bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        return self._engines.bytes_written
+
+    # --- operations as futures ------------------------------------------------------------------------------------------
+
+    def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
+        """Begins to read `tensor`'s bytes from `path`, from `file_offset` or the beginning.
+
+        Raises:
+            IoError: the file cannot be opened, or ends before the tensor would be full.
+            ConfigError: a negative offset. UnsupportedError: not a tensor that can receive bytes.
+        """
+        offset = _offset(file_offset)
+        check_tensor(tensor, writes_into=True)
+        self._check_open("read")
+        nbytes = byte_count(tensor)
+        return self._begin("read", [(tensor, offset)], self._open(path, writing=False), nbytes)
+
+    def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
+        """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
+
+        Raises:
+            IoError: the file cannot be opened or made, or there is no space for it.
+            ConfigError: a negative offset. UnsupportedError: not a tensor with bytes.
+        """
+        offset = _offset(file_offset)
+        check_tensor(tensor, writes_into=False)
+        self._check_open("write")
+        nbytes = byte_count(tensor)
+        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
+        return self._begin("write", [(tensor, offset)], opened, nbytes)
+
+    def submit_read_batch(
+        self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
+    ) -> Operation:
+        """Begins to read many tensors that lie one after the other in one file, as one operation."""
+        placed = _placed(tensors, _offset(file_offset), writes_into=True)
+        self._check_open("read")
+        return self._begin("read", placed, self._open(path, writing=False), _batch_bytes(tensors))
+
+    def submit_write_batch(
+        self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
+    ) -> Operation:
+        """Begins to write many tensors one after the other into one file, as one operation."""
+        offset = _offset(file_offset)
+        placed = _placed(tensors, offset, writes_into=False)
+        self._check_open("write")
+        nbytes = _batch_bytes(tensors)
+        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
+        return self._begin("write", placed, opened, nbytes)
+
+    # --- the end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Finishes what is under way, then ends the thread. May be called again.
+
+        Raises:
+            IoError, DeviceError: an asynchronous operation failed that nobody waited for.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._staging is not None:
+            self._staging.close()
+        self._engines.close()
+        while self._in_flight:
+            self._in_flight.popleft().settle()
+        self._drain_awaited()
+
+    def __enter__(self) -> AioHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except (IoError, DeviceError) as failure:
+            if error is None:
+                raise
+            logger.error("%s (while closing after another error)", failure)
+
+    def __del__(self) -> None:
+        if getattr(self, "_process", None) != os.getpid():
+            return
+        try:
+            self.close()
+        except Exception as failure:  # nobody to raise it to
+            logger.error("closing a forgotten %s: %s", type(self).__name__, failure)
+
+    # --- how ------------------------------------------------------------------------------------------------------------
+
+    def _check_open(self, op: str) -> None:
+        if self._process != os.getpid():
+            raise IoError(op, "", 0, 0, 0, "used in a forked child, which has none of the handle's threads")
+        if self._is_closed:
+            raise IoError(op, "", 0, 0, errno.EBADF, "the handle is closed")
+
+    def _open(self, target: Target, writing: bool) -> Opened:
+        if self._stripes is None or isinstance(target, int) or os.path.isabs(target):  # noqa: PTH117 - may be bytes
+            return self._files.open(target, writing)
+        return self._stripes.open(os.fsdecode(target), self._files, writing)
+
+    def _open_for_write(self, path: Target, offset: int, nbytes: int, is_whole: bool) -> Opened:
+        opened = self._open(path, writing=True)
+        try:
+            if opened.is_regular:
+                size = opened.nbytes
+                if is_whole and size > nbytes:
+                    self._finish_others(opened)
+                    opened.truncate(nbytes)
+                elif size < offset + nbytes and nbytes >= ALLOCATE_FROM_BYTES:
+                    opened.allocate(offset + nbytes)
+        except BaseException:
+            self._files.release(opened)
+            raise
+        return opened
+
+    def _finish_others(self, opened: Opened) -> None:
+        """Waits for what this handle does to a file that is about to be cut: a write still under way would make it long again."""
+        if any(file.users > 1 for file in opened.files):
+            for operation in list(self._in_flight):
+                if not set(operation.opened.files).isdisjoint(opened.files):
+                    operation.settle()
+
+    def _begin(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened, nbytes: int) -> Operation:
+        """Submits tensors at their file offsets; `opened` is given back when they are over."""
+        parts: list[TransferPart] = []
+        release = partial(self._files.release, opened)  # not `self`: an operation must not keep a forgotten handle
+        operation = Operation(kind, opened, nbytes, parts, [tensor for tensor, _ in placed], release)
+        try:
+            if kind == "read":
+                _check_size(opened, placed)
+            for part in self._parts(kind, placed, opened):
+                parts.append(part)
+        except BaseException:
+            operation.settle()
+            raise
+        with self._lock:
+            self._in_flight.append(operation)
+            while self._in_flight and self._in_flight[0].done:
+                self._in_flight.popleft()
+        return operation
+
+    def _parts(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened) -> Iterator[TransferPart]:
+        """Begins each tensor; those that are neighbours both in the file and in memory go as one."""
+        move = self._move(kind, opened, [tensor for tensor, _ in placed])
+        begin, address, nbytes = 0, 0, 0  # what is collected and not begun yet
+        for tensor, offset in placed:
+            if kind == "read" and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+            place = self._run_address(tensor)
+            if place is not None and nbytes and (offset, place) == (begin + nbytes, address + nbytes):
+                nbytes += byte_count(tensor)
+                continue
+            if nbytes:
+                yield from move(begin, address, nbytes)
+                nbytes = 0
+            if place is None:
+                yield self._part(kind, tensor, offset, opened)
+            else:
+                begin, address, nbytes = offset, place, byte_count(tensor)
+        if nbytes:
+            yield from move(begin, address, nbytes)
+
+    def _run_address(self, tensor: torch.Tensor) -> int | None:
+        """Where the engine finds the tensor's bytes as they lie; None of those that `_part` takes."""
+        return run_address(tensor)
+
+    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> TransferPart:
+        """Begins a tensor that the engine cannot use as it lies."""
+        return self._stage(kind, tensor, offset, opened)
+
+    def _stage(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> StagedTransfer:
+        with self._lock:
+            if self._staging is None:
+                self._staging = Staging()
+        stage = self._staging.read if kind == "read" else self._staging.write
+        return stage(tensor, offset, opened.path, self._move(kind, opened, None))
+
+    def _move(self, kind: str, opened: Opened, keep: object) -> Move:
+        """`keep` owns the memory; None: an arena does."""
+        engines = self._engines
+
+        def move(offset: int, address: int, nbytes: int) -> Iterator[_C.Ticket]:
+            for file, at, count in opened.segments(offset, nbytes):
+                engine = engines.of(file.device)
+                submit = engine.read if kind == "read" else engine.write
+                yield submit(file.file, at, address, count, keep=keep)
+                address += count
+
+        return move
+
+    def submit_checked(
+        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
+    ) -> Operation:
+        submit = self.submit_read if kind == "read" else self.submit_write
+        operation = submit(tensor, target, file_offset)
+        if validate:
+            opened = operation.opened
+            operation.check_last(lambda: compare(opened, _offset(file_offset), tensor, kind))
+        return operation
+
+
+def _positive(value: int, option: str, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{option}={value!r} must be a number from 1 to {most}")
+    return value
+
+
+def _offset(file_offset: int | None) -> int:
+    if file_offset is None:
+        return 0
+    if isinstance(file_offset, bool) or not isinstance(file_offset, int) or not 0 <= file_offset < 1 << 63:
+        raise ConfigError(f"file_offset={file_offset!r} must be a number of bytes, 0 or more")
+    return file_offset
+
+
+def _placed(tensors: Sequence[torch.Tensor], offset: int, writes_into: bool) -> list[tuple[torch.Tensor, int]]:
+    """Each tensor with its file offset, one after the other."""
+    placed = []
+    for tensor in tensors:
+        check_tensor(tensor, writes_into)
+        placed.append((tensor, offset))
+        offset += byte_count(tensor)
+    return placed
+
+
+def _batch_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(byte_count(tensor) for tensor in tensors)
+
+
+def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Refuses a read past the end at once. A file that shrinks later fails the transfer itself."""
+    if not opened.is_regular or not placed:
+        return
+    size = opened.nbytes
+    begin = placed[0][1]
+    end = placed[-1][1] + byte_count(placed[-1][0])
+    if end > max(size, begin):  # of nothing, there is enough everywhere
+        detail = f"the file has {size} bytes, {end} are needed"
+        raise IoError("read", opened.path, begin, end - begin, 0, detail)

@@ -1,0 +1,213 @@
+"""DeepNVMe's methods, as thin sayings over futures: its names, argument orders and return values.
+
+Kept apart from `AioHandle`, which does the work, so that what is DeepNVMe's and what is swapper's own can each be read by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from swapper.errors import ConfigError, IoError, StateError
+from swapper.io.files import Target
+from swapper.io.handle.locked import free_locked_tensor, is_locked, new_locked_tensor
+from swapper.io.handle.operation import Operation
+
+logger = logging.getLogger("swapper.io")
+
+ALIGNMENT = 512
+
+
+class DeepNvmeMethods:
+    """What DeepNVMe's `aio_handle` can be asked. A subclass submits."""
+
+    def __init__(
+        self,
+        block_size: int,
+        queue_depth: int,
+        single_submit: bool,
+        overlap_events: bool,
+        parallelism: int,
+        strict: bool,
+    ) -> None:
+        """The options as DeepNVMe has them; with `strict` off, methods log a failure and return -1."""
+        self._block_size = block_size
+        self._queue_depth = queue_depth
+        self._single_submit = single_submit
+        self._overlap_events = overlap_events
+        self._parallelism = parallelism
+        self.strict = strict
+        self._awaited: list[Operation] = []  # what `wait` counts
+        self._awaited_lock = threading.Lock()
+
+    def submit_checked(
+        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
+    ) -> Operation:
+        """Begins to "read" or "write"; with `validate`, the operation's wait compares the file with the tensor."""
+        raise NotImplementedError
+
+    def get_block_size(self) -> int:
+        return self._block_size
+
+    def get_queue_depth(self) -> int:
+        return self._queue_depth
+
+    def get_single_submit(self) -> bool:
+        return self._single_submit
+
+    def get_overlap_events(self) -> bool:
+        return self._overlap_events
+
+    def get_intra_op_parallelism(self) -> int:
+        return self._parallelism
+
+    def get_thread_count(self) -> int:
+        """An older name of `get_intra_op_parallelism`."""
+        return self._parallelism
+
+    def get_alignment(self) -> int:
+        """What DeepNVMe's users round sizes up to. Nothing here needs it; multiples of 4096 spare a copy."""
+        return ALIGNMENT * self._parallelism
+
+    def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
+        """Reads now. Returns 0. `validate` reads the file a second time, another way, and compares."""
+        return self._answer(lambda: self._do_alone("read", buffer, filename, validate, file_offset))
+
+    def write(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
+        """Writes now. Returns 0."""
+        return self._answer(lambda: self._do_alone("write", buffer, filename, validate, file_offset))
+
+    def pread(
+        self,
+        buffer: torch.Tensor,
+        filename: Target,
+        validate: bool,
+        async_op: bool | None = None,
+        file_offset: int | None = None,
+        **named: Any,
+    ) -> int:
+        """Reads. With the fourth argument (`async`, which is a word of Python's) as `async_pread`, else as `sync_pread`."""
+        is_async = _async_of(async_op, named)
+        return self._answer(lambda: self._do("read", buffer, filename, validate, is_async, file_offset))
+
+    def pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: Target,
+        validate: bool,
+        async_op: bool | None = None,
+        file_offset: int | None = None,
+        **named: Any,
+    ) -> int:
+        """Writes; otherwise as `pread`."""
+        is_async = _async_of(async_op, named)
+        return self._answer(lambda: self._do("write", buffer, filename, validate, is_async, file_offset))
+
+    def sync_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
+        """Reads, and waits for it and everything asynchronous before it. Returns how many those are: 1 if it is alone."""
+        return self.pread(buffer, filename, False, False, file_offset)
+
+    def sync_pwrite(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
+        """Writes; otherwise as `sync_pread`."""
+        return self.pwrite(buffer, filename, False, False, file_offset)
+
+    def async_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
+        """Begins to read. Returns 0."""
+        return self.pread(buffer, filename, False, True, file_offset)
+
+    def async_pwrite(
+        self,
+        buffer: torch.Tensor,
+        filename: Target | None = None,
+        file_offset: int | None = None,
+        *,
+        fd: int | None = None,
+    ) -> int:
+        """Begins to write. Returns 0.
+
+        A descriptor (`fd=`, or in the place of the name) stays the caller's, who may close it at once; its file is never cut.
+        """
+        target = filename if fd is None else fd
+        if target is None or (fd is not None and filename is not None):
+            raise ConfigError("name one of filename= and fd=")
+        if isinstance(target, int) and file_offset is None:
+            file_offset = 0
+        return self.pwrite(buffer, target, False, True, file_offset)
+
+    def wait(self) -> int:
+        """Waits for everything asynchronous. Returns how many operations that are: 0 if none.
+
+        Raises:
+            IoError: one of them failed; the first, when all are over. What follows counts anew.
+        """
+        return self._answer(self._drain_awaited)
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: Any) -> torch.Tensor:
+        """A page-locked tensor of `num_elem` zeros, of the example's dtype. (`example_tenosr` is DeepNVMe's spelling.)"""
+        return new_locked_tensor(num_elem, example_tenosr.dtype, must_lock=self.strict)
+
+    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
+        """Gives a locked tensor back; its memory goes when the last view of it does. False if it is not one."""
+        return free_locked_tensor(tensor)
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """Whether the tensor is in page-locked memory: torch's, or from any handle's `new_cpu_locked_tensor`."""
+        return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
+
+    def _do_alone(
+        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
+    ) -> int:
+        self.submit_checked(kind, tensor, target, validate, file_offset).wait()
+        return 0
+
+    def _do(
+        self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, is_async: bool, file_offset: int | None
+    ) -> int:
+        operation = self.submit_checked(kind, tensor, target, validate, file_offset)
+        if not is_async:
+            return self._drain_awaited(operation)
+        with self._awaited_lock:
+            self._awaited.append(operation)
+        return 0
+
+    def _drain_awaited(self, last: Operation | None = None) -> int:
+        with self._awaited_lock:
+            awaited, self._awaited = self._awaited, []
+        if last is not None:
+            awaited.append(last)
+        failures: list[Exception] = []
+        for n, operation in enumerate(awaited):
+            try:
+                operation.wait()
+            except Exception as failure:
+                failures.append(failure)
+            except BaseException:  # Ctrl-C: the rest is still to be waited for
+                with self._awaited_lock:
+                    self._awaited[:0] = awaited[n:]
+                raise
+        for other in failures[1:]:
+            logger.error("another operation failed too: %s", other)
+        if failures:
+            raise failures[0]
+        return len(awaited)
+
+    def _answer(self, act: Callable[[], int]) -> int:
+        """What DeepNVMe's methods return: with `strict` off, -1 and a line in the log for a failure."""
+        try:
+            return act()
+        except (IoError, StateError) as error:
+            if self.strict:
+                raise
+            logger.error("%s", error)
+            return -1
+
+
+def _async_of(async_op: bool | None, named: dict[str, Any]) -> bool:
+    is_async = named.pop("async", async_op)
+    if named or is_async is None:
+        raise TypeError(f"unknown arguments {sorted(named)}" if named else "the argument 'async' is missing")
+    return bool(is_async)

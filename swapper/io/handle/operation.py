@@ -1,0 +1,183 @@
+"""One transfer that was asked for, as a future.
+
+An operation consists of parts (engine tickets, staged transfers): done when all are, failed by the first that failed. While
+any part is under way the operation is in `_under_way`, which keeps its tensors and files, also when its user has
+dropped everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Protocol
+
+from swapper.errors import IoError
+from swapper.io.files import Opened
+from swapper.io.handle.awaiting import until_done
+
+logger = logging.getLogger("swapper.io")
+
+_under_way: set[Operation] = set()
+"""Every operation that is not retired. Changed by single operations of set only."""
+
+
+class TransferPart(Protocol):
+    """What an operation waits for: `swapper._C.Ticket`, or a staged transfer."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> Exception | None: ...
+    @property
+    def cancelled(self) -> bool: ...
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def cancel(self) -> bool: ...
+    def notify(self, fd: int) -> None: ...
+
+
+class Operation:
+    """A read or write in the background. Made by `AioHandle.submit_read` and its siblings.
+
+    `await operation` waits too, in asyncio, and gives the number of bytes. An operation that failed, and whose outcome
+    nobody asked for, is logged as an error.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        opened: Opened,
+        nbytes: int,
+        parts: Sequence[TransferPart],
+        keep: object = None,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """`keep` lives until the operation is over; then `release` is called, once, by whichever thread notices first."""
+        self.kind = kind
+        self.opened = opened
+        self.path = opened.path
+        self.nbytes = nbytes
+        self._parts = parts
+        self._keep = keep
+        self._release = release
+        self._last_check: Callable[[], None] | None = None
+        self._error: Exception | None = None
+        self._is_observed = False
+        self._is_retired = False
+        self._lock = threading.Lock()
+        _under_way.add(self)
+
+    def __repr__(self) -> str:
+        state = "pending" if not self.done else "failed" if self._first_error() else "done"
+        return f"<Operation: {self.kind} of {self.nbytes} bytes, {self.path!r}, {state}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the operation is over, well or not."""
+        if not all(part.done for part in self._parts):
+            return False
+        self._retire()
+        return True
+
+    @property
+    def cancelled(self) -> bool:
+        """`cancel` was in time."""
+        return any(part.cancelled for part in self._parts)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until the operation is over, without the GIL. False if `timeout_s` seconds pass first.
+
+        Raises:
+            IoError, DeviceError: it failed or was called off. All of it is over then: the tensor may be used.
+        """
+        if not self._wait_for_parts(timeout_s):
+            return False
+        error = self._outcome()
+        if error is not None:
+            raise error
+        return True
+
+    def exception(self, timeout_s: float | None = None) -> Exception | None:
+        """Waits as `wait` does, and gives the error of an operation that failed, or None, instead of raising it.
+
+        Raises:
+            TimeoutError: not over after `timeout_s` seconds.
+        """
+        if not self._wait_for_parts(timeout_s):
+            raise TimeoutError(f"{self!r} is not over after {timeout_s} s")
+        return self._outcome()
+
+    def cancel(self) -> bool:
+        """Calls the operation off if none of it has begun; gives whether it is. `wait` then raises an IoError."""
+        for part in self._parts:  # the first begins first: if it is too late for that one, the rest goes on too
+            if not part.cancel():
+                return False
+        self._is_observed = True
+        return bool(self._parts)
+
+    def settle(self) -> None:
+        """Waits until it is over, well or not; the outcome is for whoever asks later."""
+        self._wait_for_parts(None)
+
+    def check_last(self, check: Callable[[], None]) -> None:
+        """Has the first successful `wait` call `check`; an IoError that it raises is the operation's error."""
+        self._last_check = check
+
+    def __await__(self) -> Generator[Any, None, int]:
+        if not self.done:
+            yield from until_done(self, asyncio.get_running_loop()).__await__()
+        self.wait()
+        return self.nbytes
+
+    def notify(self, fd: int) -> None:
+        """Adds 1 to the eventfd `fd` whenever a part is over: look at `done` then."""
+        for part in self._parts:
+            part.notify(fd)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_observed", True) and self._first_error() is not None:
+            logger.error("%r failed, and nobody asked: %s", self, self._first_error())
+
+    def _wait_for_parts(self, timeout_s: float | None) -> bool:
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for part in self._parts:
+            left_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0)
+            try:
+                if not part.wait(left_s):
+                    return False
+            except Exception:  # the drive's or a device's; asked for when all parts are over
+                if part.error is None:
+                    raise
+        self._retire()
+        return True
+
+    def _outcome(self) -> Exception | None:
+        self._is_observed = True
+        error = self._first_error()
+        if error is not None:
+            return error
+        with self._lock:
+            check, self._last_check = self._last_check, None
+            if check is not None:
+                try:
+                    check()
+                except IoError as failure:
+                    self._error = failure
+            return self._error
+
+    def _first_error(self) -> Exception | None:
+        return self._error or next((part.error for part in self._parts if part.error is not None), None)
+
+    def _retire(self) -> None:
+        """Lets go of tensors and files."""
+        with self._lock:
+            if self._is_retired:
+                return
+            self._is_retired = True
+        _under_way.discard(self)
+        self._keep = None
+        release, self._release = self._release, None
+        if release is not None:
+            release()

@@ -1,0 +1,77 @@
+"""A dump of what the pager has going: leases, frames, and transfers in flight, with ages and names. For a person.
+
+Reads without the lock, which somebody may hold for good just then: numbers may be of two moments, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from swapper.paging.planning.schedule import Access
+from swapper.paging.pool import Pool
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+
+MOST_LINES = 12
+"""Of leases and of transfers, the oldest so many are listed."""
+
+
+def describe(
+    pages: Sequence[Page],
+    pool: Pool,
+    in_flight: Mapping[int, Page],
+    held: Mapping[int, tuple[Access, float]],
+    deferred_writes: Collection[int],
+) -> str:
+    """Return the dump, several lines.
+
+    Args:
+        pages: all.
+        pool: their frames.
+        in_flight: pages with a ticket.
+        held: by identity the accesses that are leased, and since when (time.monotonic(), in seconds).
+        owed: pages whose newest content only spare memory has. [Note: owed pages], paging/frames.py
+    """
+    now_s = time.monotonic()
+    counts = Counter(page.residency for page in pages)
+    leased = sum(page.leases > 0 for page in pages)
+    lines = [
+        f"frames: {pool.free_count} of {pool.frame_count} free, {pool.frame_bytes} bytes each",
+        "pages: " + ", ".join(f"{counts[state]} {state.name}" for state in Residency) + f"; {leased} leased"
+        f"{f', {len(deferred_writes)} to be written once they are back from spare memory' * bool(deferred_writes)}",
+    ]
+    leases = sorted(held.values(), key=lambda entry: entry[1])
+    lines += _listed("leases", [f"{now_s - since_s:.1f} s: {_of(pages, access)}" for access, since_s in leases])
+    return "\n".join([*lines, *_listed("in flight", _transfers(list(in_flight.values()), now_s))])
+
+
+def _listed(title: str, entries: list[str]) -> list[str]:
+    more = len(entries) - MOST_LINES
+    shown = [f"  {entry}" for entry in entries[:MOST_LINES]] + [f"  and {more} more"] * (more > 0)
+    return [f"{title}: {len(entries) or 'none'}", *shown]
+
+
+def _of(pages: Sequence[Page], access: Access) -> str:
+    key = "outside of a step" if access.key is None else str(access.key)
+    if not access.pages:
+        return f"{key}, no pages"
+    there = sum(pages[index].residency in (Residency.CLEAN, Residency.DIRTY) for index in access.pages)
+    return f"{key}, {pages[access.pages[0]].section.plan.where}: {there} of {len(access.pages)} pages in memory"
+
+
+def _transfers(pages: list[Page], now_s: float) -> list[str]:
+    found = []
+    for page in pages:
+        ticket = page.ticket  # another thread may take it away
+        if ticket is not None:
+            state = "done, not yet noticed" if ticket.done else page.residency.name
+            behind = "" if page.previous_owner is None else f", for the frame of page {page.previous_owner.index}"
+            found.append(
+                (
+                    ticket.submitted_s,
+                    f"{page.section.plan.where}, page {page.index}, {page.nbytes} bytes: {state}{behind}",
+                )
+            )
+    return [f"{now_s - since_s:.1f} s: {text}" for since_s, text in sorted(found)]

@@ -1,0 +1,470 @@
+"""Pages and frames: which page has which frame, and every move between them and the store.
+
+Knows no order of use and waits for nothing: the pager decides what moves, under its lock, and calls this. What the engine has
+finished is taken note of by `settle`, which everything that looks at residency calls first.
+
+[Note: promised frames] When the frame of a WRITING page is promised, that page's `next_owner` is the page that will get it, and the
+heir is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame
+changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the heir COLD.
+The read begins without Python, at any time after it was submitted. So the page's window is taken away from the frame before
+that, and whoever reads it gets the frame's bytes until the write is over, and the file's after it ([Note: bytes on their way
+out], csrc/memory/fault.h). A window shows its own page's bytes at every instant.
+
+[Note: writes that nobody announced] Parameters that a forward has leased can be changed in ways that torch's version counter does
+not see (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
+first write faults, is let through and noted (csrc/memory/fault.h), and who gives the lease back asks for it (`written_at`).
+Code that goes past the guard can also write where nothing is leased: into a page that stays, leaves, or is away. That is noted too,
+and kept beside the frames until the page is mapped next. `find_written` finds such pages, and the pager has them written.
+
+[Note: owed pages] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
+write in backward. So some of the parameters that the forward has made, and that backward needs again, go to spare memory
+unwritten, and are written when backward brings them back. Until then the store is owed them: whatever asks for the store to
+be whole (a flush, a commit), or for the spare memory, has them come back first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from swapper.errors import InvariantError, IoError
+from swapper.paging.dump import describe
+from swapper.paging.planning.schedule import Access
+from swapper.paging.pool import Pool
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+from swapper.runtime.counters import Counters
+from swapper.runtime.trace import Trace
+
+log = logging.getLogger("swapper")
+
+
+class VictimCache(Protocol):
+    """Memory that is idle for a while, where pages that leave their frames can wait for their next use.
+
+    It may be wanted back at any time; what it has is in the store too, or on its way there, or owed to it.
+    """
+
+    def keep(self, page: Page, address: int) -> bool:
+        """Copy the content of `page` from its frame at `address`, if there is room for it now. Returns whether there was."""
+        ...
+
+    def load(self, page: Page, address: int) -> None:
+        """Copy the content of `page`, which was kept, to its frame at `address`."""
+        ...
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        """Return the memory that has the content of `page`, which was kept, as a window takes it, and the offset there."""
+        ...
+
+
+class Frames:
+    """Owns the frames and the residency of every page. All methods are called with the pager's lock held.
+
+    Args:
+        pages: all pages of the run, each at its own index.
+        pool: the frames.
+        store: where pages live (read, write, written).
+        lazy: changed pages may leave too: they are written then.
+        counters: of bytes, to keep.
+
+    Attributes:
+        in_flight: pages with a ticket, by index, oldest first.
+        ahead: indices of pages that were brought in ahead of their use and not leased since.
+        unsaved: by index of a page, why its last write failed, until one succeeds.
+        owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: owed pages]
+        staying: indices of pages that shall stay ([Note: an even share], paging/planning/resident_set.py).
+    """
+
+    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool, counters: Counters) -> None:
+        self._pages = pages
+        self._pool = pool
+        self._store = store
+        self._lazy = lazy
+        self._counters = counters
+        self.in_flight: dict[int, Page] = {}
+        self.ahead: set[int] = set()
+        self.unsaved: dict[int, IoError] = {}
+        self.resident_set: frozenset[int] = frozenset()
+        # Pages that may leave, farthest next use first: (-rank, index). The entry with a page's `eviction_rank` is the one that
+        # counts, and its page may be leased meanwhile (_is_evictable); those with another rank are stale.
+        self._victims: list[tuple[int, int]] = []
+        self._failure: IoError | None = None  # of a write, not yet told to anyone
+        self.deferred_writes: dict[int, Page] = {}
+        self.victim_cache: VictimCache | None = None
+
+    @property
+    def is_growing(self) -> bool:
+        """Memory for more frames is on its way."""
+        return self._pool.is_growing
+
+    @property
+    def writes_under_way(self) -> int:
+        return sum(page.residency is Residency.WRITING for page in self.in_flight.values())
+
+    def has_free(self) -> bool:
+        return self._pool.has_free()
+
+    def wait_for_growth(self) -> None:
+        """Wait, without the pager's lock, until one more frame has memory. Raises IoError if the system refuses it."""
+        self._pool.wait_for_growth()
+
+    # --- in and out -----------------------------------------------------------------------------------------------
+
+    def claim(self, page: Page, fresh: bool, victim: Page | None, keep: bool = False) -> None:
+        """Give `page` a frame and submit its read; a frame for fresh data is not read, nor one whose content was kept.
+
+        Args:
+            page: COLD.
+            fresh: its content is about to be made, and nobody will want what it has. Of a page that is owed, or was written while
+                it was away, that is not known.
+            leaver: whose frame it gets, as `pop_victim` returned it; None if a frame is free.
+            keep: what the leaver has will be read again: keep it, if there is room.
+        """
+        fresh = fresh and page.index not in self.deferred_writes and self.written_at(page) < 0
+        if victim is not None:
+            victim.kept = keep and self._keep(victim)
+        page.kept = page.kept and not fresh
+        frame: int | None = None
+        if victim is None:
+            frame = self._pool.take()
+        elif victim.residency is Residency.CLEAN:
+            self.evict(victim)
+            frame, victim = self._pool.take(), None
+        elif victim.residency is Residency.DIRTY:
+            self.write(victim)
+        after = None if victim is None else victim.ticket
+        address = self._pool.address(frame if victim is None else victim.frame)  # type: ignore[arg-type]
+        try:
+            if victim is not None:
+                self._promise(victim)
+            page.ticket = after if fresh or page.kept else self._store.read(page, address, after=after)
+        except BaseException:
+            if victim is None:
+                self._pool.give(frame)  # type: ignore[arg-type]
+            else:
+                self._take_back(victim)
+            raise
+        if victim is None:
+            page.frame = frame
+        else:  # [Note: promised frames]
+            victim.next_owner, page.previous_owner = page, victim
+            self.ahead.discard(victim.index)
+        if not fresh and not page.kept:
+            self._counters.read_bytes[page.section.plan.family] += page.nbytes
+        page.fresh = fresh
+        page.error = None
+        page.move(Residency.READING)
+        if page.ticket is not None:
+            self.in_flight[page.index] = page
+        elif page.kept:
+            self._load(page)
+
+    def _load(self, page: Page) -> None:
+        """A page whose content was kept has its frame."""
+        if self.victim_cache is None:
+            raise InvariantError(f"{page} was kept nowhere")
+        self.victim_cache.load(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        page.kept = False
+        self._end_transfer(page)
+        page.move(Residency.CLEAN)
+        self._map(page)
+        if self.deferred_writes.pop(page.index, None) is not None:
+            page.move(Residency.DIRTY)
+            self.write(page)
+        self.enqueue_for_eviction(page)
+
+    def defer_write_back(self, page: Page) -> bool:
+        """Let a DIRTY page go to spare memory and write it when it comes back. False if there is no room for it."""
+        if not self._keep(page):
+            return False
+        page.kept = True
+        self.deferred_writes[page.index] = page
+        self.evict(page)
+        return True
+
+    def _keep(self, page: Page) -> bool:
+        """Copy a page's content to spare memory, if there is room for it."""
+        return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+
+    def drop_kept(self, page: Page) -> None:
+        """The spare memory that may have the content of `page` is wanted back."""
+        if page.kept and page.residency is Residency.READING:
+            self.give_up_claim(page)
+        page.kept = False
+
+    def give_up_claim(self, page: Page) -> None:
+        """Take the frame, or the promise of one, from a READING page whose read failed or is not wanted."""
+        page.move(Residency.COLD)
+        page.fresh = False
+        page.ticket = None
+        self.in_flight.pop(page.index, None)
+        self.ahead.discard(page.index)
+        if page.previous_owner is not None:
+            self._take_back(page.previous_owner)
+            page.previous_owner = None
+        elif page.frame is not None:
+            self._pool.give(page.frame)
+            page.frame = None
+
+    def fill_fresh(self, page: Page) -> None:
+        """A frame that was claimed for fresh data is free of its past: make it usable, all zeros."""
+        self._end_transfer(page)
+        page.move(Residency.DIRTY)
+        self._map_to_write(page)
+        page.section.memory[page.offset : page.offset + page.nbytes].zero_()  # gaps between tensors are zero on disk
+
+    def read_after_all(self, page: Page) -> None:
+        """A frame was claimed for fresh data, but the old content is wanted."""
+        self._end_transfer(page)
+        page.fresh = False
+        page.ticket = self._store.read(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self._counters.read_bytes[page.section.plan.family] += page.nbytes
+        self.in_flight[page.index] = page
+
+    def write(self, page: Page) -> None:
+        """Submit the write of a DIRTY page; its frame may be promised meanwhile."""
+        page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self._counters.written_bytes[page.section.plan.family] += page.nbytes
+        page.move(Residency.WRITING)
+        self.in_flight[page.index] = page
+        self.enqueue_for_eviction(page)
+
+    def evict(self, page: Page) -> None:
+        """Let a CLEAN page go, or throw a DIRTY one away."""
+        page.move(Residency.COLD)
+        page.eviction_rank = None
+        self._unmap(page)
+        self._pool.give(page.frame)  # type: ignore[arg-type]
+        page.frame = None
+        self.ahead.discard(page.index)
+
+    def forget(self, page: Page) -> None:
+        """Nobody wants the content of a transient page any more, which nobody leases."""
+        self.unsaved.pop(page.index, None)
+        page.location = None
+        page.kept = False
+        if page.residency in (Residency.CLEAN, Residency.DIRTY):
+            self.evict(page)
+
+    # --- who writes -----------------------------------------------------------------------------------------------
+
+    def guard(self, page: Page) -> None:
+        """Nobody who may change the page has it: a write is to be noted from now on. [Note: writes that nobody announced]"""
+        if not page.section.guards_writes or page.guarded:
+            return
+        if (
+            page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING) and page.next_owner is None
+        ):  # it is mapped
+            page.section.window.guard(page.offset, page.nbytes)
+            page.guarded = True
+
+    def allow_writes(self, page: Page) -> None:
+        """Somebody who may change it has the page."""
+        if page.guarded:
+            was_written = self.written_at(page) >= 0
+            self._map_to_write(page)
+            if was_written and page.residency is Residency.CLEAN:
+                page.move(Residency.DIRTY)
+
+    def written_at(self, page: Page) -> int:
+        """Return where, in bytes from the start of its section, the page was written since `guard`; -1 if nowhere."""
+        return page.section.window.written_at(page.offset) if page.section.guards_writes else -1
+
+    def find_written(self) -> list[Page]:
+        """Return the pages that were written and not announced. [Note: writes that nobody announced]"""
+        return [page for page in self._pages if self.written_at(page) >= 0]
+
+    def back_cold_pages(self) -> None:
+        """Pages that were never in memory, as where a run goes on: as if they had just left."""
+        for page in self._pages:
+            if page.residency is Residency.COLD:
+                self._unmap(page)
+
+    def forget_files(self, stay: Collection[int]) -> None:
+        """Nothing but `stay` is in memory any more, and the files are about to be closed: let the windows forget them."""
+        for page in self._pages:
+            if page.index not in stay:
+                page.section.window.unmap(page.offset, page.nbytes)
+
+    def file_of(self, page: Page) -> Any:
+        return self._store.file_of(page)
+
+    # --- who leaves next ------------------------------------------------------------------------------------------
+
+    def enqueue_for_eviction(self, page: Page) -> None:
+        """Note that `page` may leave, if it may.
+
+        Its rank is the larger, the sooner it leaves: the next use, but what shall stay makes room only for what is needed at once.
+        """
+        rank = 0 if page.index in self.resident_set else page.next_use
+        if page.eviction_rank == rank or not self._is_evictable(page):
+            return
+        page.eviction_rank = rank
+        heapq.heappush(self._victims, (-rank, page.index))
+        if len(self._victims) > 4 * self._pool.frame_count + 64:  # mostly stale entries of near uses
+            pages = self._pages
+            self._victims = list({entry for entry in self._victims if pages[entry[1]].eviction_rank == -entry[0]})
+            heapq.heapify(self._victims)
+
+    def enqueue_all_for_eviction(self, next_use: Callable[[int], int]) -> None:
+        """All next uses have changed: find them again."""
+        self._victims.clear()
+        for page in self._pages:
+            if page.residency is not Residency.COLD:
+                page.eviction_rank = None
+                page.next_use = next_use(page.index)
+                self.enqueue_for_eviction(page)
+
+    def pop_victim(self, position: int) -> Page | None:
+        """Take the page with the farthest next use off the list, if that use is later than `position`."""
+        while self._victims:
+            rank, page = -self._victims[0][0], self._pages[self._victims[0][1]]
+            is_stale = page.eviction_rank != rank
+            may_leave = not is_stale and self._is_evictable(page)
+            if may_leave and rank <= position:
+                return None
+            heapq.heappop(self._victims)
+            if is_stale:
+                continue
+            page.eviction_rank = None
+            if may_leave:
+                return page
+        return None
+
+    def _is_evictable(self, page: Page) -> bool:
+        if page.leases:
+            return False
+        residency = page.residency
+        if residency is Residency.DIRTY:
+            is_late = self._lazy or page.section.transient
+            return is_late and page.index not in self.unsaved and not page.fresh
+        return residency is Residency.CLEAN or (residency is Residency.WRITING and page.next_owner is None)
+
+    # --- taking note of what the engine finished ------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
+        finished = [page for page in self.in_flight.values() if page.ticket.done]
+        if not finished:
+            return
+        for page in [page for page in finished if page.residency is Residency.WRITING]:
+            self._settle_write(page)  # which may begin with the write of another
+        for page in finished:
+            if page.residency is Residency.READING and page.previous_owner is None and not page.fresh:
+                self._settle_read(page)
+
+    def raise_failure(self) -> None:
+        """Raise the first failure of a write that nobody was told of."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _settle_write(self, page: Page) -> None:
+        if self._counters.trace is not None:
+            _note_transfer(self._counters.trace, "writes", page)
+        del self.in_flight[page.index]
+        ticket, page.ticket = page.ticket, None
+        if ticket.error is not None:
+            self._failure = self._failure or ticket.error
+            self.unsaved[page.index] = ticket.error
+            page.move(Residency.DIRTY)
+            if page.next_owner is not None:
+                self.give_up_claim(page.next_owner)
+            return
+        self._store.written(page, ticket)
+        self.unsaved.pop(page.index, None)
+        page.move(Residency.CLEAN)
+        if page.next_owner is None:
+            self.enqueue_for_eviction(page)
+            return
+        next_owner, page.next_owner = page.next_owner, None
+        page.move(Residency.COLD)
+        page.eviction_rank = None
+        next_owner.frame, page.frame = page.frame, None
+        next_owner.previous_owner = None
+        if next_owner.fresh:
+            next_owner.ticket = None
+            del self.in_flight[next_owner.index]
+        elif next_owner.kept:
+            self._load(next_owner)
+
+    def _settle_read(self, page: Page) -> None:
+        if self._counters.trace is not None:
+            _note_transfer(self._counters.trace, "reads", page)
+        if page.ticket.error is not None:
+            # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
+            error = self._store.explain(page, page.ticket.error)
+            page.error = error if page.leases else None
+            self.give_up_claim(page)
+            return
+        del self.in_flight[page.index]
+        page.ticket = None
+        page.move(Residency.CLEAN)
+        self._map(page)
+        self.enqueue_for_eviction(page)
+
+    def _end_transfer(self, page: Page) -> None:
+        page.ticket = None
+        self.in_flight.pop(page.index, None)
+
+    def _map(self, page: Page) -> None:
+        """A page that was written while it was away is as one that was written just now."""
+        window, guards = page.section.window, page.section.guards_writes
+        has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)  # type: ignore[arg-type]
+        page.guarded = guards or has_more
+
+    def _map_to_write(self, page: Page) -> None:
+        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        if window.map(page.offset, offset, page.nbytes):
+            window.map(page.offset, offset, page.nbytes)  # what was written while it was away is there, and known
+        page.guarded = False
+
+    def _promise(self, page: Page) -> None:
+        """The frame of a WRITING page will be another's: its window shows it no more. [Note: promised frames]"""
+        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        window.promise(page.offset, page.nbytes, offset, page.ticket, self._store.written_to(page), page.file_offset)
+        page.guarded = False
+
+    def _take_back(self, page: Page) -> None:
+        """The promise of the frame of a WRITING or DIRTY page is called off."""
+        page.next_owner = None
+        self._map(page)
+        self.enqueue_for_eviction(page)
+
+    def _unmap(self, page: Page) -> None:
+        """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
+        page.guarded = False
+        if page.index in self.deferred_writes and self.victim_cache is not None:
+            source, offset = self.victim_cache.place_of(page)
+        else:
+            source, offset = self._store.file_of(page), page.stored_offset
+        page.section.window.unmap(page.offset, page.nbytes, source, offset)
+
+    # --- for people and tests -------------------------------------------------------------------------------------
+
+    def describe(self, held: Mapping[int, tuple[Access, float]]) -> str:
+        """Return a dump; `held` are the leases. See paging/dump.py."""
+        return describe(self._pages, self._pool, self.in_flight, held, self.deferred_writes)
+
+    def check(self) -> None:
+        """Raise InvariantError unless frames are conserved and belong to one page each."""
+        held = [page for page in self._pages if page.frame is not None]
+        frames = [page.frame for page in held]
+        if len(set(frames)) != len(frames):
+            raise InvariantError(f"a frame belongs to two pages: {self.describe({})}")
+        if len(frames) + self._pool.free_count != self._pool.frame_count:
+            raise InvariantError(f"frames were lost: {self.describe({})}")
+        for page in self._pages:
+            promised = page.previous_owner is not None
+            if (page.frame is None) != (page.residency is Residency.COLD or promised):
+                raise InvariantError(f"{page} has a frame that its state does not allow, or lacks one")
+
+
+def _note_transfer(trace: Trace, track: str, page: Page) -> None:
+    """A transfer is over: it took from its submission until the engine was done with it, which may be a while ago."""
+    ticket, where = page.ticket, page.section.plan.where
+    failed = {} if ticket.error is None else {"error": str(ticket.error)}
+    trace.add(track, where, ticket.submitted_s, ticket.completed_s, page=page.index, nbytes=page.nbytes, **failed)

@@ -1,0 +1,209 @@
+"""A section at run time: what lies where, its memory and, where it is paged, its pages.
+
+On a CPU a section has a fixed range of addresses for good. A *resident* section's range is backed by memory all the time.
+A *paged* one's range is a window: its pages are backed while they have a frame. A touch of the others is a fault: what stands in
+front of it is the guard on cold parameters (modules/cold.py), and what goes past that reads the file (csrc/memory/fault.h).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from swapper.errors import InvariantError, IoError
+from swapper.paging.planning.layout import SectionPlan, Slot
+from swapper.paging.residency import LEGAL_MOVES, Residency
+
+EXTERNAL = -2
+"""In place of the number of a swap file: the content is in the file of the user's that the section's plan names."""
+
+
+class Window(Protocol):
+    """What a paged section needs of `swapper._C.Window`."""
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool: ...
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def promise(
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
+    ) -> None: ...
+    def guard(self, window_offset: int, nbytes: int, /) -> None: ...
+    def written_at(self, window_offset: int, /) -> int: ...
+
+
+class NoWindow:
+    """Of a section whose pages are used by way of their frames only."""
+
+    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool:
+        return False
+
+    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def promise(
+        self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
+    ) -> None: ...
+    def guard(self, window_offset: int, nbytes: int, /) -> None: ...
+
+    def written_at(self, window_offset: int, /) -> int:
+        return -1
+
+
+class Page:
+    """A fixed-size piece of a paged section. Only the pager changes one."""
+
+    __slots__ = (
+        "committed",
+        "committed_crc32",
+        "crc32",
+        "drive",
+        "error",
+        "eviction_rank",
+        "file_offset",
+        "frame",
+        "fresh",
+        "guarded",
+        "index",
+        "kept",
+        "leases",
+        "location",
+        "nbytes",
+        "next_owner",
+        "next_use",
+        "offset",
+        "previous_owner",
+        "residency",
+        "section",
+        "ticket",
+    )
+
+    def __init__(self, index: int, section: Section, offset: int, nbytes: int) -> None:
+        self.index = index
+        self.section = section
+        self.offset = offset  # bytes from the start of the section
+        self.nbytes = nbytes
+        self.file_offset = section.file_offset + offset
+        self.residency = Residency.COLD
+        self.frame: int | None = None
+        self.leases = 0
+        self.next_use = 0  # position in the schedule
+        self.eviction_rank: int | None = None  # with which it is on the list of pages that may leave, see Frames.offer
+        self.ticket: Any = None  # of the read or write in flight
+        self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
+        self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
+        self.kept = (
+            False  # COLD, or about to leave or to come: spare memory has its content, see Spare in paging/frames.py
+        )
+        self.guarded = False  # mapped read-only: see Frames.guard
+        self.next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
+        self.previous_owner: Page | None = None  # READING: the page whose write the read waits for
+        self.drive = 0  # which of the run's drives it belongs to
+        self.location: int | None = None  # which of the store's files has the newest content; LENT
+        self.committed: int | None = None  # which file the last commit names for it
+        self.committed_crc32: int | None = None  # of the content there
+        self.crc32: int | None = None  # of the content at `location`
+
+    @property
+    def stored_offset(self) -> int:
+        """Where its newest content begins in the file that has it, in bytes."""
+        external = self.section.plan.external
+        return self.file_offset if external is None or self.location != EXTERNAL else external.offset + self.offset
+
+    @property
+    def stored_bytes(self) -> int:
+        """How much of it that file has: a file of the user's may end within the last one."""
+        external = self.section.plan.external
+        return (
+            self.nbytes
+            if external is None or self.location != EXTERNAL
+            else min(self.nbytes, external.nbytes - self.offset)
+        )
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the tensors that it has something of."""
+        end = self.offset + self.nbytes
+        slots = [slot for slot in self.section.plan.slots if slot.offset < end and slot.end > self.offset]
+        return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
+
+    def move(self, new: Residency) -> None:
+        if (self.residency, new) not in LEGAL_MOVES:
+            raise InvariantError(f"{self}: {self.residency.name} -> {new.name} is not a legal move")
+        self.residency = new
+
+    def __repr__(self) -> str:
+        return (
+            f"page {self.index} ({self.section.plan.name} at {self.offset}, {self.nbytes} bytes, "
+            f"{self.residency.name}, frame {self.frame}, {self.leases} leases)"
+        )
+
+
+class Section:
+    """One section: what lies where, its pages if it is paged, and its memory once `attach` was called.
+
+    Args:
+        plan: what lies where.
+        file_offset: where its payload begins in the container, in bytes.
+        page_bytes: size of a page; None for a resident section, which has none.
+        first_page: index of its first page.
+    """
+
+    def __init__(self, plan: SectionPlan, file_offset: int, page_bytes: int | None, first_page: int = 0) -> None:
+        self.plan = plan
+        self.file_offset = file_offset
+        self.resident = page_bytes is None
+        self.transient = plan.transient
+        pieces = [] if page_bytes is None else plan.pages(page_bytes)
+        self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
+        self.piece = Page(
+            -1, self, 0, plan.nbytes
+        )  # a resident section as a whole: only its places in the store are used
+        self.guards_writes = False  # the user sees its tensors, and may change them where nobody expects it
+        self._memory: torch.Tensor | None = None
+        self._window: Window | None = None
+        self.view: Any = None
+
+    def attach(self, memory: torch.Tensor, window: Window | None, view: Any = None) -> None:
+        """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged.
+
+        `view`: the part of an arena that a resident section has.
+        """
+        self._memory = memory
+        self._window = window
+        self.view = view
+
+    def detach(self) -> None:
+        """Let go of the memory."""
+        self._memory = self._window = self.view = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        if self._memory is None:
+            raise InvariantError(f"{self.plan.name} has no memory yet")
+        return self._memory
+
+    @property
+    def window(self) -> Window:
+        if self._window is None:
+            raise InvariantError(f"{self.plan.name} has no window")
+        return self._window
+
+    def tensor(self, slot: Slot) -> torch.Tensor:
+        """Return `slot`'s tensor, a view of the section's memory. Makes no access to it."""
+        flat = self.memory[slot.offset : slot.end].view(slot.spec.dtype)
+        return flat.view(slot.spec.shape)
+
+    def owner_at(self, at: int) -> str:
+        """Return the name of the parameter that has the byte at offset `at`, or where that is."""
+        owners = (slot.spec.owner for slot in self.plan.slots if slot.offset <= at < slot.end)
+        return next(owners, f"in {self.plan.name}")
+
+    def pages_of(self, begin: int, end: int) -> list[Page]:
+        """Return the pages that bytes [begin, end) of the section touch."""
+        if not self.pages or begin >= end:
+            return []
+        page_bytes = self.pages[0].nbytes
+        return self.pages[begin // page_bytes : (end - 1) // page_bytes + 1]
+
+
+def pieces_of(section: Section) -> list[Page]:
+    """Return what the store keeps of a section: its pages, or a resident one as a whole."""
+    return [section.piece] if section.resident else section.pages

@@ -1,0 +1,98 @@
+"""Where transient pages live: a file without a name, that no commit and no snapshot knows, gone with the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from swapper.errors import InvariantError, IoError
+from swapper.io import beneath
+from swapper.io.drives import Drives
+from swapper.paging.section import Page
+from swapper.paging.store import swap_file
+from swapper.paging.store.damage import as_changed
+from swapper.paging.store.swap_files import Store
+
+
+class ScratchFile:
+    """Owns a file for transient pages. The engine outlives it.
+
+    Args:
+        engine: does the transfers.
+        drives: that shall hold it; each page is dealt to one.
+        pages: all that have a place in it; the space is taken now.
+        check_reads: compare what is read with the checksum of what was written. [Note: checksums], swap_files.py
+
+    Raises:
+        IoError: a drive is full, or a directory refuses.
+    """
+
+    def __init__(self, engine: Any, drives: Drives, pages: Sequence[Page], check_reads: bool = True) -> None:
+        self._engine = engine
+        self._checks_reads = check_reads
+        for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
+            page.drive = drive
+        nbytes = max(page.file_offset + page.nbytes for page in pages)
+        self._file = swap_file.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
+        for path in self._file.paths:
+            beneath.unlink(path)
+
+    def read(self, page: Page, address: int, after: Any = None) -> Any:
+        if page.location is None:
+            raise InvariantError(f"{page} is read but was never written")
+        file = self._file.of(page)
+        return self._engine.read(file, page.file_offset, address, page.nbytes, after=after, expected=page.crc32)
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        """As `Store.explain`."""
+        remedy = (
+            "Of the last commit and of snapshots it is no part: close the manager and begin again with resume='auto'"
+        )
+        return as_changed(page, error, remedy) or error
+
+    def write(self, page: Page, address: int) -> Any:
+        file = self._file.of(page)
+        return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._checks_reads)
+
+    def written_to(self, page: Page) -> Any:
+        return self._file.of(page)
+
+    def written(self, page: Page, ticket: Any) -> None:
+        page.location = 0
+        page.crc32 = ticket.crc32 if self._checks_reads else None
+
+    def file_of(self, page: Page) -> Any:
+        return None if page.location is None else self._file.of(page)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Stores:
+    """The store and the scratch file as one, for the pager: each page goes where its section belongs."""
+
+    def __init__(self, store: Store, scratch: ScratchFile | None) -> None:
+        self._store = store
+        self._scratch = scratch
+
+    def _of(self, page: Page) -> Any:
+        return self._scratch if page.section.transient else self._store
+
+    def read(self, page: Page, address: int, after: Any = None) -> Any:
+        return self._of(page).read(page, address, after=after)
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        return self._of(page).explain(page, error)  # type: ignore[no-any-return]
+
+    def write(self, page: Page, address: int) -> Any:
+        return self._of(page).write(page, address)
+
+    def written_to(self, page: Page) -> Any:
+        return self._of(page).written_to(page)
+
+    def written(self, page: Page, ticket: Any) -> None:
+        self._of(page).written(page, ticket)
+
+    def file_of(self, page: Page) -> Any:
+        return self._of(page).file_of(page)

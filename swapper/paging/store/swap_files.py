@@ -1,0 +1,393 @@
+"""The store: the swap files, and which of them has the newest content of each page. Each has a part on every drive (swap_file.py).
+
+All files have one layout, and two of them are written in turns. A page's newest content is in file `location`; the last commit
+names file `committed` for it. A page is written to the turn that the commit does not name for it, so that what the commit names
+stays whole while a step is under way, at no extra I/O: a step rewrites what it touches anyway.
+
+[Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the store never
+writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
+whose first part has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
+
+[Note: checksums] What is written has its CRC-32 taken in passing, on the engine's thread: a commit names it, and every read is
+compared with it there (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step,
+and no commit names a page that was found to be changed. Without `check_reads` nothing is compared but what a run goes on from or
+back to, and in a run that never commits the optimizer's state, most of what a step writes, has no checksum: the snapshot's own
+thread takes it then, by reading. What that costs is in docs/decisions/checks-of-reads.md.
+
+[Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place
+in the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what
+is changed is written to its place. Nobody has their checksums until then; the file's size and times stand for them, and what the
+first read of a page gave is what later ones are compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from swapper.errors import InvariantError, IoError
+from swapper.io import beneath
+from swapper.io.drives import Drives
+from swapper.paging.section import EXTERNAL, Page, Section
+from swapper.paging.store import swap_file
+from swapper.paging.store.damage import Damages, as_changed
+from swapper.paging.store.external_files import ExternalFiles
+from swapper.paging.store.swap_file import FileStatus, SwapFile, status_of
+
+TURNS = 2
+"""How many files are written in turns, so that one of them stays as the last commit has it."""
+
+
+class Store:
+    """Owns the swap files of one run. The engine outlives it.
+
+    Args:
+        engine: does the transfers.
+        drives: of the run; each page is dealt to one.
+        headers: (file offset, bytes) of everything before the tail that is not payload.
+        nbytes: size of a file, without a tail.
+        existing: names of the files of a run that goes on, by number; empty for a new run.
+        first: number of the first file of a new run.
+        turns: how many files are written in turns: TURNS, or 1 for a run that never commits. [Note: checksums]
+        pieces: everything that is stored: pages, and resident sections as a whole.
+        needed: numbers of those of `existing` that have something of the run, which must be whole; None: all.
+        check_reads: compare what is read with the checksum of what was written. [Note: checksums]
+
+    Raises:
+        IoError: the drive is full, or the directory refuses. Files that were created are removed again.
+        CheckpointError: a file of a run that goes on is missing or too short.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        drives: Drives,
+        headers: Iterable[tuple[int, bytes]],
+        nbytes: int,
+        existing: Mapping[int, str],
+        turns: int,
+        pieces: Sequence[Page],
+        first: int = 0,
+        needed: Collection[int] | None = None,
+        check_reads: bool = True,
+    ) -> None:
+        self._engine = engine
+        self._drives = drives
+        self._commits = turns > 1
+        self.nbytes = nbytes
+        self._headers = list(headers)
+        self._pieces = pieces
+        for piece, drive in zip(pieces, drives.assign_to_drives([piece.nbytes for piece in pieces]), strict=True):
+            piece.drive = drive
+            if piece.section.plan.external is not None:
+                piece.location = piece.committed = EXTERNAL
+        self._files: dict[int, SwapFile] = {}
+        self._external: ExternalFiles | None = None
+        self._checks_reads = check_reads
+        self._first_reads: dict[Page, Any] = {}  # tickets of what is lent
+        self._damages = Damages()
+        self._frozen: dict[int, FileStatus | None] = {}  # by number; None while it is being published, which changes it
+        self._preferred: int | None = None
+        self._spared: frozenset[int] = frozenset()
+        self._written: dict[Page, None] = {}  # since the last commit, each once
+        self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
+        created: list[SwapFile] = []
+        try:
+            self._external = ExternalFiles(
+                p.section.plan.external.path for p in pieces if p.section.plan.external is not None
+            )
+            for number, name in existing.items():
+                self._open(number, name, needed is None or number in needed)
+            while len(self._files) - len(self._frozen) < turns:
+                number = max(self._files, default=first - 1) + 1
+                self._files[number] = self.create_file(number)
+                created.append(self._files[number])
+        except BaseException:
+            self.close()
+            for file in created:
+                file.remove()
+            raise
+        self._turns = sorted(self._files.keys() - self._frozen.keys())
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names, by number, of the files that are written in turns and of those that have the newest content of something."""
+        needed = {piece.location for piece in self._pieces} | set(self._turns)
+        return {number: file.name for number, file in self._files.items() if number in needed}
+
+    @property
+    def paths(self) -> dict[int, list[Path]]:
+        """All files, by number: their parts by drive."""
+        return {number: file.paths for number, file in self._files.items()}
+
+    @property
+    def io_mode(self) -> str:
+        """How the files are opened: "direct", or "buffered" and the reason."""
+        return self._files[self._turns[0]].io_mode
+
+    def create_file(self, number: int) -> SwapFile:
+        """Create a file of the store's layout: its space allocated, its headers written, its payload still empty."""
+        return swap_file.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
+
+    def read(self, page: Page, address: int, after: Any = None) -> Any:
+        """Submit a read of `page` into memory at `address`; returns its ticket. `explain` says why it failed.
+
+        Bytes that are not those that were written are an error. [Note: checksums]
+        """
+        if page.location == EXTERNAL and self._checks_reads and page.crc32 is None:
+            return self._read_unknown(page, address, after)
+        ticket = self._read(page, address, after, page.crc32 if self._checks_reads else None)
+        self._damages.read_again(page, ticket)
+        return ticket
+
+    def read_now(self, piece: Page, address: int) -> int:
+        """Read a page, or a resident section's piece, into memory at `address`, and return the CRC-32 of its bytes.
+
+        Raises:
+            ChecksumError: they are not those that were written.
+            IoError: they cannot be read.
+        """
+        ticket = self._read(piece, address, None, piece.crc32, checksum=True)
+        try:
+            ticket.wait()
+        except IoError as error:
+            raise self.explain(piece, error) from error
+        crc32: int = ticket.crc32
+        return crc32
+
+    def _read(self, page: Page, address: int, after: Any, expected: int | None, checksum: bool = False) -> Any:
+        file = self._file(page)
+        offset, nbytes = page.stored_offset, page.stored_bytes
+        return self._engine.read(file, offset, address, nbytes, after=after, checksum=checksum, expected=expected)
+
+    def _file(self, page: Page) -> Any:
+        """Return the file that has the newest content of `page`, for transfers."""
+        if page.location is None:
+            raise InvariantError(f"{page} is read but was never written")
+        if page.location == EXTERNAL and self._external is not None:
+            return self._external.file(page)
+        return self._files[page.location].of(page)
+
+    def _read_unknown(self, page: Page, address: int, after: Any) -> Any:
+        """Read what nobody has the checksum of, or only from the first read. [Note: what is lent]"""
+        first = self._first_reads.get(page)
+        if first is not None and first.done and first.error is None:
+            return self._read(page, address, after, first.crc32)
+        self._first_reads[page] = ticket = self._read(page, address, after, None, checksum=True)
+        return ticket
+
+    def explain(self, page: Page, error: IoError) -> IoError:
+        """Return what to raise where a read of `page` failed with `error`.
+
+        That is a ChecksumError if it has other bytes than were written, and then `check_whole` refuses it as it is.
+        """
+        changed = as_changed(page, error, self._ways_on(page))
+        if changed is None:
+            return error
+        self._damages.note(page, changed)
+        return changed
+
+    def _ways_on(self, page: Page) -> str:
+        if page.location == EXTERNAL:
+            return "Put the file back, with its time, and begin again with resume='auto'"
+        if not self._commits:
+            return "Close the manager and go on from a snapshot that was taken before"
+        if page.location != page.committed:
+            return (
+                "The last commit does not need them: close the manager and begin again with resume='auto', or, if it is said that "
+                "something else is lost there, from a snapshot"
+            )
+        if page.location in self._frozen and self._spared:
+            return "Close the manager and begin again with resume='auto', which goes on from the commit before"
+        return "The last commit needs them: close the manager and go on from a snapshot, with resume='discard'"
+
+    def check_whole(self, places: Mapping[Page, int | None] | None = None) -> None:
+        """
+        Args:
+            places: in which file each page is looked for; None: in those that have the newest content.
+
+        Raises:
+            ChecksumError: one of these pages was read and is not what was written, or a file that is written in turns was cut off.
+        """
+        self._damages.check(places)
+        for file in [self._files[number] for number in self._turns]:
+            file.check_size(self.nbytes)
+
+    def file_of(self, page: Page) -> Any:
+        """Return the file that has the newest content of `page`, at `page.stored_offset`; None if it was never written."""
+        if page.location == EXTERNAL and self._external is not None:
+            return self._external.file_of(page)
+        return None if page.location is None else self._files[page.location].of(page)
+
+    def write(self, page: Page, address: int) -> Any:
+        """Submit a write of `page` from memory at `address`; returns its ticket, which carries the CRC-32 if one is taken."""
+        self._targets[page] = self._target(page)
+        file = self._files[self._targets[page]].of(page)
+        return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._takes_checksum(page))
+
+    def written_to(self, page: Page) -> Any:
+        """Return the file that the last write of `page` goes to, at `page.file_offset`."""
+        return self._files[self._targets[page]].of(page)
+
+    def written(self, page: Page, ticket: Any) -> None:
+        """Note that `ticket`, a write of `page`, is done."""
+        page.location = self._targets[page]
+        page.crc32 = ticket.crc32 if self._takes_checksum(page) else None
+        self._damages.written(page)
+        self._written[page] = None
+
+    def _takes_checksum(self, page: Page) -> bool:
+        """[Note: checksums]"""
+        return self._checks_reads or self._commits or page.section.resident or page.section.plan.family != "state"
+
+    def commit(self, spared: frozenset[int] = frozenset()) -> None:
+        """What is written is what the commit names from now on. Call when no write is in flight.
+
+        Args:
+            spared: files that the commit before needs, and that are to `spare` from now on.
+        """
+        for page in self._written:
+            page.committed = page.location
+            page.committed_crc32 = page.crc32
+        self._written.clear()
+        self.spare(spared)
+        self.release_frozen()
+
+    def roll_back(self, pieces: Iterable[Page]) -> None:
+        """What the last commit names of `pieces` is the newest content again. Call when no write of them is in flight."""
+        for piece in pieces:
+            piece.location, piece.crc32 = piece.committed, piece.committed_crc32
+            self._written.pop(piece, None)
+            self._targets.pop(piece, None)
+
+    def take_over(self, pieces: Iterable[Page], earlier: Iterable[Page]) -> None:
+        """`pieces` are divided as `earlier` were, of a store that had these very files: what that one knew of them is so."""
+        for piece, known in zip(pieces, earlier, strict=True):
+            piece.location, piece.crc32 = known.location, known.crc32
+            piece.committed, piece.committed_crc32 = known.committed, known.committed_crc32
+
+    # --- publishing a file ----------------------------------------------------------------------------------------
+
+    def newest(self, without: Collection[Section] = ()) -> int:
+        """Return the number of the turn that has, or is about to get, the newest content of the most bytes.
+
+        Args:
+            without: sections that do not count.
+        """
+        nbytes = dict.fromkeys(self._turns, 0)
+        for piece in self._pieces:
+            if piece.section in without:
+                continue
+            place = self._target(piece) if piece.section.resident else self._targets.get(piece, piece.location)
+            if place in nbytes:
+                nbytes[place] += piece.nbytes
+        return max(nbytes, key=lambda number: nbytes[number])
+
+    def path(self, number: int) -> Path:
+        """Return the path of the first part of file `number`, which can become a snapshot."""
+        return self._files[number].path
+
+    def prefer(self, number: int | None) -> None:
+        """Until this is called with None, write to file `number` whatever the last commit does not have there."""
+        self._preferred = number
+
+    def spare(self, numbers: frozenset[int]) -> None:
+        """Until the next commit leave these files as they are, as far as there are others to write to."""
+        self._spared = numbers
+
+    def leave_spared(self) -> None:
+        """From now on there is another file than those that are spared for every page that may be written.
+
+        Raises:
+            IoError: there is no room for another; nothing is changed.
+        """
+        committed = {piece.committed for piece in self._pieces}
+        spared = [number for number in self._turns if number in self._spared]
+        if spared and not set(self._turns) - committed - self._spared:
+            self.replace(spared[0])
+            self.published(spared[0], self._look(spared[0]) or (-1, 0, 0))
+
+    def replace(self, number: int) -> None:
+        """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
+
+        Raises:
+            IoError: there is no room for another; nothing is changed.
+        """
+        successor = max(self._files) + 1
+        self._files[successor] = self.create_file(successor)
+        self._turns = sorted({*self._turns, successor} - {number})
+        self._frozen[number] = None
+        self.freeze(number)
+
+    def freeze(self, number: int) -> None:
+        """Have a run that goes on after a crash know that file `number` is not to be written."""
+        beneath.make_read_only(self.path(number))
+
+    def published(self, number: int, status: FileStatus) -> None:
+        """File `number` was published, or could not be: from now on it may go. Until then nobody may change its `status`."""
+        self._frozen[number] = status
+
+    def changed_frozen(self) -> dict[int, Path]:
+        """Return the published files, by number, that the run still needs and that were changed by someone."""
+        return {
+            number: self.path(number)
+            for number, expected in self._frozen.items()
+            if expected is not None and expected != self._look(number)
+        }
+
+    def accept(self, number: int) -> bool:
+        """What the run needs of the changed file `number` is whole: notice only what is changed from now on.
+
+        Returns whether more than its names and rights seems to have changed.
+        """
+        before, self._frozen[number] = self._frozen[number], self._look(number) or (-1, 0, 0)
+        return before is None or before[:2] != self._frozen[number][:2]  # type: ignore[index]
+
+    def _look(self, number: int) -> FileStatus | None:
+        try:
+            return status_of(self.path(number))
+        except FileNotFoundError:
+            return None
+
+    def release_frozen(self) -> None:
+        """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
+        if not self._frozen:
+            return
+        needed = {piece.committed for piece in self._pieces} | self._spared
+        needed |= {piece.location for piece in self._pieces if not piece.section.resident}  # the others are in memory
+        needed |= {number for number, status in self._frozen.items() if status is None}
+        for number in self._frozen.keys() - needed:
+            self._files.pop(number).remove()
+            del self._frozen[number]
+
+    def sync(self) -> None:
+        """Have the drive keep what was written to it."""
+        for file in self._files.values():
+            file.sync()
+
+    def close(self) -> None:
+        if self._external is not None:
+            self._external.close()
+        for file in self._files.values():
+            file.close()
+
+    def _target(self, page: Page) -> int:
+        preferred = self._preferred
+        if preferred in self._turns and preferred != page.committed and preferred not in self._spared:
+            return preferred
+        turns = [number for number in self._turns if number != page.committed]
+        return next((number for number in turns if number not in self._spared), turns[0])
+
+    def _open(self, number: int, name: str, is_needed: bool) -> None:
+        """Open a file of a run that goes on. [Note: frozen files]"""
+        self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers, is_needed)
+        if frozen is not None:
+            self._frozen[number] = frozen
+
+
+def first_free_number(directory: Path) -> int:
+    """Return a number such that no swap file of `directory` has it or a higher one."""
+    names = [re.fullmatch(r"turn-(\d+)\.swap", path.name) for path in beneath.files(directory)]
+    return max((int(name[1]) for name in names if name is not None), default=-1) + 1

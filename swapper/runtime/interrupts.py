@@ -1,0 +1,89 @@
+"""Ctrl-C, held back where it would leave something half-changed.
+
+Python runs the handler of SIGINT between any two instructions of the main thread, so that KeyboardInterrupt may come up in
+the middle of a list being changed. Within `defer_sigint` the first Ctrl-C is only noted, and takes effect at the end; a second
+one goes through at once, for whoever cannot wait.
+
+[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, most of what holding back
+took, and the pager does it several times for each page. The functions that they wrap are used instead.
+"""
+
+from __future__ import annotations
+
+import _signal as unnamed  # [Note: signals without names]
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+SIGINT: int = unnamed.SIGINT
+
+
+class DeferredSigint:
+    """A context manager, to be entered as often and as deep as wanted. In other threads, which get no signals, it does nothing."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._pending: tuple[int, FrameType | None] | None = None
+        self._handler: Callable[[int, FrameType | None], Any] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._depth == 0:
+            handler = unnamed.getsignal(SIGINT)
+            self._handler = handler if callable(handler) else None  # ignored, or not Python's
+            if self._handler is not None:
+                unnamed.signal(SIGINT, self._note)
+        self._depth += 1
+
+    def __exit__(self, *exception: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth or self._handler is None:
+            return
+        handler, pending, self._pending = self._handler, self._pending, None
+        unnamed.signal(SIGINT, handler)
+        if pending is not None:
+            handler(*pending)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending is not None and self._handler is not None:
+            self._handler(number, frame)
+        self._pending = (number, frame)
+
+
+defer_sigint = DeferredSigint()
+
+
+def run_uninterrupted(action: Callable[[], None]) -> None:
+    """Do `action` within `defer_sigint`, even if Ctrl-C comes just before that begins: for what gives something back."""
+    begun = False
+    try:
+        with defer_sigint:
+            begun = True
+            action()
+    except BaseException:
+        if not begun:
+            with defer_sigint:
+                action()
+        raise
+
+
+class SteadyLock:
+    """A mutex within which Ctrl-C is held back: what it guards is never left half-changed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        defer_sigint.__enter__()
+        self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+        defer_sigint.__exit__()
+
+    def locked(self) -> bool:
+        return self._lock.locked()

@@ -1,0 +1,283 @@
+"""Statistics of a step by phase: where its time went and what it moved, to be held against what `manager.plan` predicted.
+
+A step goes from the end of one `optimizer.step()` to the end of the next. Its phases: *forward* (from the first hook of a model's
+forward to the last), *backward*, *step* (inside `optimizer.step()`), and *between*, everything else: the loop's own work, losses,
+data. Work is counted where it happens (runtime/counters.py) and read off at the few moments when a phase ends, so it costs a step
+microseconds. Transfers count in the phase that submits them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from swapper.runtime.counters import FAMILIES, Counters
+from swapper.runtime.sizes import format_bytes
+
+PHASES = ("forward", "backward", "step", "between")
+
+_TIMES = ("read_wait_s", "write_wait_s", "frame_wait_s", "update_s")
+
+
+@dataclass(frozen=True)
+class PhaseStats:
+    """One phase of a step, all the times that it was entered. Times in seconds; bytes by family ("param", "state", "grad").
+
+    Attributes:
+        wall_s: how long it took.
+        read_wait_s, write_wait_s, frame_wait_s: of that, waiting: see `Counters`.
+        update_s: of the rest, the optimizer's arithmetic.
+        read_bytes, written_bytes: what was submitted in it.
+    """
+
+    wall_s: float = 0.0
+    read_wait_s: float = 0.0
+    write_wait_s: float = 0.0
+    frame_wait_s: float = 0.0
+    update_s: float = 0.0
+    read_bytes: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def wait_s(self) -> float:
+        """Time in which the drive was waited for, in any way."""
+        return self.read_wait_s + self.write_wait_s + self.frame_wait_s
+
+    @property
+    def computing_s(self) -> float:
+        return max(self.wall_s - self.wait_s, 0.0)
+
+    @staticmethod
+    def sum(parts: Iterable[PhaseStats]) -> PhaseStats:
+        """Return what several phases make together."""
+        phases = list(parts)
+        times = {name: sum(getattr(phase, name) for phase in phases) for name in ("wall_s", *_TIMES)}
+        return PhaseStats(
+            **times,
+            read_bytes={family: sum(phase.read_bytes.get(family, 0) for phase in phases) for family in FAMILIES},
+            written_bytes={family: sum(phase.written_bytes.get(family, 0) for phase in phases) for family in FAMILIES},
+        )
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step as it came out. `print` it for a table, `brief` for a progress bar.
+
+    Attributes:
+        step: its number, from 1; 0: there was none yet, and this is what happened until now.
+        phases: by name, in the order of PHASES.
+        pages_used, pages_missed, pages_awaited: see `Counters`.
+        drive_s: how long the drive needs for these bytes at least, by what `swapper tune` measured; None if it was not tuned.
+    """
+
+    step: int
+    phases: Mapping[str, PhaseStats]
+    pages_used: int = 0
+    pages_missed: int = 0
+    pages_awaited: int = 0
+    drive_s: float | None = None
+
+    @property
+    def total(self) -> PhaseStats:
+        """The whole step."""
+        return PhaseStats.sum(self.phases.values())
+
+    @property
+    def wall_s(self) -> float:
+        return sum(phase.wall_s for phase in self.phases.values())
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(self.total.read_bytes.values())
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(self.total.written_bytes.values())
+
+    @property
+    def prefetch_hit_rate(self) -> float:
+        """Which part of the pages that were used had been asked for before, from 0 to 1; 1 if none were used."""
+        return 1 - self.pages_missed / self.pages_used if self.pages_used else 1.0
+
+    @property
+    def in_time_rate(self) -> float:
+        """Which part of the pages that were used did not have to be waited for, from 0 to 1; 1 if none were used."""
+        return 1 - self.pages_awaited / self.pages_used if self.pages_used else 1.0
+
+    @property
+    def limit_s(self) -> float | None:
+        """The shortest that the step can be: the drive's time or the computing, the longer one; None if the drive is not known."""
+        return None if self.drive_s is None else max(self.drive_s, self.total.computing_s)
+
+    @property
+    def brief(self) -> str:
+        """One line, for a progress bar."""
+        total = self.total
+        limit = "" if self.limit_s is None else f" ({self.wall_s / max(self.limit_s, 1e-9):.2f} of the limit)"
+        return (
+            f"{self.wall_s:.2f} s{limit}, {total.wait_s:.2f} s waiting, "
+            f"{format_bytes(self.read_bytes)} read, {format_bytes(self.written_bytes)} written"
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table, headings first: a row for each phase and one for all of them."""
+        heading = ("phase", "time", "computing", "for reads", "for writes", "for frames", "read", "written")
+        rows = [(name, *_cells(phase)) for name, phase in self.phases.items()]
+        return [heading, *rows, ("step" if self.step == 0 else f"step {self.step}", *_cells(self.total))]
+
+    def notes(self) -> list[str]:
+        """What belongs below the table: bytes by kind, prefetch, the drive."""
+        total = self.total
+        lines = [f"read: {by_family(total.read_bytes)}", f"written: {by_family(total.written_bytes)}"]
+        lines.append(f"update: {total.update_s:.3f} s of the computing is the optimizer's arithmetic")
+        if self.pages_used:
+            lines.append(
+                f"prefetch: {self.prefetch_hit_rate:.1%} of {self.pages_used} pages asked for ahead, "
+                f"{self.in_time_rate:.1%} there in time"
+            )
+        if self.drive_s is None:
+            lines.append("drive: its speed is not known: `swapper tune DIR` measures it")
+        else:
+            ratio = self.wall_s / max(self.limit_s or 0.0, 1e-9)
+            lines.append(
+                f"drive: {self.drive_s:.3f} s for these bytes at least; the step took {ratio:.3f} of the limit"
+            )
+        return lines
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            )
+            for row in rows
+        ]
+        return "\n".join([*lines, *self.notes()])
+
+
+def by_family(nbytes: Mapping[str, int]) -> str:
+    """Say how many bytes of what: "2.0 GB (parameters 336 MB, optimizer state 1.7 GB)"."""
+    if not any(nbytes.values()):
+        return "nothing"
+    parts = ", ".join(f"{FAMILIES[family]} {format_bytes(count)}" for family, count in nbytes.items() if count)
+    return f"{format_bytes(sum(nbytes.values()))} ({parts})"
+
+
+def _cells(phase: PhaseStats) -> tuple[str, ...]:
+    times = (phase.wall_s, phase.computing_s, phase.read_wait_s, phase.write_wait_s, phase.frame_wait_s)
+    moved = (phase.read_bytes, phase.written_bytes)
+    return (*(f"{value:.3f} s" for value in times), *(format_bytes(sum(nbytes.values())) for nbytes in moved))
+
+
+class DriveSpeed(Protocol):
+    """What is known of a drive, as `swapper tune` keeps it."""
+
+    def seconds_for(self, read_bytes: int, written_bytes: int) -> float: ...
+
+
+class StepClock:
+    """Divides the run's time into steps and phases.
+
+    Args:
+        counters: kept by whoever does the work.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
+        self.counters = counters
+        self._clock = clock
+        self.last: StepStats | None = None
+        self.start(None)
+
+    def start(self, tuning: DriveSpeed | None) -> None:
+        """The run begins now, in the phase "between".
+
+        Args:
+            tuning: what is known of the drive's speed.
+        """
+        self._tuning = tuning
+        self._phase = "between"
+        self._since_s = self._clock()
+        self._before = self._tally()
+        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
+        self._pages = self._page_counts()
+
+    def enter(self, phase: str) -> None:
+        """From now on it is another phase, or the same again."""
+        now_s, now = self._clock(), self._tally()
+        spent = self._spent[self._phase]
+        spent[0] += now_s - self._since_s
+        for index, (after, before) in enumerate(zip(now, self._before, strict=True), 1):
+            spent[index] += after - before
+        if self.counters.trace is not None:
+            self.counters.trace.add("phases", self._phase, self._since_s, now_s, step=self.counters.step + 1)
+        self._phase, self._since_s, self._before = phase, now_s, now
+
+    def enter_again(self) -> None:
+        """Count what the phase has done so far."""
+        self.enter(self._phase)
+
+    def describe(self) -> str:
+        """Say which phase it is, and for how long."""
+        return f"{self._phase} for {self._clock() - self._since_s:.1f} s"
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within the context it is that phase, and "between" after it."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter("between")
+
+    def end_step(self) -> None:
+        """The step is over: `last` is what became of it."""
+        self.enter_again()
+        self.last = self._stats(self.counters.step)
+        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
+        self._pages = self._page_counts()
+
+    def stats(self) -> StepStats:
+        """Return the last step; before there was one, what happened until now."""
+        if self.last is not None:
+            return self.last
+        self.enter_again()
+        return self._stats(0)
+
+    def _tally(self) -> list[float]:
+        counters = self.counters
+        return [
+            *(getattr(counters, name) for name in _TIMES),
+            *counters.read_bytes.values(),
+            *counters.written_bytes.values(),
+        ]
+
+    def _page_counts(self) -> tuple[int, int, int]:
+        return self.counters.pages_used, self.counters.pages_missed, self.counters.pages_awaited
+
+    def _stats(self, step: int) -> StepStats:
+        phases = {phase: _phase_stats(spent) for phase, spent in self._spent.items()}
+        total = PhaseStats.sum(phases.values())
+        drive_s = None
+        if self._tuning is not None:
+            drive_s = self._tuning.seconds_for(sum(total.read_bytes.values()), sum(total.written_bytes.values()))
+        used, missed, awaited = (after - before for after, before in zip(self._page_counts(), self._pages, strict=True))
+        return StepStats(step, phases, used, missed, awaited, drive_s)
+
+
+def _phase_stats(spent: list[float]) -> PhaseStats:
+    wall_s, read_wait_s, write_wait_s, frame_wait_s, update_s, *nbytes = spent
+    counts = [int(count) for count in nbytes]
+    return PhaseStats(
+        wall_s,
+        read_wait_s,
+        write_wait_s,
+        frame_wait_s,
+        update_s,
+        dict(zip(FAMILIES, counts[: len(FAMILIES)], strict=True)),
+        dict(zip(FAMILIES, counts[len(FAMILIES) :], strict=True)),
+    )

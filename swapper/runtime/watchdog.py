@@ -1,0 +1,120 @@
+"""The watchdog: says where a run stands when it waits too long, and whenever it is sent SIGUSR1.
+
+One thread for each manager. It looks now and then at who waits for what (runtime/counters.py), and writes a dump to the
+log ("swapper", a warning, which Python prints to stderr unless logging is set up otherwise) once for each wait that is
+longer than allowed. It reads without locks and changes nothing.
+
+[Note: whose SIGUSR1] By default the signal ends a process. So where nobody has a handler for it, and the manager is made in the
+main thread, swapper's is put in; with the last manager it goes again. A handler of the user's, made before or after, stays, and
+can call `manager.dump()`. The handler itself only sends word to the threads: it may come in the middle of anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from swapper.runtime.counters import Counters, Wait
+
+log = logging.getLogger("swapper")
+
+_watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+
+
+class Watchdog:
+    """Owns the thread.
+
+    Args:
+        counters: have who waits.
+        describe: returns the dump; called without locks, from the thread.
+        stall_s: how long one wait may be; None: as long as it likes.
+    """
+
+    def __init__(self, counters: Counters, describe: Callable[[], str], stall_s: float | None) -> None:
+        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # whose put may come in the middle of another
+        self._pid = os.getpid()
+        self._thread = threading.Thread(
+            target=_watch, args=(self._queue, counters, describe, stall_s), name="swapper-watchdog", daemon=True
+        )
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False  # a run that is dropped, not closed, ends it too
+        _watching.add(self)
+        _take_signal()
+
+    def ask(self, why: str) -> None:
+        """Have a dump written, soon."""
+        if os.getpid() == self._pid:
+            self._queue.put(why)
+
+    def stop(self) -> None:
+        """End the thread. Idempotent."""
+        _watching.discard(self)
+        if not _watching:
+            _give_signal_back()
+        if os.getpid() == self._pid:
+            self._queue.put(None)
+            self._thread.join()
+
+
+def _watch(
+    inbox: queue.SimpleQueue[str | None], counters: Counters, describe: Callable[[], str], stall_s: float | None
+) -> None:
+    told: Wait | None = None  # the last wait that was written about
+    while True:
+        try:
+            why = inbox.get(timeout=None if stall_s is None else stall_s / 4)
+            if why is None:
+                return
+        except queue.Empty:
+            wait = _longest(counters)
+            if wait is None or stall_s is None or wait is told or time.monotonic() - wait.since_s < stall_s:
+                continue
+            told, why = wait, f"waiting for {stall_s:g} s and more"
+        try:
+            log.warning("%s\n%s", why, describe())
+        except Exception:  # what it looks at changes under it; the run must not suffer
+            log.exception("the dump failed")
+
+
+def _longest(counters: Counters) -> Wait | None:
+    return min(list(counters.waits.values()), key=lambda wait: wait.since_s, default=None)
+
+
+def describe_waits(counters: Counters) -> str:
+    """Return who waits for what, a line for each thread."""
+    now_s = time.monotonic()
+    waits = [
+        f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in list(counters.waits.values())
+    ]
+    return "\n".join(waits or ["waiting for nothing"])
+
+
+# --- [Note: whose SIGUSR1] ----------------------------------------------------------------------------------------------
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    watchdogs = list(_watching)
+    for watchdog in watchdogs:
+        watchdog.ask("SIGUSR1")
+    if not watchdogs:  # the last run was dropped and not closed: as if we had never been here
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _take_signal() -> None:
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, _on_signal)
+
+
+def _give_signal_back() -> None:
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main and signal.getsignal(signal.SIGUSR1) is _on_signal:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -1,0 +1,1 @@
+"""Saved activations away from memory between forward and backward."""

@@ -1,0 +1,344 @@
+"""Saved activations of one accelerator: down to host memory while the forward goes on, and up again before backward wants them.
+
+A storage goes down by a copy stream of its own, the oldest first. What is in host memory is the shelf's
+(saved_tensor_cache.py), which has what is too much for it written to the drive. In backward the newest is wanted first;
+what lies before it comes up ahead.
+
+[Note: in the order of the stream] Python queues work far ahead of the device, so nothing here counts what the device has done, but
+what it will have done at that place of the compute stream. Memory is given back in that order too: the compute stream waits for the
+copy from it (mostly long over), and then the reference goes; torch's allocator gives it to later kernels of the same stream. So no
+`record_stream`, and no waiting in Python. Memory for what comes up is taken on the compute stream, and filled after an event that
+this recorded there.
+
+[Note: what goes down] What the device may hold of saved storages is a number of bytes. From the forward before it is known how many
+there will be. The oldest, as many as are too much, are copied at once, long before their memory must go; the newest stay, since
+backward begins with them. The link has the whole forward for what has to go, and moves no byte more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+
+from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.locked_memory import LockedMemory
+from swapper.errors import BudgetError, DeviceError, IoError
+from swapper.runtime.interrupts import SteadyLock
+from swapper.runtime.sizes import format_bytes
+from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored, page_aligned
+
+
+class Arriving:
+    """When a copy from a device is over."""
+
+    def __init__(self, device: Device, event: Any) -> None:
+        self._device = device
+        self.event = event
+
+    @property
+    def done(self) -> bool:
+        return self._device.has_passed(self.event)
+
+    def wait(self) -> None:
+        self._device.wait_for(self.event)
+
+
+class DeviceStored:
+    """One storage's content. Lives as long as anything saved refers to it.
+
+    Attributes:
+        number: its place in the order of the forward.
+        nbytes: its size.
+        memory: the bytes on the device, uint8; None while they are only below.
+        stream: in whose order that memory is used and given back.
+        filled: after this event `memory` has the content; None for the memory that was saved.
+        copied: after this event host memory has it.
+        is_ordered: `stream` is behind every copy from `memory` and into it.
+        below: the content in host memory or on the drive, once it was sent there.
+        origin: keeps whatever tells that it is this storage, for whoever looks it up.
+        uses_left: how many saved tensors refer to it and were not restored yet.
+    """
+
+    def __init__(self, shelf: DeviceTensorCache, number: int, memory: torch.Tensor, stream: Any) -> None:
+        self._shelf = shelf
+        self.number = number
+        self.nbytes = memory.nbytes
+        self.memory: torch.Tensor | None = memory
+        self.stream = stream
+        self.filled: Any = None
+        self.copied: Any = None
+        self.is_ordered = True
+        self.below: Stored | None = None
+        self.origin: object = None
+        self.uses_left = 0
+
+    def bytes(self) -> torch.Tensor:
+        """Return all of its bytes, uint8, to be used on the current stream. Raises IoError, BudgetError, DeviceError."""
+        return self._shelf.fetch(self)
+
+    def __del__(self) -> None:
+        unordered = None if self.is_ordered else self.memory  # the others' memory goes now
+        held_bytes = 0 if self.memory is None else self.nbytes
+        event = self.copied if self.filled is None else self.filled
+        self._shelf.forgotten.append(_Remains(self.number, self.nbytes, held_bytes, unordered, self.stream, event))
+
+
+class _Remains(NamedTuple):
+    """What is left to be given back of a storage that nobody wants any more: in whatever thread, at whatever moment."""
+
+    number: int
+    nbytes: int
+    held_bytes: int
+    memory: torch.Tensor | None
+    stream: Any
+    event: Any
+
+
+class DeviceTensorCache:
+    """Decides which storages have memory on the device.
+
+    Args:
+        device: whose.
+        below: has what is in host memory, and on the drive.
+        locked: host memory that the device knows.
+        limit_bytes: the most that storages may have on the device, beside the one that is saved or used at the moment.
+    """
+
+    def __init__(self, device: Device, below: SavedTensorCache, locked: LockedMemory, limit_bytes: int) -> None:
+        self._device = device
+        self._below = below
+        self._locked = locked
+        self._limit_bytes = limit_bytes
+        self._going_down: deque[tuple[Any, torch.Tensor]] = deque()  # event, host memory
+        self._going_up: deque[tuple[Any, torch.Tensor]] = deque()
+        self._down, self._up = device.new_stream(), device.new_stream()
+        self._lock = SteadyLock()
+        self._order = count()
+        self._live: dict[int, weakref.ref[DeviceStored]] = {}  # by number, in order
+        self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, as they got it
+        self.forgotten: deque[_Remains] = deque()
+        self._held_bytes = 0
+        self._live_bytes = 0
+        self._most_bytes = 0  # that were live since the forward began
+        self._expected_bytes: int | None = None  # [Note: what goes down]
+        self._counters = below.counters
+
+    # --- the forward ----------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward begins."""
+        with self._lock:
+            self._settle()
+            self._expected_bytes = self._most_bytes or self._expected_bytes
+            self._most_bytes = 0
+
+    def end(self) -> None:
+        """Nothing is saved any more for now: what was given back goes."""
+        with self._lock:
+            self._settle()
+
+    def keep(self, memory: torch.Tensor) -> DeviceStored:
+        """Take over the content of a storage, uint8, which nobody changes any more.
+
+        Raises:
+            IoError: the drive is full, or an earlier storage of this forward could not be written.
+            DeviceError: the device failed.
+        """
+        with self._lock:
+            self._settle()
+            stored = DeviceStored(self, next(self._order), memory, self._device.current_stream())
+            is_too_much = self._expected_bytes is None or self._live_bytes < self._expected_bytes - self._limit_bytes
+            self._live[stored.number] = weakref.ref(stored)
+            self._live_bytes += stored.nbytes
+            self._most_bytes = max(self._most_bytes, self._live_bytes)
+            self._hold(stored)
+            if is_too_much:
+                self._send_down(stored)
+            while self._held_bytes > self._limit_bytes:
+                oldest = next((s for s in map(_call, self._here.values()) if s is not None), None)
+                if oldest is None or not self._drop(oldest):
+                    break
+        return stored
+
+    def _send_down(self, stored: DeviceStored) -> bool:
+        """Queue the copy to host memory. False where that has no room and nothing of it may be written."""
+        if not self._below.make_room(stored.nbytes) and not self._below.writes:
+            return False
+        assert stored.memory is not None
+        host = self._host_memory(stored.nbytes)
+        self._device.let_wait(self._down, self._device.record(stored.stream))
+        try:
+            for begin, run in self._locked.runs(host):
+                self._device.copy(run, stored.memory[begin : begin + run.numel()], self._down)
+            stored.copied, stored.is_ordered = self._device.record(self._down), False
+            self._going_down.append((stored.copied, host))
+        except BaseException:
+            with contextlib.suppress(DeviceError):  # a part of it may be queued, and `host` must not go before
+                self._device.wait_for(self._device.record(self._down))
+            raise
+        self._counters.down_bytes += stored.nbytes
+        stored.below = self._below.keep(host, Arriving(self._device, stored.copied), self._host_memory)
+        stored.below.uses_left = 1  # until it is up again
+        return True
+
+    def _host_memory(self, nbytes: int) -> torch.Tensor:
+        """Return memory for a copy; what earlier copies still use is waited for."""
+        while (memory := self._locked.take(nbytes)) is None:
+            if not self._end_oldest(self._going_up) and not self._end_oldest(self._going_down):
+                self._counters.unlocked_bytes += nbytes
+                return page_aligned(nbytes)
+        return memory
+
+    def _end_oldest(self, going: deque[tuple[Any, torch.Tensor]]) -> bool:
+        if not going:
+            return False
+        event = going[0][0]
+        self._device.wait_for(event)
+        if going and going[0][0] is event:
+            going.popleft()  # its memory may go, and not before: also Ctrl-C leaves it here
+        return True
+
+    # --- the backward ---------------------------------------------------------------------------------------------
+
+    def fetch(self, stored: DeviceStored) -> torch.Tensor:
+        """Return the bytes of `stored` for kernels of the current stream, and have those that backward wants next come up.
+
+        Raises:
+            IoError: it could not be written, or cannot be read.
+            BudgetError: the device has no memory left.
+            DeviceError: the device failed.
+        """
+        with self._lock:
+            self._settle()
+            if stored.memory is None:
+                self._bring_up(stored, self._make_memory(stored))
+            self._bring_up_ahead(stored)
+            assert stored.memory is not None
+            current = self._device.current_stream()
+            if current != stored.stream:
+                return self._copy_for(stored, current)
+            if stored.filled is not None and not stored.is_ordered:
+                self._device.let_wait(current, stored.filled)
+                stored.is_ordered = True
+            return stored.memory
+
+    def _bring_up(self, stored: DeviceStored, memory: torch.Tensor) -> None:
+        assert stored.below is not None
+        host = stored.below.bytes()
+        current = self._device.current_stream()
+        self._device.let_wait(self._up, self._device.record(current))  # whose the memory was until now
+        self._device.let_wait(self._up, stored.copied)
+        for begin, run in self._locked.runs(host):
+            self._device.copy(memory[begin : begin + run.numel()], run, self._up)
+        stored.memory, stored.stream = memory, current
+        stored.filled, stored.is_ordered = self._device.record(self._up), False
+        self._going_up.append((stored.filled, host))
+        stored.below.uses_left = 0
+        self._counters.up_bytes += stored.nbytes
+        self._hold(stored)
+
+    def _bring_up_ahead(self, wanted: DeviceStored) -> None:
+        """What cannot be had now is brought when it is needed, and its error is told then."""
+        for number in reversed(self._live):
+            stored = _call(self._live[number])
+            if stored is None or number >= wanted.number or stored.memory is not None or stored.below is None:
+                continue
+            while self._lacks_room(stored):
+                if not self._drop_one(wanted, only_used=True):
+                    return
+            try:
+                if not self._below.is_near(stored.below):
+                    return
+                self._bring_up(stored, self._device.empty(stored.nbytes))
+            except (OUT_OF_MEMORY, IoError):
+                return
+
+    def _make_memory(self, stored: DeviceStored) -> torch.Tensor:
+        while self._lacks_room(stored) and self._drop_one(stored, only_used=False):
+            pass
+        try:
+            return self._device.empty(stored.nbytes)
+        except OUT_OF_MEMORY:
+            while self._drop_one(stored, only_used=False):
+                pass
+            self._device.release_cached()
+        try:
+            return self._device.empty(stored.nbytes)
+        except OUT_OF_MEMORY as error:
+            raise BudgetError(
+                f"{self._device} has no {format_bytes(stored.nbytes)} left for a saved tensor that backward needs, after those "
+                f"were given up that it does not need yet: lower device_memory of offload_activations ({error})"
+            ) from error
+
+    def _copy_for(self, stored: DeviceStored, stream: Any) -> torch.Tensor:
+        """Return the content in memory of another stream's own."""
+        assert stored.memory is not None
+        content_at = stored.filled if stored.filled is not None else self._device.record(stored.stream)
+        self._device.let_wait(stream, content_at)
+        memory = self._device.empty(stored.nbytes)
+        self._device.copy(memory, stored.memory, stream)
+        self._device.let_wait(stored.stream, self._device.record(stream))
+        return memory
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def _lacks_room(self, stored: DeviceStored) -> bool:
+        return self._held_bytes + stored.nbytes > self._limit_bytes
+
+    def _drop_one(self, wanted: DeviceStored, only_used: bool) -> bool:
+        """Give one up that is below too, a used one first, else the one that backward wants last. False if there is none."""
+        here = [s for s in map(_call, self._here.values()) if s is not None and s is not wanted and s.below is not None]
+        victims = sorted(
+            (s for s in here if not only_used or not s.uses_left), key=lambda s: (s.uses_left > 0, s.number)
+        )
+        return bool(victims) and self._drop(victims[0])
+
+    def _drop(self, stored: DeviceStored) -> bool:
+        """Give its memory back. False where nothing below can have it. [Note: in the order of the stream]"""
+        if stored.below is None and not self._send_down(stored):
+            return False
+        if not stored.is_ordered:
+            self._device.let_wait(stored.stream, stored.copied if stored.filled is None else stored.filled)
+        stored.memory, stored.filled, stored.is_ordered = None, None, True
+        del self._here[stored.number]
+        self._count(-stored.nbytes)
+        return True
+
+    def _hold(self, stored: DeviceStored) -> None:
+        self._here[stored.number] = weakref.ref(stored)
+        self._count(stored.nbytes)
+
+    def _count(self, more_bytes: int) -> None:
+        self._held_bytes += more_bytes
+        counters = self._counters
+        counters.device_held_bytes += more_bytes
+        counters.device_peak_bytes = max(counters.device_peak_bytes, counters.device_held_bytes)
+
+    def _settle(self) -> None:
+        """Take note of every copy that is over and of everything that was forgotten."""
+        for going in (self._going_down, self._going_up):
+            while going and self._device.has_passed(going[0][0]):
+                going.popleft()
+        while self.forgotten:
+            remains = self.forgotten.popleft()
+            self._live.pop(remains.number, None)
+            self._here.pop(remains.number, None)
+            self._live_bytes -= remains.nbytes
+            self._count(-remains.held_bytes)
+            if remains.memory is not None:
+                self._device.let_wait(remains.stream, remains.event)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(DeviceError):  # a device that failed copies nothing any more
+            for going in (self._going_down, self._going_up):
+                while self._end_oldest(going):
+                    pass
+
+
+def _call(reference: weakref.ref[DeviceStored]) -> DeviceStored | None:
+    return reference()

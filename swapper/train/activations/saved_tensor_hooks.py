@@ -1,0 +1,225 @@
+"""Activations away from memory between forward and backward: `swapper.offload_activations`, hooks on what autograd saves.
+
+What is saved is taken apart into its storage, which saved_tensor_cache.py moves, and the way it is seen through it (offset, shape,
+strides). So views of one storage are views of one storage again, and kernels of the backward get the layout that they would have
+had: the gradients are plain torch's, bit for bit.
+
+[Note: torch's check] Torch refuses a backward where a saved tensor was changed in place, but leaves that check out where there are
+hooks. Here each saved tensor keeps its version counter, without its data, and the check is made when it is restored, also for what
+is left alone. So a storage may be written uncopied: whatever changes it meanwhile makes the backward an error, as ever.
+
+[Note: no circles] A node's output that the node saves refers to the node. What is kept here is detached from the graph, or a graph
+that nobody runs backward would never go.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from swapper.device.device import Device
+from swapper.device.locked_memory import LockedMemory
+from swapper.options import parse_choice
+from swapper.runtime.sizes import parse_bytes
+from swapper.train.activations.activation_counters import ActivationCounters
+from swapper.train.activations.activation_owner import ActivationOwner
+from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
+from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
+
+DESTINATIONS = ("auto", "host", "nvme")
+MOST_OF_STORAGE = 8
+"""A view of less than one part in so many of its storage is left alone: the rest is likely the user's own (a data set)."""
+
+
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        is_leaf = tensor.is_leaf and tensor.requires_grad
+        self._tensor = tensor if is_leaf else tensor.detach()  # [Note: no circles]
+        self._version = tensor._version
+
+    def restore(self) -> torch.Tensor:
+        _check_version(self._tensor, self._version, self._tensor)
+        return self._tensor
+
+
+class View:
+    """A saved tensor whose storage is elsewhere.
+
+    Args:
+        tensor: the one that autograd saves.
+        stored: its storage.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
+        self._stored = stored
+        self._dtype, self._shape, self._strides = tensor.dtype, tensor.shape, tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._version = tensor._version
+        self._counter = tensor.detach()
+        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the version counter stays
+        self._is_used = False
+        stored.uses_left += 1
+
+    def restore(self) -> torch.Tensor:
+        _check_version(self._counter, self._version, self)
+        whole = self._stored.bytes()
+        if not self._is_used:
+            self._is_used = True
+            self._stored.uses_left -= 1
+        offset = whole.storage_offset() // self._dtype.itemsize + self._offset
+        return torch.empty(0, dtype=self._dtype, device=whole.device).set_(
+            whole.untyped_storage(), offset, self._shape, self._strides
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self._shape
+
+
+class offload_activations:  # used as a function, like torch.no_grad
+    """A context around a forward, and its backward: large tensors that autograd saves wait for backward elsewhere.
+
+    Those on the CPU wait on the drive, those on an accelerator in page-locked host memory, and on the drive as far as that is too
+    small. Gradients are plain torch's, bit for bit. Enter the same object in every step: it keeps its file and its memory, and
+    knows from the step before how much will be saved. Each storage is moved once, however often it and views of it are saved. Left
+    alone are parameters, buffers and whatever shares memory with those of the manager's model, leaves that require gradients,
+    tensors of storages below `min_bytes`, sparse and quantized tensors, and subclasses. What a backward saves (double backward,
+    recomputation by checkpointing) is too. Torch's check for tensors changed in place holds.
+
+    Args:
+        manager: whose directory is the drive's, with a model that was offloaded or without.
+        to: "auto" keeps in memory what fits in half of `host_memory`, the newest, and writes the others; "nvme" writes all;
+            "host" writes nothing: tensors of an accelerator go as far as `host_memory` has room, those on the CPU are left alone.
+        host_memory: bytes that saved storages may have in host memory at one time, beside the manager's budget, in bytes or as
+            "1GiB": those that stay, those being written, and those read back. The one that an operation uses at the moment may
+            come on top. Up to 32 MiB more are the engine's, for memory that the drive cannot take as it is. What the forward
+            itself still has in use is plain torch's, as ever. For an accelerator it is taken and page-locked once, as a whole.
+        device_memory: bytes that saved storages may have on an accelerator at one time, beside the one in use: the newest stay,
+            and older ones wait there for their copy. The less, the less memory is needed; with too little for the time that a
+            copy takes the device waits for it.
+        min_bytes: storages smaller than this are left alone.
+
+    Attributes:
+        counters: what was done.
+
+    Raises:
+        ConfigError: an option is not known.
+        StateError: the manager is closed.
+        IoError: while saving or in backward: the drive is full, a transfer failed. A forward or backward that fails so can be
+            done again; no gradient is ever computed with bytes that were not written and read whole.
+        BudgetError: in backward: the accelerator has no memory left for what it needs. DeviceError: the accelerator failed.
+    """
+
+    def __init__(
+        self,
+        manager: Any,
+        *,
+        to: str = "auto",
+        host_memory: int | str = "256MiB",
+        device_memory: int | str = "256MiB",
+        min_bytes: int | str = "1MiB",
+    ) -> None:
+        self._owner = ActivationOwner(manager)
+        parse_choice(to, "to", DESTINATIONS)
+        limit_bytes = self._limit_bytes = parse_bytes(host_memory, "host_memory")
+        self._device_bytes = parse_bytes(device_memory, "device_memory")
+        self._min_bytes = parse_bytes(min_bytes, "min_bytes")
+        keep_bytes = {"auto": limit_bytes // 2, "nvme": 0, "host": None}[to]
+        self._shelf = SavedTensorCache(self._owner.directory, self._owner.find_engine, limit_bytes, keep_bytes)
+        self._devices: dict[torch.device, Device] = {}
+        self._device_shelves: dict[torch.device, DeviceTensorCache] = {}
+        self._locked: LockedMemory | None = None
+        self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
+        self._hooks: list[Any] = []
+
+    @property
+    def counters(self) -> ActivationCounters:
+        return self._shelf.counters
+
+    def __enter__(self) -> offload_activations:
+        self._owner.check_usable()
+        self._shelf.begin()
+        for shelf in self._device_shelves.values():
+            shelf.begin()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks.__enter__()
+        self._hooks.append(hooks)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.pop().__exit__(*exception)
+        for shelf in self._device_shelves.values():
+            shelf.end()
+
+    # --- the hooks ------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Kept | View:
+        if not self._is_movable(tensor):
+            self.counters.left_alone += 1
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version)
+        stored = self._known.get(key)
+        if stored is None:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            shelf = self._device_shelf(tensor.device) if self._is_on_accelerator(tensor) else self._shelf
+            stored = shelf.keep(whole)
+            stored.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # nobody else gets its address
+            self._known[key] = stored
+        self.counters.saved += 1
+        return View(tensor, stored)
+
+    def _is_on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu" or tensor.device in self._devices
+
+    def _device_shelf(self, where: torch.device) -> DeviceTensorCache:
+        shelf = self._device_shelves.get(where)
+        if shelf is None:
+            device = self._devices.setdefault(where, Device(where))
+            if self._locked is None:
+                self._locked = LockedMemory(device, self._limit_bytes)
+            shelf = DeviceTensorCache(device, self._shelf, self._locked, self._device_bytes)
+            self._device_shelves[where] = shelf
+        return shelf
+
+    def _is_movable(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return False
+        if tensor.device.type in ("meta", "mps") or not (self._shelf.writes or self._is_on_accelerator(tensor)):
+            return False
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+            return False
+        if (tensor.is_leaf and tensor.requires_grad) or isinstance(tensor._base, nn.Parameter):
+            return False
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._C._current_graph_task_id() != -1:
+            return False
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
+            return False
+        return tensor.nbytes * MOST_OF_STORAGE >= nbytes
+
+
+def _unpack(packed: Kept | View) -> torch.Tensor:
+    return packed.restore()
+
+
+def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | View) -> None:
+    """[Note: torch's check]"""
+    if counter._version != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{seen.dtype} {list(seen.shape)}] is at version {counter._version}; expected version {expected} instead. Hint: "
+            "enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )

@@ -1,0 +1,1 @@
+"""Gradients: in host memory, where autograd made them, or on NVMe."""

@@ -1,0 +1,137 @@
+"""A gradient whose data is not with its parameter: where its pages are, and what it is besides what they hold."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
+from swapper.train.gradients.cold_grad import Change, ColdGradient
+from swapper.train.layout.slices import TensorLocation
+
+
+@dataclass(slots=True)
+class GradientMeta:
+    """What a gradient is, besides what its pages hold.
+
+    Attributes:
+        zero: it is zeros, whatever the pages hold.
+        changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
+        norms: those of it that are known, changes included, by their order.
+        finite: whether all elements are; None if that is not known.
+        failure: why the pages have only a part of it, until it is zeroed.
+    """
+
+    zero: bool = False
+    changes: tuple[Change, ...] = ()
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    finite: bool | None = None
+    failure: BaseException | None = None
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
+        part = torch.zeros_like(part) if self.zero else part
+        for change in self.changes:
+            part = change(part)
+        return part
+
+
+class Accumulation:
+    """Tells whether autograd has made the gradient that a parameter has, or has added to one that the user had assigned.
+
+    Such a one is the user's: it may be a part of a larger tensor, or another parameter's too, and stays where it is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._before: weakref.ref[torch.Tensor] | None = None
+
+    def begins(self, parameter: torch.Tensor) -> None:
+        """Autograd is about to add to the gradient, or to make one.
+
+        Raises:
+            StateError: what is assigned has no data that could be added to.
+        """
+        gradient = parameter.grad
+        if type(gradient) is ColdGradient:
+            raise without_data(self._name, gradient)
+        self._before = None if gradient is None else weakref.ref(gradient)
+
+    def was_there(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient`, which the parameter has now, is the one that it had when that began."""
+        return self._before is not None and self._before() is gradient
+
+
+def is_part(gradient: torch.Tensor) -> bool:
+    """Whether it has but a part of its memory: before the model is offloaded only a user has made such."""
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def without_data(name: str, gradient: ColdGradient) -> StateError:
+    """Return the error for a parameter that was given a `gradient` whose data is elsewhere, and not its own or not its newest."""
+    whose = "of an earlier backward" if gradient.swapper_name == name else f"that of {gradient.swapper_name}"
+    return StateError(
+        f"the gradient of {name} was set to one {whose}, which is {gradient.swapper_where} and has no data to assign: keep "
+        "gradients in memory with manager.offload(..., gradients='host'), or on an accelerator with gradients='device'; or let go "
+        "of it with zero_grad"
+    )
+
+
+@dataclass(slots=True)
+class GradientSlot:
+    """One parameter's gradient.
+
+    Attributes:
+        name, parameter, place: whose, and where.
+        here: the ColdGradient that the parameter has, if it has one.
+        stash: the same, while autograd makes a gradient to be added to it.
+        accumulation: tells the user's gradients.
+        content: what it is, besides what its pages hold.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    place: TensorLocation
+    here: weakref.ref[torch.Tensor] | None = None
+    stash: torch.Tensor | None = None
+    content: GradientMeta = field(default_factory=GradientMeta)
+    accumulation: Accumulation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accumulation = Accumulation(self.name)
+
+    def stands_for(self, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is the ColdGradient that the pages belong to."""
+        return self.here is not None and gradient is not None and self.here() is gradient
+
+    def check_whole(self) -> None:
+        """Raise StateError unless all of the gradient has reached its pages."""
+        failure = self.content.failure
+        if failure is not None:
+            raise StateError(
+                f"the gradient of {self.name} did not reach its pages whole ({failure}): call zero_grad and run the backward again"
+            ) from failure
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPart:
+    """Elements [begin, end) of a gradient, at their place.
+
+    Attributes:
+        view: of them, flat.
+        at: where in the page, or in the section if that stays in memory, they begin, in bytes.
+        page: that they lie on; the section as a whole if that stays in memory.
+        access: the page's, to be leased; None if it stays in memory.
+    """
+
+    view: torch.Tensor
+    begin: int
+    end: int
+    at: int
+    page: Page
+    access: Access | None

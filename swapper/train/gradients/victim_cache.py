@@ -1,0 +1,71 @@
+"""The gradients' room, where parameters wait for backward.
+
+Gradients in memory have a place for the whole run, but a content only from backward to the optimizer's update. In a forward that
+memory is idle, if they were zeroed (to None). What leaves its frame there and is needed again in backward is parameters, whose
+sections have the very layout of their gradients': such a page is copied to its gradients' room and, for backward, back, instead of
+being read from the drive once more. As a gradient arrives, what still waits in its place is dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from swapper.paging.section import Page, Section
+
+
+@dataclass(frozen=True, slots=True)
+class VictimRegion:
+    """Where a page can wait: bytes [offset, offset + page.nbytes) of the gradients of the parameters that it has."""
+
+    section: Section
+    offset: int
+    owners: tuple[str, ...]
+
+
+def find_rooms(sections: Iterable[Section], grad_sections: Iterable[Section]) -> dict[int, VictimRegion]:
+    """Return, by index of each page of parameters whose gradients are in memory, its room."""
+    gradients = {_layout(section): section for section in grad_sections if section.resident}
+    rooms = {}
+    for section in sections:
+        room = gradients.get(_layout(section)) if section.plan.family == "param" else None
+        for page in section.pages if room is not None else ():
+            end = page.offset + page.nbytes
+            owners = [slot.spec.owner for slot in section.plan.slots if slot.offset < end and slot.end > page.offset]
+            rooms[page.index] = VictimRegion(room, page.offset, tuple(owners))  # type: ignore[arg-type]
+    return rooms
+
+
+def _layout(section: Section) -> tuple[int, tuple[tuple[str, int, int], ...], int]:
+    slots = tuple((slot.spec.owner, slot.offset, slot.end) for slot in section.plan.slots)
+    return section.plan.group, slots, section.plan.nbytes
+
+
+class GradientVictimCache:
+    """Spare memory for the pager (paging/frames.py): the rooms of gradients that nobody has.
+
+    Args:
+        rooms: by index of page; the sections have memory.
+        is_idle: by parameter's name, whether the place of its gradient is not in use.
+    """
+
+    def __init__(self, rooms: Mapping[int, VictimRegion], is_idle: Mapping[str, Callable[[], bool]]) -> None:
+        self._rooms = rooms
+        self._is_idle = is_idle
+
+    def keep(self, page: Page, address: int) -> bool:
+        room = self._rooms.get(page.index)
+        if room is None or not all(self._is_idle[owner]() for owner in room.owners):
+            return False
+        ctypes.memmove(room.section.memory.data_ptr() + room.offset, address, page.nbytes)
+        return True
+
+    def load(self, page: Page, address: int) -> None:
+        room = self._rooms[page.index]
+        ctypes.memmove(address, room.section.memory.data_ptr() + room.offset, page.nbytes)
+
+    def place_of(self, page: Page) -> tuple[Any, int]:
+        room = self._rooms[page.index]
+        return room.section.view, room.offset

@@ -1,0 +1,128 @@
+"""What a step is expected to use, before one was seen: in which order, and how many frames at one time. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from swapper.device.uploads import COPIES_IN_FLIGHT
+from swapper.modules.groups import largest_working_set
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section
+from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING, page_access
+from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
+from swapper.train.layout.slices import TensorLocation, plan_slices
+from swapper.train.updates.sweep import Trainable
+
+ORDER_TOLERANCE = 4
+"""With a device an access may come a quarter of a step before its turn, and is what was expected all the same."""
+UPDATED_BEHIND = 2
+"""Groups that a backward on a device brings before one whose gradients it has is updated: the next one's gradients are made, and
+what comes after it is on its way."""
+
+
+def frames_needed(
+    inventory: Inventory,
+    resident: Callable[[SectionPlan], bool],
+    page_bytes: int,
+    update: str = "step",
+    on_device: bool = False,
+    update_on: str = "cpu",
+) -> int:
+    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
+
+    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward. `on_device`,
+    parameters only pass through their frames, and gradients through others; slices that are updated there are leased as many as
+    are on their way.
+    """
+    plans = [*inventory.plans, *inventory.grad_plans]
+    sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
+    group_pages = [0] * len(inventory.groups)
+    for section in sections:
+        if section.plan.family == "param":
+            group_pages[section.plan.group] += len(section.pages)
+    most, _ = largest_working_set(inventory.units, group_pages)
+    leaving = int(any(section.transient and section.pages for section in sections))  # a page on which a gradient leaves
+    if on_device:
+        most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
+    meanwhile = 0 if update == "step" else most + leaving * on_device
+    most += leaving
+    for trainable in find_trainables(inventory, find_places(inventory, sections)):
+        everything = [True] * len(trainable.places)
+        for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
+            # Several slices are leased at one time: any, for parameters without gradient are left out.
+            most = max(most, meanwhile + (2 if update_on == "cpu" else RING + 1) * len(part.access.pages))
+    return most + 2
+
+
+def expected_cycle(
+    inventory: Inventory,
+    sections: Sequence[Section],
+    trainables: Sequence[Trainable],
+    page_bytes: int,
+    update: str,
+    resident_set: Collection[int] | None = None,
+) -> list[Access]:
+    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
+
+    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `resident_set` are the
+    groups that stay on a device, where there is one: pages of parameters are used one by one there, and those of these groups for
+    the first use of what an update has left.
+    """
+    pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
+    for section in sections:
+        if section.plan.family == "param":
+            pages[section.plan.group] += [page.index for page in section.pages]
+    by_group = {trainable.group: trainable for trainable in trainables}
+    uses = {group: _uses(group, indices, resident_set is not None) for group, indices in pages.items() if indices}
+    kept = resident_set or ()
+    behind = 0 if resident_set is None else UPDATED_BEHIND
+    forward = {group: of for group, of in uses.items() if group not in kept or group in by_group}
+    backward: list[Access] = []
+    seen: set[int] = set()
+    waiting: deque[list[Access]] = deque()  # slices of groups whose gradients are on their way
+    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
+    for group in sorted(pages, reverse=True):
+        backward += uses.get(group, []) if group not in kept else []
+        for places in reversed(by_group[group].places if group in by_group else []):
+            backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
+        if update == "backward":
+            waiting.append(slices.get(group, []))
+            backward += waiting.popleft() if len(waiting) > behind else []
+    backward += itertools.chain.from_iterable(waiting)
+    forwards = itertools.chain.from_iterable(forward.values())
+    if update == "backward":
+        return [*forwards, *backward]
+    if update == "step":
+        return [*forwards, *backward, *itertools.chain.from_iterable(slices.values())]
+    updating = []
+    for group in sorted(pages):
+        updating += slices.get(group, [])
+        updating += forward.get(group, [])
+    return [*updating, *backward]
+
+
+def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
+    """Return a use of a group's parameters."""
+    if on_device:
+        return [page_access(group, page) for page in pages]
+    return [Access(("param", group), tuple(pages))]
+
+
+def gradient_accesses(name: str, place: TensorLocation, seen: set[int]) -> list[Access]:
+    """Return the accesses with which a gradient leaves for its pages, page by page.
+
+    Args:
+        name: the parameter's.
+        place: the gradient's.
+        seen: pages that have another gradient already; these are added.
+    """
+    accesses = []
+    for number, index in enumerate(place.pages(0, place.slot.spec.numel)):
+        only = frozenset({index})
+        fresh = frozenset() if index in seen else only
+        seen.add(index)
+        accesses.append(Access(("grad", name, number), (index,), fresh=fresh, writes=only))
+    return accesses

@@ -1,0 +1,180 @@
+"""Frozen parameters that stay in the user's own file: which tensor of it each one is, what it lends, and that it is as it was.
+
+Sections are runs of the file (formats/read_plan.py), so that what is read from the drive lies in memory as it lies there. With the
+tensors come some of their neighbours' bytes, up to the next sectors: nobody looks at those.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from swapper.errors import CheckpointError, ConfigError
+from swapper.formats.naming import Rename, renamed
+from swapper.formats.read_plan import plan_runs
+from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.stored import StoredTensor
+from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
+
+SHOWN_NAMES = 5
+REMEDY = "leave frozen_from out, and the model's own values are copied to the swap files"
+
+
+class FrozenFiles:
+    """The files that frozen parameters are read from.
+
+    Args:
+        source: the checkpoint.
+        rename: how its names become the model's.
+    """
+
+    def __init__(self, source: Source, rename: Rename) -> None:
+        self.source = source
+        self._rename = rename
+
+    @classmethod
+    def parse(cls, frozen_from: str | os.PathLike[str] | None, rename: Rename) -> FrozenFiles | None:
+        """Open what the user names; None where nothing is named.
+
+        Raises:
+            ConfigError: an option is wrong.
+            CheckpointError: `frozen_from` is no checkpoint, or damaged.
+            IoError: it cannot be read.
+        """
+        if frozen_from is None:
+            if rename is not None:
+                raise ConfigError("rename= maps the names of what frozen_from= names: say both, or none")
+            return None
+        return cls(open_source(frozen_from), rename)
+
+    def find(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
+        """Return the tensor that each of the `frozen` parameters of `model` is, by name. Empty ones are in no file.
+
+        Raises:
+            CheckpointError: the file lacks one, or has another shape or dtype.
+            ConfigError: `rename` is wrong.
+        """
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        wanted = {name: p for name, p in frozen.items() if p.numel()}
+        stored = renamed(self.source, {alias for p in wanted.values() for alias in aliases[id(p)]}, self._rename)
+        found, missing = {}, []
+        for name, parameter in wanted.items():
+            tensor = next((stored[alias] for alias in aliases[id(parameter)] if alias in stored), None)
+            if tensor is None:
+                missing.append(name)
+            else:
+                found[name] = self._check(name, parameter, tensor)
+        if missing:
+            shown = ", ".join(missing[:SHOWN_NAMES]) + (", ..." if len(missing) > SHOWN_NAMES else "")
+            raise CheckpointError(
+                f"{self.source.path} lacks {len(missing)} of the model's {len(wanted)} frozen parameters: {shown}. Map its names "
+                "to the model's with rename= (for a model of peft: swapper.integrations.peft.base_names(model)); or train what it "
+                f"lacks; or {REMEDY}"
+            )
+        return found
+
+    def _check(self, name: str, parameter: nn.Parameter, tensor: Any) -> StoredTensor:
+        path = self.source.path
+        if tuple(parameter.shape) != tuple(tensor.shape) or parameter.dtype != tensor.dtype:
+            raise CheckpointError(
+                f"frozen parameter {name} is of {parameter.dtype} {list(parameter.shape)}, and {tensor.name!r} in {path} of "
+                f"{tensor.dtype} {list(tensor.shape)}, which is not the same: build the model as the file has it; or {REMEDY}"
+            )
+        if not isinstance(tensor, StoredTensor) or tensor.stride is not None or tensor.path in self.source.joined:
+            raise CheckpointError(
+                f"{tensor.name!r}, frozen parameter {name}, is not one run of bytes in {path}: make one file of it by "
+                f"`swapper export {path} NEW --to safetensors`; or {REMEDY}"
+            )
+        return tensor
+
+    def plan(self, group: int, tensors: Iterable[tuple[TensorSpec, StoredTensor]]) -> list[SectionPlan]:
+        """Return sections that hold `tensors`, one for each run of a file."""
+        plans = []
+        for batch in _apart(tensors):
+            for run in plan_runs(stored for _, stored in batch):
+                slots = tuple(Slot(batch[number][0], offset) for number, offset in run.places)
+                external = ExternalBytes(
+                    run.path, run.file_offset, min(run.nbytes, self.source.nbytes_of(run.path) - run.file_offset)
+                )
+                plans.append(SectionPlan(group, "param", slots[0].spec.dtype, slots, run.nbytes, external))
+        return plans
+
+    def stamps(self, plans: Iterable[SectionPlan]) -> dict[str, tuple[int, int]]:
+        """Return the files that lend `plans` their content: size in bytes and time of the last change in nanoseconds, by path."""
+        used = dict.fromkeys(plan.external.path for plan in plans if plan.external is not None)
+        return {str(path): (self.source.stamps[path].nbytes, self.source.stamps[path].changed_ns) for path in used}
+
+    def check_unchanged(self) -> None:
+        """
+        Raises:
+            CheckpointError: a file is not what it was when it was opened.
+        """
+        for path, before in self.source.stamps.items():
+            try:
+                now = FileStamp.of(path)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be looked at any more ({error}), and frozen parameters are read from it: close the manager, "
+                    "put the file back with its time, and go on with resume='auto'"
+                ) from error
+            if now != before:
+                raise CheckpointError(
+                    f"{path} was changed while frozen parameters are read from it (it had {before.nbytes} bytes, has "
+                    f"{now.nbytes}): close the manager, put the file back with its time, and go on with resume='auto'"
+                )
+
+
+def check_external(run: Mapping[str, tuple[int, int]], ours: Mapping[str, tuple[int, int]]) -> None:
+    """Raise CheckpointError unless a run that goes on is given the files that it read from. They may be in another place.
+
+    Args:
+        run, ours: as `FrozenFiles.stamps` returns them: the run's, and what there is now.
+    """
+    if run and not ours:
+        raise CheckpointError(
+            f"the directory's run reads frozen parameters from {_listed(run)}: say frozen_from= when it goes on, or "
+            "resume='discard' to throw the run away"
+        )
+    if ours and not run:
+        raise CheckpointError(
+            f"the directory's run has all of its parameters in its own files: leave frozen_from= ({_listed(ours)}) out when it "
+            "goes on, or say resume='discard' to throw the run away"
+        )
+    unknown = list(ours.values())
+    for path, (nbytes, changed_ns) in run.items():
+        if (nbytes, changed_ns) not in unknown:
+            raise CheckpointError(
+                f"the directory's run reads frozen parameters from {path} as it was then ({nbytes} bytes, last changed at "
+                f"{changed_ns} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file "
+                "back with its time (cp -p), or say resume='discard' and load the last snapshot"
+            )
+        unknown.remove((nbytes, changed_ns))
+
+
+def _listed(stamps: Mapping[str, Any]) -> str:
+    paths = list(stamps)
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+
+
+def _apart(tensors: Iterable[tuple[TensorSpec, StoredTensor]]) -> list[list[tuple[TensorSpec, StoredTensor]]]:
+    """Return `tensors` in batches of one dtype, in each of which no two share bytes, as a file may have it for tied ones."""
+    batches: list[list[tuple[TensorSpec, StoredTensor]]] = []
+    ends: list[tuple[Path, int]] = []
+    for spec, stored in sorted(tensors, key=lambda item: (item[1].path, item[1].offset)):
+        for number, batch in enumerate(batches):
+            path, end = ends[number]
+            if batch[0][0].dtype == spec.dtype and (path != stored.path or end <= stored.offset):
+                break
+        else:
+            number, batch = len(batches), []
+            batches.append(batch)
+            ends.append((stored.path, 0))
+        batch.append((spec, stored))
+        ends[number] = stored.path, stored.offset + stored.nbytes
+    return batches

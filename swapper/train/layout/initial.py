@@ -1,0 +1,198 @@
+"""The first values of a model that was built on the meta device: made group by group at their places, so that it is whole nowhere.
+
+They come from a function that is called with each module, as torch's `reset_parameters` would be, or from a checkpoint whose
+tensors are read straight to where they belong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper import _C
+from swapper.errors import ConfigError, InvariantError, UnsupportedError
+from swapper.formats.sources import Source, open_source
+from swapper.formats.stored import StoredTensor
+from swapper.io.shared_engines import all_over
+
+Initialise = Callable[[nn.Module], Any]
+
+
+class Values:
+    """Where first values come from.
+
+    Args:
+        init: a function of a module that fills the module's own parameters and buffers, or a checkpoint's path: a safetensors
+            file, a Hugging Face directory, a torch checkpoint, a DCP directory. A function object's `check`, if it has one, is
+            called with the model first: before anything has a place.
+        model: on the meta device, all or in part; then the other part keeps its values.
+        engine: reads.
+        lent: names of the parameters that have theirs from a file of the user's.
+
+    Raises:
+        ConfigError: `init` is neither.
+        CheckpointError: the checkpoint is none, or damaged.
+        UnsupportedError: it lacks a parameter, has another shape, or the model has buffers on meta that it does not have.
+    """
+
+    def __init__(
+        self, init: Initialise | str | os.PathLike[str], model: nn.Module, engine: Any, external: Collection[str] = ()
+    ) -> None:
+        self._engine = engine
+        self._call: Initialise | None = None
+        self._source: Source | None = None
+        absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
+        self._wanted = absent or {id(parameter) for parameter in model.parameters()}
+        self._wanted -= {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name in external}
+        if isinstance(init, str | os.PathLike):
+            self._source = open_source(init)
+            self._stored = _find(self._source, model, self._wanted)
+        elif callable(init):
+            self._call = init
+            check = getattr(init, "check", None)
+            if check is not None:
+                check(model)
+        else:
+            raise ConfigError(f"init={init!r} is neither a function of a module nor the path of a checkpoint")
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._done: set[int] = set()
+
+    def missing(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of `parameters` that are to get values: those that were on the meta device, or all where none was."""
+        return [parameter for parameter in parameters if id(parameter) in self._wanted]
+
+    @torch.no_grad()
+    def fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give values to `parameters`, which are in memory; with a function, to all of the modules that own one of them."""
+        if self._source is not None:
+            self._read([(self._names[id(p)], p) for p in parameters])
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for module in self._model.modules():
+            own = [p for p in module._parameters.values() if p is not None]
+            if id(module) not in self._done and any(id(p) in wanted for p in own):
+                self._initialise(module)
+
+    def owners(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return all parameters that must be in memory for `fill(parameters)`: those of the modules that own one."""
+        wanted = {id(parameter) for parameter in parameters}
+        found: dict[int, nn.Parameter] = {id(parameter): parameter for parameter in parameters}
+        for module in self._model.modules() if self._call is not None else ():
+            own = [p for p in module._parameters.values() if p is not None]
+            if any(id(p) in wanted for p in own):
+                found.update({id(p): p for p in own})
+        return list(found.values())
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Give values to buffers of modules without parameters."""
+        if self._source is not None:
+            self._read_buffers()
+            return
+        for module in self._model.modules():
+            if id(module) not in self._done and any(b is not None and b.is_meta for b in module._buffers.values()):
+                self._initialise(module)
+
+    def _initialise(self, module: nn.Module) -> None:
+        self._done.add(id(module))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        if self._call is not None:
+            self._call(module)
+
+    def _read_buffers(self) -> None:
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device="cpu")
+                    self._read([(f"{prefix}.{name}" if prefix else name, module._buffers[name])])
+
+    def _read(self, targets: list[tuple[str, Any]]) -> None:
+        """Read stored tensors into tensors in memory, converting where dtypes differ."""
+        if self._source is None:
+            raise InvariantError("values are read of no checkpoint")
+        files: dict[Any, Any] = {}
+        landed = []
+        try:
+            with all_over() as pending:
+                for name, target in targets:
+                    stored = self._stored[name]
+                    straight = stored.dtype == target.dtype and stored.stride is None
+                    landing = target if straight else torch.empty(stored.nbytes, dtype=torch.uint8)
+                    for at, extent in self._source.extents(stored.path, stored.offset, stored.nbytes):
+                        if extent.path not in files:
+                            files[extent.path] = _C.File(str(extent.path), read_only=True)
+                        file, address = files[extent.path], landing.data_ptr() + at
+                        pending.append(self._engine.read(file, extent.offset, address, extent.nbytes, keep=landing))
+                    landed.append((stored, target, landing))
+            for stored, target, landing in landed:
+                if landing is not target:
+                    flat = landing.view(stored.dtype)
+                    target.copy_(flat.as_strided(stored.shape, stored.stride or _contiguous(stored.shape)))
+        finally:
+            for file in files.values():
+                file.close()
+
+
+def check_buffers(model: nn.Module, why: str) -> None:
+    """Raise UnsupportedError if a buffer is on the meta device.
+
+    Args:
+        why: whole words, for the error: what has parameters, and not buffers.
+    """
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise UnsupportedError(
+                f"buffer {name} is on the meta device, and {why} does not have it: build the model's buffers on the CPU, as "
+                "`with swapper.without_weights():` does"
+            )
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
+    """Return the stored tensor of each parameter whose id is in `ids`, and of each buffer on the meta device, by name."""
+    if source.grids:
+        raise UnsupportedError(
+            f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "
+            f"`swapper export {source.path} NEW --to safetensors`"
+        )
+    prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]  # a training keeps its model under "model"
+    named = model.named_parameters(remove_duplicate=False)
+    wanted: dict[str, Any] = {name: parameter for name, parameter in named if id(parameter) in ids}
+    wanted.update({name: b for name, b in model.named_buffers() if b.is_meta})
+    found: dict[str, StoredTensor] = {}
+    missing = []
+    for name, tensor in wanted.items():
+        stored = next((source.tensors[p + name] for p in prefixes if p + name in source.tensors), None)
+        if stored is None:
+            missing.append(name)
+        elif tuple(stored.shape) != tuple(tensor.shape):
+            raise UnsupportedError(
+                f"{source.path} has {name} of shape {list(stored.shape)}; the model's is {list(tensor.shape)}"
+            )
+        else:
+            found[name] = stored
+    tied = {id(wanted[name]) for name in found}
+    missing = [name for name in missing if id(wanted[name]) not in tied]
+    if missing:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        remedy = ""
+        if not any(isinstance(wanted[name], nn.Parameter) for name in missing):
+            remedy = (
+                ". Buffers that no checkpoint has get their values when the model is built within swapper.without_weights(), "
+                "which leaves them on the CPU"
+            )
+        raise UnsupportedError(f"{source.path} lacks {len(missing)} of the model's tensors: {some}{remedy}")
+    for name, tensor in wanted.items():
+        if name not in found:
+            found[name] = next(found[other] for other in list(found) if wanted[other] is tensor)
+    return found

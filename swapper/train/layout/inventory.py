@@ -1,0 +1,359 @@
+"""What a model and its optimizer consist of, as tensors to be placed. Pure: checks and lists, moves nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError, StateError, UnsupportedError
+from swapper.formats.stored import StoredTensor
+from swapper.modules.cold import is_cold, is_guarded
+from swapper.modules.groups import Group, Unit, partition
+from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
+from swapper.paging.section import Section
+from swapper.train.layout.frozen import FrozenFiles
+from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, is_plain
+from swapper.train.optimizer.refused_optimizers import check_supported
+from swapper.train.updates.sweep import NO_GROUP, Trainable
+
+MASTER = "master"
+"""The kind of an fp32 master."""
+KINDS = ("param", MASTER, "grad")
+"""What a tensor can be besides a key of the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """A model's groups and units, and the sections that hold everything.
+
+    Attributes:
+        plans: sections of parameters and optimizer state, in the order of the container.
+        grad_plans: sections of gradients.
+        settings: for the id of each parameter that the optimizer has, the index of its group in `param_groups`.
+        forms: for the name of each parameter that is trained, what the optimizer keeps for it.
+        discovery: finds out what the optimizer keeps.
+        master_dtype: dtype of master weights, or None.
+        staying_state: groups whose optimizer state stays on a device. Nobody knows before all of it is placed.
+        frozen: the user's files that have frozen parameters, if they stay there.
+    """
+
+    groups: list[Group]
+    units: list[Unit]
+    plans: list[SectionPlan]
+    grad_plans: list[SectionPlan]
+    settings: dict[int, int]
+    forms: dict[str, StateForm]
+    discovery: OptimizerProbe
+    master_dtype: torch.dtype | None
+    staying_state: frozenset[int] = frozenset()
+    frozen: FrozenFiles | None = None
+
+    @property
+    def external(self) -> frozenset[str]:
+        """Names of the parameters that are read from files of the user's."""
+        return frozenset(slot.spec.owner for plan in self.plans if plan.external is not None for slot in plan.slots)
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if a file of the user's that frozen parameters are read from is not what it was."""
+        if self.frozen is not None:
+            self.frozen.check_unchanged()
+
+    @property
+    def unchanging(self) -> frozenset[int]:
+        """Which of `plans` have nothing that is trained: parameters that were frozen when they were offloaded."""
+        trained = {slot.spec.owner for plan in self.grad_plans for slot in plan.slots}
+        return frozenset(
+            number
+            for number, plan in enumerate(self.plans)
+            if plan.family == "param" and not any(slot.spec.owner in trained for slot in plan.slots)
+        )
+
+    def family_bytes(self, family: str) -> int:
+        return sum(p.nbytes for p in (*self.plans, *self.grad_plans) if p.family == family)
+
+
+def take_inventory(
+    model: nn.Module,
+    optimizer: Optimizer,
+    master_weights: torch.dtype | None,
+    may_be_meta: bool = False,
+    before: Inventory | None = None,
+    device: torch.device | None = None,
+    frozen: FrozenFiles | None = None,
+) -> Inventory:
+    """List what is to be placed.
+
+    Args:
+        model, optimizer: the user's.
+        master_weights: torch.float32, or None.
+        may_be_meta: parameters may be on the meta device: their values come later.
+        before: what there is, where the model is offloaded already and its optimizer gets more to train: all that was trained
+            is trained still, frozen or not, and so is all that has joined a group since.
+        device: where the model is to run, if not on the CPU; it may be there already.
+        frozen: files that have what is not trained, which stays there.
+
+    Raises:
+        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
+        CheckpointError: `frozen` does not fit the model.
+        UnsupportedError: the model or the optimizer cannot be offloaded exactly.
+        StateError: the model is offloaded already.
+    """
+    if master_weights not in (None, torch.float32):
+        raise ConfigError(f"master_weights={master_weights!r} is not known: use None or torch.float32")
+    if before is None:
+        _check_model(model, may_be_meta, device, frozen is not None)
+    check_supported(optimizer)
+    settings = _settings(model, optimizer)
+    discovery = OptimizerProbe(optimizer) if before is None else before.discovery
+    forms: dict[str, StateForm] = {}
+    groups, units = partition(model)
+    if before is not None:
+        _check_same_parameters(groups, before.groups)
+    with_gradient = _with_gradient(groups, settings, before)
+    external = {} if frozen is None else _find_external(frozen, model, groups, with_gradient, before is not None)
+    param_plans: list[SectionPlan] = []
+    state_plans: list[SectionPlan] = []
+    grad_plans: list[SectionPlan] = []
+    for group in groups:
+        state: list[TensorSpec] = []
+        for name, parameter in group.parameters:
+            index = settings.get(id(parameter))
+            known = None if before is None else before.forms.get(name)
+            updated = updated_dtype(parameter, master_weights)
+            if known is not None:  # it may have left its group since
+                forms[name] = known
+            elif index is not None and name in with_gradient:
+                forms[name] = discovery.form(index, updated, parameter.dim())
+            else:
+                continue
+            _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
+            state += _state_specs(name, parameter, updated, forms[name])
+        for parameters in _by_training(group.parameters, with_gradient):
+            specs = [_spec(n, "param", p) for n, p in parameters]
+            param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
+            if frozen is not None:
+                param_plans += frozen.plan(group.index, [(s, external[s.owner]) for s in specs if s.owner in external])
+        state_plans += plan_group(group.index, "state", state)
+        trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
+        grad_plans += plan_group(group.index, "grad", trained)
+    plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
+    return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen)
+
+
+def _find_external(
+    frozen: FrozenFiles, model: nn.Module, groups: Sequence[Group], with_gradient: frozenset[str], may_be_none: bool
+) -> dict[str, StoredTensor]:
+    wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
+    if not wanted and not may_be_none:
+        raise ConfigError(
+            f"frozen_from={str(frozen.source.path)!r} has frozen parameters, and the model has none: requires_grad_(False) comes "
+            "before manager.offload"
+        )
+    return frozen.find(model, wanted)
+
+
+def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
+    """Return the names of the parameters that have, had or are to have gradients. See `take_inventory`."""
+    had = {slot.spec.owner for plan in before.grad_plans for slot in plan.slots} if before is not None else set()
+    joined = settings.keys() - before.settings.keys() if before is not None else set()
+    return frozenset(
+        name
+        for group in groups
+        for name, parameter in group.parameters
+        if parameter.requires_grad
+        or name in had
+        or id(parameter) in joined
+        or (before is not None and parameter.grad is not None)
+    )
+
+
+def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> None:
+    ours, theirs = ({name: p for group in all_ for name, p in group.parameters} for all_ in (groups, before))
+    if ours.keys() != theirs.keys() or any(ours[name] is not theirs[name] for name in ours):
+        changed = sorted({name for name in {*ours, *theirs} if ours.get(name) is not theirs.get(name)})
+        raise StateError(
+            f"the model has other parameters than when it was offloaded ({', '.join(changed[:3])}): what is trained can be "
+            "changed after manager.offload, what the model consists of cannot"
+        )
+
+
+def _by_training(
+    parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str]
+) -> list[list[tuple[str, nn.Parameter]]]:
+    """Return those that are trained and those that are not, in order of first appearance: what never changes lies apart."""
+    kinds = dict.fromkeys(name in with_gradient for name, _ in parameters)
+    return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
+
+
+def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
+    """Return the place of each tensor by (parameter's name, kind)."""
+    return {
+        (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)
+        for section in sections
+        for slot in section.plan.slots
+    }
+
+
+def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLocation]) -> list[Trainable]:
+    """Return, for each group with trainable parameters, where their state lies."""
+    trainables = []
+    for group in inventory.groups:
+        found = Trainable(group.index, [], [], [])
+        for name, parameter in group.parameters:
+            if name not in inventory.forms:
+                continue
+            form = inventory.forms[name]
+            of_key = {key.name: places[name, key.name] for key in form.keys}
+            like = {key.name for key in form.keys if key.is_like(parameter.dim())}
+            state = {key: place for key, place in of_key.items() if key in like}
+            if updated_dtype(parameter, inventory.master_dtype) != parameter.dtype:
+                state = {MASTER: places[name, MASTER], **state}
+            others = {key: place for key, place in of_key.items() if key not in like}
+            found.parameters.append(parameter)
+            grad = places.get((name, "grad"))
+            paged_grad = grad if grad is not None and grad.section.pages else None
+            stays = group.index in inventory.staying_state
+            param = places[name, "param"]
+            found.places.append(ParameterLocations(name, param, state, others, form.may_cut, paged_grad, stays))
+            found.settings.append(inventory.settings.get(id(parameter), NO_GROUP))
+        if found.parameters:
+            trainables.append(found)
+    return trainables
+
+
+def make_sections(
+    plans: Sequence[SectionPlan],
+    file_offsets: Sequence[int],
+    resident: Callable[[SectionPlan], bool],
+    page_bytes: int,
+    first_page: int = 0,
+) -> list[Section]:
+    """Return sections without memory; the pages of those that are not `resident` are numbered through from `first_page`."""
+    sections = []
+    for plan, offset in zip(plans, file_offsets, strict=True):
+        section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
+        section.guards_writes = plan.family == "param"
+        first_page += len(section.pages)
+        sections.append(section)
+    return sections
+
+
+def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool) -> None:
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if is_cold(parameter) or is_guarded(parameter):
+            raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
+        if nn.parameter.is_lazy(parameter):
+            raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
+        if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
+            raise UnsupportedError(
+                f"parameter {name} is on the meta device and has no values: say where they come from, "
+                "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
+            )
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
+            raise UnsupportedError(
+                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: say "
+                f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
+            )
+        if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
+            raise UnsupportedError(
+                f"parameter {name} is a {type(parameter).__name__} with layout {parameter.layout}: "
+                "only plain dense nn.Parameter can be paged"
+            )
+    _check_modules(model)
+    _check_disjoint(model)
+
+
+def _check_modules(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"{name or type(module).__name__} makes sparse gradients, which have no fixed place: build the embedding with "
+                "sparse=False"
+            )
+
+
+def _check_disjoint(model: nn.Module) -> None:
+    """Refuse parameters that are different objects on the same memory: offload would part them, plain torch changes both."""
+    places = sorted(
+        (p.data_ptr(), p.data_ptr() + _span(p), name)
+        for name, p in model.named_parameters()
+        if p.numel() and not p.is_meta
+    )
+    for (_, end, name), (begin, _, other) in itertools.pairwise(places):
+        if begin < end:
+            raise UnsupportedError(
+                f"parameters {name} and {other} share memory without being one object: make them one "
+                "(`a.weight = b.weight`), or give each its own (`b.weight.data = b.weight.data.clone()`), before manager.offload"
+            )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Return how many bytes there are from the first element to the end of the last, of any strides."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _check_state(
+    name: str, parameter: nn.Parameter, state: dict[str, Any], form: StateForm, updated: torch.dtype
+) -> None:
+    """Raise UnsupportedError unless what the optimizer has for a parameter already is what a trial of it has kept."""
+    known = {key.name: key for key in form.keys}
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            fits = is_plain(value)
+        else:
+            fits = key in known and tuple(value.shape) == known[key].shape(parameter.shape)
+            fits = fits and (value.dtype == known[key].dtype or updated != parameter.dtype)
+        if not fits:
+            shape = f" of {value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            raise UnsupportedError(
+                f"the optimizer's state of {name} has {sorted(state)}, of which {key!r} (a {type(value).__name__}{shape}) is "
+                f"nothing that it would keep by itself ({sorted(known)}): offload it with the state that it made, or with none"
+            )
+
+
+def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
+    known = {id(parameter) for parameter in model.parameters()}
+    settings = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for number, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise UnsupportedError(
+                    f"parameter {number} of the optimizer's group {index} (shape {list(parameter.shape)}) is not one of the "
+                    "model's: build the optimizer from model.parameters(), or offload all models, offload([model, other], ...)"
+                )
+            settings[id(parameter)] = index
+    return settings
+
+
+def updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -> torch.dtype:
+    """Return the dtype of the tensor that the optimizer updates: the master's, where there is one."""
+    narrow = master_weights is not None and parameter.dtype in (torch.bfloat16, torch.float16)
+    return torch.float32 if narrow else parameter.dtype
+
+
+def _spec(name: str, kind: str, parameter: nn.Parameter) -> TensorSpec:
+    return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape))
+
+
+def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm) -> list[TensorSpec]:
+    """State of one parameter in the order of its section: what is not of its shape, master, then what is."""
+    shape = tuple(parameter.shape)
+    for key in form.keys:
+        if key.name in KINDS:
+            raise UnsupportedError(
+                f"the optimizer's state of {name} has the key {key.name!r}, which swapper uses itself"
+            )
+    specs = [(key, TensorSpec(name, key.name, key.dtype, key.shape(shape))) for key in form.keys]
+    others = [spec for key, spec in specs if not key.is_like(len(shape))]
+    master = [TensorSpec(name, MASTER, updated, shape)] if updated != parameter.dtype else []
+    return [*others, *master, *(spec for key, spec in specs if key.is_like(len(shape)))]

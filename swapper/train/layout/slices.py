@@ -1,0 +1,211 @@
+"""What the optimizer updates together. Pure planning over a group's slots.
+
+A *slice* is a run of elements of a group's parameters whose state is brought in, updated and written back as one. Small
+parameters share a slice; a parameter whose state is larger than a few pages is cut, where the optimizer allows it, at page
+boundaries of its first state tensor, so that neighbouring slices share few pages.
+
+[Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
+elements as for the whole one: the vectorised kernels work in runs that divide 64, so no element changes between a kernel's
+vector body and its scalar tail. Which optimizers are element-wise is found out by a trial (train/optimizer/optimizer_probe.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swapper.paging.planning.layout import Slot
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section
+
+CUT_ELEMENTS = 64
+"""[Note: where a parameter may be cut]"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorLocation:
+    """A tensor's section and slot in it. Equal to itself only: it is looked up many times a step."""
+
+    section: Section
+    slot: Slot
+
+    def pages(self, begin: int, end: int) -> list[int]:
+        """Return the indices of the pages that elements [begin, end) lie on."""
+        itemsize = self.slot.spec.dtype.itemsize
+        at = self.slot.offset
+        return [page.index for page in self.section.pages_of(at + begin * itemsize, at + end * itemsize)]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterLocations:
+    """Where everything that belongs to one trainable parameter lies.
+
+    Attributes:
+        name: qualified name.
+        param: the parameter itself.
+        state: state tensors of the parameter's shape by key, the fp32 master (key "master") first where there is one.
+        others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
+        may_cut: whether its elements may be updated in pieces.
+        grad: its gradient, where that is on NVMe.
+        state_stays: all of the state is on a device, and its places are not needed for an update.
+    """
+
+    name: str
+    param: TensorLocation
+    state: dict[str, TensorLocation]
+    others: dict[str, TensorLocation]
+    may_cut: bool = True
+    grad: TensorLocation | None = None
+    state_stays: bool = False
+
+    @property
+    def numel(self) -> int:
+        return self.param.slot.spec.numel
+
+    @property
+    def has_master(self) -> bool:
+        return "master" in self.state
+
+
+@dataclass(frozen=True, slots=True)
+class SlicePiece:
+    """Elements [begin, end) of the group's trainable parameter number `parameter`."""
+
+    parameter: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """What is updated together, and the pages that this needs."""
+
+    pieces: tuple[SlicePiece, ...]
+    access: Access
+
+
+def plan_slices(
+    group: int, parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int
+) -> list[Slice]:
+    """Return the slices of one group, in the order of its layout.
+
+    Args:
+        group: index of the group.
+        parameters: its trainable parameters, in the order of their slots.
+        active: for each, whether it has a gradient in this step: those that have none are left out.
+        page_bytes: size of a page.
+
+    No slice needs more pages than the largest one of a step in which all parameters have gradients: what the budget was
+    divided for is enough for every step.
+    """
+    most_pages = sys.maxsize
+    if not all(active):
+        everything = plan_slices(group, parameters, [True] * len(parameters), page_bytes)
+        most_pages = max(len(part.access.pages) for part in everything)
+    unfilled = _pages_made_anew(parameters, active)
+    slices = []
+    for number, pieces in enumerate(_runs(parameters, active, page_bytes, most_pages)):
+        access = _access(group, number, parameters, pieces, unfilled)
+        unfilled -= access.fresh
+        slices.append(Slice(pieces, access))
+    return slices
+
+
+def _runs(
+    parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int, most_pages: int
+) -> Iterator[tuple[SlicePiece, ...]]:
+    """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a time."""
+    run: list[SlicePiece] = []
+    run_bytes = 0
+    run_pages: set[int] = set()
+    for number, places in enumerate(parameters):
+        if not active[number]:
+            continue
+        cuts = _cuts(places, page_bytes) if places.may_cut else [places.numel]
+        begin = 0
+        for end in cuts:
+            nbytes = (end - begin) * _lead(places).slot.spec.dtype.itemsize
+            pages = {
+                *_state_pages(places, begin, end),
+                *places.param.pages(begin, end),
+                *_grad_pages(places, begin, end),
+            }
+            if run and (run_bytes + nbytes > page_bytes or len(run_pages | pages) > most_pages):
+                yield tuple(run)
+                run, run_bytes, run_pages = [], 0, set()
+            run.append(SlicePiece(number, begin, end))
+            run_bytes += nbytes
+            run_pages |= pages
+            begin = end
+    if run:
+        yield tuple(run)
+
+
+def _lead(places: ParameterLocations) -> TensorLocation:
+    return next(iter(places.state.values()), places.param)
+
+
+def _cuts(places: ParameterLocations, page_bytes: int) -> list[int]:
+    """Return the ends of the pieces of one parameter: at page boundaries of its first state tensor, in elements."""
+    slot = _lead(places).slot
+    itemsize = slot.spec.dtype.itemsize
+    ends = []
+    boundary = (slot.offset // page_bytes + 1) * page_bytes
+    while boundary < slot.end:
+        elements = (boundary - slot.offset) // itemsize // CUT_ELEMENTS * CUT_ELEMENTS
+        if elements > 0:
+            ends.append(elements)
+        boundary += page_bytes
+    return [*ends, places.numel]
+
+
+def _pages_made_anew(parameters: Sequence[ParameterLocations], active: Sequence[bool]) -> set[int]:
+    """Parameter pages that need not be read: every parameter on them is written from its master."""
+    pages: set[int] = set()
+    keep: set[int] = set()
+    sections = {places.param.section: None for places in parameters}
+    rewritten = {
+        places.param.slot.spec.owner
+        for places, is_active in zip(parameters, active, strict=True)
+        if is_active and places.has_master
+    }
+    for section in sections:
+        for slot in section.plan.slots:
+            of_slot = {page.index for page in section.pages_of(slot.offset, slot.end)}
+            (pages if slot.spec.owner in rewritten else keep).update(of_slot)
+    return pages - keep
+
+
+def _state_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
+    """Return the pages that the state of elements [begin, end) lies on. The first piece has what is not of their shape."""
+    if places.state_stays:
+        return []
+    others = (
+        [p for place in places.others.values() for p in place.pages(0, place.slot.spec.numel)] if begin == 0 else []
+    )
+    return others + [page for place in places.state.values() for page in place.pages(begin, end)]
+
+
+def _grad_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
+    return places.grad.pages(begin, end) if places.grad is not None else []
+
+
+def _access(
+    group: int,
+    number: int,
+    parameters: Sequence[ParameterLocations],
+    pieces: Sequence[SlicePiece],
+    unfilled: set[int],
+) -> Access:
+    read: dict[int, None] = {}
+    gradients: dict[int, None] = {}
+    filled: dict[int, None] = {}
+    for piece in pieces:
+        places = parameters[piece.parameter]
+        read.update(dict.fromkeys(_state_pages(places, piece.begin, piece.end)))
+        gradients.update(dict.fromkeys(_grad_pages(places, piece.begin, piece.end)))
+        for page in places.param.pages(piece.begin, piece.end):
+            (filled if page in unfilled else read)[page] = None
+    changed = (*read, *filled)
+    return Access(("slice", group, number), (*gradients, *changed), fresh=frozenset(filled), writes=frozenset(changed))

@@ -1,0 +1,119 @@
+"""What must hold of gradients and settings so that a step, taken slice by slice, gives what plain torch gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from swapper.errors import StateError, UnsupportedError
+from swapper.train.layout.inventory import Inventory, updated_dtype
+from swapper.train.layout.slices import ParameterLocations
+from swapper.train.optimizer.entries import StateEntries
+from swapper.train.optimizer.membership import Membership
+from swapper.train.optimizer.optimizer_probe import StateForm
+from swapper.train.updates.sweep import NO_GROUP, Trainable
+
+
+class Conditions:
+    """Looks at gradients and settings before anything of a step is done.
+
+    Args:
+        inventory: what the model and the optimizer consist of.
+        trainables: what is trained.
+        membership: has their `settings` follow the optimizer's groups.
+        entries: what the optimizer keeps for each parameter.
+    """
+
+    def __init__(
+        self, inventory: Inventory, trainables: Sequence[Trainable], membership: Membership, entries: StateEntries
+    ) -> None:
+        self._inventory = inventory
+        self._trainables = trainables
+        self._membership = membership
+        self._entries = entries
+        self._edits = membership.edits
+        self._look_at_groups()
+
+    def _look_at_groups(self) -> None:
+        """Find out what kinds of parameters there are, by group."""
+        # For each kind the forms that parameters of it have room for, each with the name of one of them.
+        self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
+        self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterLocations]]] = {}
+        for trainable in self._trainables:
+            for parameter, places, settings in zip(
+                trainable.parameters, trainable.places, trainable.settings, strict=True
+            ):
+                if settings == NO_GROUP:
+                    continue
+                dtype = updated_dtype(parameter, self._inventory.master_dtype)
+                room = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
+                room.setdefault(self._inventory.forms[places.name], places.name)
+                self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
+        self._starts_together = {
+            (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)
+        }
+
+    def check_step(self) -> None:
+        """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
+
+        Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its first
+        gradient where they must have it together.
+        """
+        self.check_settings()
+        for kind in self._starts_together:
+            active = [places.name for parameter, places in self._of_kind[kind] if parameter.grad is not None]
+            new = [name for name in active if not self._entries[name]]
+            if new and len(new) < len(active):
+                raise StateError(
+                    f"parameter {new[0]} has its first gradient later than others, and with these settings the optimizer rounds "
+                    "differently in such a step: build it with foreach=False"
+                )
+
+    def check_settings(self) -> None:
+        """The part of `check_step` that needs no gradients."""
+        self._membership.follow()
+        if self._edits != self._membership.edits:
+            self._look_at_groups()
+            self._edits = self._membership.edits
+        for (settings, dtype, ndim), forms in self._kinds.items():
+            now = self._inventory.discovery.form(settings, dtype, ndim)
+            for form, name in forms.items():
+                if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
+                    raise StateError(
+                        f"parameter {name} is in the optimizer's group {settings}, which keeps other state than there is room for "
+                        f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
+                        "update parameters in pieces: the group's settings were changed, or the parameter was in another group. "
+                        "Do that before manager.offload"
+                    )
+
+    @property
+    def all_gradients_matter(self) -> bool:
+        """Whether no parameter may be updated before it is known which ones have a gradient in this step."""
+        return any(
+            not self._entries[places.name] for kind in self._starts_together for _, places in self._of_kind[kind]
+        )
+
+
+def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], optimizer: str) -> None:
+    """Raise UnsupportedError if updates at this time cannot be exact.
+
+    Args:
+        update: "step", "deferred" or "backward".
+        model: to be offloaded.
+        forms: what its optimizer keeps.
+        optimizer: its kind, for people.
+    """
+    names = sorted({name for form in forms for name in form.sets})
+    if update == "deferred" and names:
+        raise UnsupportedError(
+            f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
+            "the next forward is over: offload with update='step'"
+        )
+    if update == "backward" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            "DistributedDataParallel averages gradients over processes while backward goes on, and update='backward' would use "
+            "them before that: offload with update='step' or update='deferred'"
+        )

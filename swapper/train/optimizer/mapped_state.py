@@ -1,0 +1,237 @@
+"""Tensors of `state_dict()`, model's and optimizer's, that take no memory: they are mapped from the swap files, or alias what is
+resident.
+
+They show the state of the moment when they were made. What they are mapped from is written to by later steps, so before the state
+changes next they *expire*: from then on an operation that needs their data raises an error instead of showing a mix of two steps.
+Until then they can be looked at, copied, and saved by torch.save, which writes plain tensors; writing to them would change nothing,
+and is refused. What has its own memory, as the result of clone(), `.to()` or deepcopy, stays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.errors import IoError, StateError
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.modules.cold import tensors_among, written_among
+from swapper.modules.cold_tables import METADATA
+from swapper.paging.pager import Pager
+from swapper.paging.section import EXTERNAL, Page
+from swapper.train.layout.slices import TensorLocation
+from swapper.train.optimizer.state_view import ShownState
+
+COPIED_BYTES = 1 << 16
+"""Tensors smaller than this are copied."""
+
+MAP_NORESERVE = 0x4000
+"""A mapping larger than memory is no promise to fill it (Linux; Python's mmap names it from 3.13 on)."""
+
+MAP_FIXED = 0x10
+MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_longlong]
+
+_shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
+
+
+class StateTensor(torch.Tensor):
+    """A tensor that shows a part of the state until that changes. Never made by anyone: a tensor's class is set to it."""
+
+    shown_by: MappedState
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        shown = [tensor for tensor in tensors_among((args, kwargs)) if type(tensor) is StateTensor]
+        if func not in METADATA:
+            for tensor in shown:
+                tensor.shown_by.check()
+            _check_not_written(func, args or tuple(kwargs.values()), kwargs)  # torch.nn.init passes its tensor by name
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is torch.Tensor.to and any(result is tensor for tensor in shown):
+                return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
+            for tensor in shown:
+                tensor.shown_by.watch_views(tensor, result)
+        return result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if self.shown_by.expired:
+            return f"StateTensor(expired, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return repr(self._plain())
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self._plain().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def _plain(self) -> torch.Tensor:
+        self.shown_by.check()
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+
+class MappedState:
+    """What one state_dict shows.
+
+    Args:
+        pager: all it has is in the store, or in resident sections.
+        made_by: for errors: whose tensors these are.
+    """
+
+    def __init__(self, pager: Pager, made_by: str) -> None:
+        self._pager = pager
+        self.made_by = made_by
+        self._mappings: dict[str, mmap.mmap] = {}
+        self._places: dict[int, TensorLocation] = {}  # by address
+        self.expired = ""
+        _shown.add(self)
+
+    def tensor(self, place: TensorLocation) -> torch.Tensor:
+        """Return the tensor at `place`, with a storage of its own: torch.save writes storages whole."""
+        spec = place.slot.spec
+        pages = place.section.pages_of(place.slot.offset, place.slot.end)
+        if spec.nbytes < COPIED_BYTES:
+            return self._copy(place, pages)
+        if place.section.resident:
+            flat = torch.from_numpy(place.section.memory[place.slot.offset : place.slot.end].numpy())
+        elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == EXTERNAL for p in pages):
+            at = pages[0].stored_offset - pages[0].offset + place.slot.offset
+            if at % spec.dtype.itemsize:  # a file of the user's may have it anywhere
+                return self._copy(place, pages)
+            flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
+        elif any(page.stored_offset % SECTOR_BYTES for page in pages):
+            return self._copy(place, pages)
+        else:
+            flat = torch.frombuffer(
+                self._patchwork(pages), dtype=torch.uint8, count=spec.nbytes, offset=place.slot.offset - pages[0].offset
+            )
+        shown = flat.view(spec.dtype).view(spec.shape)
+        self._places[shown.data_ptr()] = place
+        shown.__class__ = StateTensor
+        shown.shown_by = self  # type: ignore[attr-defined]
+        return shown
+
+    def check(self) -> None:
+        """Raise StateError if the state has changed."""
+        if self.expired:
+            raise StateError(
+                f"a tensor of {self.made_by} is used after {self.expired}: it showed the state of before, and has no "
+                "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
+                "manager.snapshot(path)"
+            )
+
+    def place_of(self, tensor: torch.Tensor) -> TensorLocation | None:
+        """Return the place that `tensor` shows from its beginning."""
+        return self._places.get(tensor.data_ptr())
+
+    def watch_views(self, tensor: torch.Tensor, result: Any) -> None:
+        """A view of `tensor` expires with it."""
+        storage = tensor.untyped_storage().data_ptr()
+        for view in tensors_among(result):
+            plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
+            if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
+                view.__class__ = StateTensor
+                view.shown_by = self  # type: ignore[attr-defined]
+
+    def _map(self, page: Page) -> mmap.mmap:
+        path = self._pager.file_of(page).path
+        if path not in self._mappings:
+            with Path(path).open("rb") as file:
+                flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+                self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return self._mappings[path]
+
+    def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:
+        """Map pages that lie in several files side by side."""
+        nbytes = pages[-1].offset + pages[-1].nbytes - pages[0].offset
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        patchwork = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
+        for page in pages:
+            _map_over(
+                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.stored_offset
+            )
+        return patchwork
+
+    def _copy(self, place: TensorLocation, pages: Iterable[Page]) -> torch.Tensor:
+        """A small tensor, or one that cannot be mapped."""
+        section, slot = place.section, place.slot
+        if section.resident:
+            return self._only_shown(section.tensor(slot).clone())
+        copied = torch.empty(slot.spec.nbytes, dtype=torch.uint8)
+        for page in pages:
+            begin, end = max(page.offset, slot.offset), min(page.offset + page.nbytes, slot.end)
+            at = page.stored_offset + begin - page.offset
+            mapped = torch.frombuffer(self._map(page), dtype=torch.uint8, count=end - begin, offset=at)
+            copied[begin - slot.offset : end - slot.offset] = mapped
+        return self._only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
+
+    def _only_shown(self, copied: torch.Tensor) -> torch.Tensor:
+        """Have a copy not be written to. Single numbers may: plain optimizers take a state_dict's step counters as they are."""
+        made_by = self.made_by
+        if not copied.dim():
+            return copied
+
+        def refuse(_: torch.Tensor, how: str) -> None:
+            raise _only_shows(how, made_by)
+
+        return ShownState(copied, refuse, is_taken_over=True).tensor()
+
+
+def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
+    """Have bytes of a file at `address`, in place of what was mapped there."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+        mapped = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    finally:
+        os.close(descriptor)
+    if mapped == MAP_FAILED:
+        error = ctypes.get_errno()
+        raise IoError("map", path, offset, nbytes, error, "raise vm.max_map_count, or use manager.snapshot(path)")
+
+
+def expire(shown: Iterable[MappedState], why: str) -> None:
+    """The state is about to change: what `shown` shows must not be looked at any more."""
+    for state in list(shown):
+        state.expired = state.expired or why
+
+
+def steady(value: Any, place: TensorLocation | None) -> Any:
+    """Return `value`, which is to be put at `place`; a copy if it is the state of another place, which may be overwritten first."""
+    is_other = type(value) is StateTensor and value.shown_by.place_of(value) != place
+    return value.clone() if is_other else value
+
+
+def _check_not_written(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    written = [tensor for tensor in written_among(func, args, kwargs) if type(tensor) is StateTensor]
+    if written:
+        raise _only_shows(getattr(func, "__name__", str(func)), written[0].shown_by.made_by)
+
+
+def _only_shows(how: str, made_by: str) -> StateError:
+    return StateError(
+        f"{how} would write to a tensor of {made_by}, which only shows the state: change a copy.deepcopy of the state_dict, "
+        "and give it to load_state_dict"
+    )
+
+
+def _expire_in_child() -> None:
+    expire(_shown, "a fork, in the child, which has not swapper's memory")
+
+
+os.register_at_fork(after_in_child=_expire_in_child)

@@ -1,0 +1,221 @@
+"""PagedOptimizer: the optimizer that `SwapManager.offload` returns, a drop-in for the user's own.
+
+It has the original's `param_groups`, the very same objects, so that learning-rate schedulers made before or after act on
+both; its `step` is the sweep over the paged state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import StateError, UnsupportedError
+from swapper.runtime.interrupts import defer_sigint
+from swapper.train.optimizer.state_view import StateView
+
+
+class StateOwner(Protocol):
+    """Who has the optimizer's state."""
+
+    @property
+    def view(self) -> StateView:
+        """Shows the state of each parameter."""
+        ...
+
+    def save(self) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form, {index of parameter: {key: tensor}}."""
+        ...
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        """Take the same."""
+        ...
+
+
+class PagedOptimizer(Optimizer):
+    """An optimizer whose state lives where the manager placed it.
+
+    Args:
+        original: the user's optimizer. Its settings and param_groups are shared.
+        run_step: does the update.
+        train_more: called with what adds a group to the original; does it, and has the group trained.
+    """
+
+    _owner: StateOwner | None = None
+
+    def __init__(
+        self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
+    ) -> None:
+        super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
+        del self.defaults  # what the original has is the original's: see `__setattr__`
+        self._original = original
+        self._run_step = run_step
+        self._train_more = train_more
+        for name in [name for name in vars(self) if name.endswith("_hooks")]:  # those that the user has put in go on
+            setattr(self, name, getattr(original, name))
+
+    def bind(self, owner: StateOwner | None) -> None:
+        """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
+        self._owner = owner
+
+    @property
+    def state(self) -> Any:
+        """See train/optimizer/state_view.py."""
+        return vars(self)["state"] if self._owner is None else self._owner.view
+
+    @state.setter
+    def state(self, state: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        if self._owner is None:
+            vars(self)["state"] = state
+        elif state is not self._owner.view:
+            self._owner.view.replace(state)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original_with(name), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that the user's optimizer has (`defaults`, an option of its class) acts where it is read."""
+        if name not in vars(self) and not hasattr(type(self), name) and self._is_shared(name):
+            setattr(self._original, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _original_with(self, name: str) -> Optimizer:
+        if not self._is_shared(name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self._original
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether it is an option of the original. Not its methods, which look for the state where it is no more; nor what torch
+        notes of its `step` (`_step_supports_amp_scaling`), which is not ours."""
+        return not name.startswith("_") and name in vars(vars(self).get("_original", self))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The original's: to be edited as in plain torch, see train/optimizer/membership.py."""
+        return self._original.param_groups if hasattr(self, "_original") else vars(self)["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        if hasattr(self, "_original"):
+            self._original.param_groups = groups
+        else:
+            vars(self)["param_groups"] = groups
+
+    @property
+    def _bound(self) -> StateOwner:
+        if self._owner is None:
+            raise StateError("the optimizer's state is nowhere: the manager failed, and can only be closed")
+        return self._owner
+
+    def __repr__(self) -> str:
+        return f"Paged{self._original!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "an offloaded optimizer cannot be copied or pickled (torch.save, copy.deepcopy), because its state lies where the "
+            "manager has it: save or copy optimizer.state_dict(), or keep everything with manager.snapshot(path)"
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Ctrl-C takes effect when the update is whole; a second Ctrl-C at once. A step that fails half-way is undone where the
+        one before is committed, and can be taken again; where it is not, the manager can then only be closed.
+
+        Raises:
+            IoError: a transfer failed.
+            StateError: the manager is closed, has failed, or is used in a forked child.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with defer_sigint:
+            self._run_step()
+        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state_dict, its tensors mapped from the swap files: without memory, to be read until the next step.
+
+        torch.save writes them as plain tensors; copy.deepcopy makes plain ones that last. See train/optimizer/mapped_state.py.
+
+        Raises:
+            IoError: what is changed in memory could not be written.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        with defer_sigint:
+            state = self._bound.save()
+        state_dict: dict[str, Any] = {"state": state, "param_groups": packed_groups(self.param_groups)}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state_dict = after(self, state_dict) or state_dict
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state_dict of plain torch's optimizer, or of this one.
+
+        Raises:
+            ValueError: its groups, parameters or state differ from this optimizer's. Nothing has changed then.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        theirs, ours = state_dict["param_groups"], self.param_groups
+        lengths = [(len(a["params"]), len(b["params"])) for a, b in zip(theirs, ours, strict=False)]
+        if len(theirs) != len(ours) or any(a != b for a, b in lengths):
+            raise ValueError(
+                "the state_dict's parameter groups differ from this optimizer's: "
+                f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
+            )
+        with defer_sigint:
+            self._bound.load(state_dict["state"])
+            for saved, group in zip(theirs, ours, strict=True):
+                group.update({key: value for key, value in saved.items() if key != "params"})
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Have more of the offloaded model trained, as torch's does. Where that fails, nothing has changed.
+
+        The run gets a new layout, with room for the gradients and the state: it is copied once, from old swap files to new ones.
+
+        Raises:
+            BudgetError: the budget is too small for it; says the smallest that works.
+            DirectoryError: the drive has no room for new swap files beside the old.
+            UnsupportedError: the group has parameters that are not of the offloaded model.
+            StateError: in the middle of a forward, a backward or a gather.
+            ValueError, TypeError: torch refuses the group.
+        """
+        if not hasattr(self, "_original"):
+            super().add_param_group(param_group)
+            return
+        with defer_sigint:
+            self._train_more(lambda: self._original.add_param_group(param_group))
+
+
+class NoOptimizer(Optimizer):
+    """Stands in where nothing is trained."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `param_groups` as torch's state_dict has them: parameters by number, in order of appearance."""
+    packed = []
+    start = 0
+    for group in param_groups:
+        members = group.get("params")
+        count = len(members) if isinstance(members, list | tuple) else 0  # what is neither is refused at the step
+        settings = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**settings, "params": list(range(start, start + count))})
+        start += count
+    return packed

@@ -1,0 +1,385 @@
+"""What an optimizer keeps for a parameter, and whether a parameter may be cut: found out by real steps on small tensors.
+
+Nothing about any optimizer is listed here, with the exceptions that cannot be found by trying. Two tensors of the parameter's
+dtype and number of dimensions take a few steps with the user's own settings: together, each by itself, and one of them cut into
+flat pieces; everything is compared bit for bit.
+
+[Note: what the trial decides] *Together and apart differ*: the optimizer couples parameters, and a sweep that updates them slice
+after slice would give other values; refused. *Whole and cut differ*: parameters are updated whole (Adafactor, Muon). The pieces of
+the trial are shorter than a run of torch's vector code, so equality means that an element's place does not matter at all.
+torch's fused kernels do depend on it, within runs of 8 (fp32) or 16 (bf16, fp16) elements: they are cut at multiples of 64
+(train/layout/slices.py), in the trial too.
+
+[Note: bf16 and fp16] There torch's vector and scalar code round differently in most operations that unfused optimizers use, in one
+element of a few thousand: plain torch itself then depends on the number of threads. A short trial may miss that, so besides
+passing it an optimizer must be one of those whose operations were looked at: AdamW, Adam without weight decay, Rprop; fused
+AdamW, Adam and Adagrad. All others are updated whole there.
+
+[Note: shapes of state] A tensor of state has its shape by the parameter's: each of its dimensions is one of the parameter's or a
+constant (Adafactor's factors). Which, is read off two tensors all of whose dimensions have different sizes.
+
+[Note: tried once] What a class of torch's own does follows from its settings, and from torch's default dtype (counters): one trial
+of them serves all of its instances. What anybody else's does may depend on the instance, and each has trials of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Adagrad, Adam, AdamW, Optimizer, Rprop
+
+from swapper.errors import UnsupportedError
+from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
+from swapper.train.optimizer.refused_optimizers import NARROW, check_settings
+
+STEPS = 4
+SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
+    ((), ()),
+    ((1031,), (613,)),
+    ((31, 37), (29, 23)),
+    ((7, 11, 13), (5, 17, 8)),
+    ((3, 5, 7, 11), (5, 3, 11, 8)),
+    ((2, 3, 5, 7, 11), (3, 4, 7, 5, 2)),
+)
+"""By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
+LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
+TRIAL_LR = 1e-2
+"""Instead of a rate of zero, as at the start of a warm-up: nothing would be seen."""
+CUT_NARROW: tuple[type[Optimizer], ...] = (AdamW, Adam, Rprop)
+CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
+"""[Note: bf16 and fp16]"""
+
+PLAIN = (int, float, bool, str, type(None))
+
+_of_torch: dict[Any, StateForm] = {}
+"""[Note: tried once]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StateKey:
+    """A tensor that an optimizer keeps for a parameter.
+
+    `axes` has for each of its dimensions the parameter's dimension that has the same size, or -n-1 for a constant n.
+    """
+
+    name: str
+    dtype: torch.dtype
+    axes: tuple[int, ...]
+
+    def shape(self, parameter: Sequence[int]) -> tuple[int, ...]:
+        return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
+
+    def is_like(self, ndim: int) -> bool:
+        """Has it the parameter's own shape?"""
+        return self.axes == tuple(range(ndim))
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """What an optimizer keeps for parameters of one kind.
+
+    Attributes:
+        keys: the tensors that it keeps, after some step or other.
+        always: names, of tensors and of what else it keeps, that were there after every step of the trial.
+        may_cut: see [Note: what the trial decides].
+        starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16 rounds
+            in another way in a step in which any of them is new.
+        sets: names of settings in its groups that a step changes.
+    """
+
+    keys: tuple[StateKey, ...]
+    always: frozenset[str]
+    may_cut: bool
+    starts_together: bool = False
+    sets: frozenset[str] = frozenset()
+
+    def find(self, name: str) -> StateKey | None:
+        return next((key for key in self.keys if key.name == name), None)
+
+
+class OptimizerProbe:
+    """Finds out the forms of one optimizer's state, each once."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        self._forms: dict[Any, StateForm] = _of_torch if is_of_torch else {}
+
+    def form(self, settings: int, dtype: torch.dtype, ndim: int) -> StateForm:
+        """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
+
+        Raises:
+            UnsupportedError: the optimizer cannot be paged; says why.
+        """
+        group = self._optimizer.param_groups[settings]
+        chosen = sorted(
+            (key, type(value).__name__ if key in LR_NAMES else repr(value))
+            for key, value in group.items()
+            if key not in {"params", NAMES}
+        )
+        optimizer = self._optimizer
+        key = (type(optimizer), bool(optimizer.state), tuple(chosen), dtype, ndim, torch.get_default_dtype())
+        if key not in self._forms:
+            if ndim >= len(SHAPES):
+                raise UnsupportedError(f"parameters of {ndim} dimensions cannot be paged: at most {len(SHAPES) - 1}")
+            check_settings(self._optimizer, group, dtype)
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
+        return self._forms[key]
+
+
+class _Trial:
+    """A few steps on two small tensors, in several ways. The optimizer itself is not touched: clones take them."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        settings: int,
+        dtype: torch.dtype,
+        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._dtype = dtype
+        self._shapes = shapes
+        self._kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        generator = torch.Generator().manual_seed(0x5AFE)
+        self._values = [_random(shape, dtype, generator) for shape in shapes]
+        self._gradients = [[_random(shape, dtype, generator) for shape in shapes] for _ in range(STEPS)]
+        self._initial: Callable[[tuple[int, ...]], dict[str, Any]] = lambda shape: {}
+        self._always: set[str] | None = None
+        self._seen: list[dict[str, list[torch.Tensor]]] = [{}, {}]  # tensors of state after each step, by key
+
+    def run(self) -> StateForm:
+        together = self._take_steps([[0, 1]])
+        apart = self._take_steps([[0], [1]])
+        if not is_same(together, apart):
+            raise UnsupportedError(
+                f"{self._kind} cannot be paged: what it does to one parameter depends on the others, on how often it is called "
+                "or on chance, so updating them one after the other would give other values. Use an optimizer that treats "
+                "parameters separately"
+            )
+        keys = tuple(self._key(name) for name in self._seen[0])
+        always = frozenset(self._always or ())
+        sets = self._changed_settings(together[1])
+        may_cut = self._may_cut(keys, apart[0][0])
+        return StateForm(keys, always, may_cut, starts_together=not self._may_start_late(), sets=sets)
+
+    def _changed_settings(self, after: list[dict[str, Any]]) -> frozenset[str]:
+        before = copy_for_trial(self._optimizer).param_groups
+        return frozenset(
+            key
+            for old, new in zip(before, after, strict=True)
+            for key in new
+            if key != "params" and not is_same(new[key], old.get(key))
+        )
+
+    def _may_start_late(self) -> bool:
+        try:
+            return is_same(self._take_steps([[0, 1]], start=2), self._take_steps([[0], [1]], start=2))
+        except UnsupportedError:  # torch's fused SGD with momentum fails there by itself
+            return False
+
+    def _take_steps(self, calls: list[list[int]], start: int = 0) -> Any:
+        """Take the steps, in calls with these tensors; returns tensors with their state, and the optimizer's own changes.
+
+        The second tensor has its first gradient in step `start`.
+        """
+        tensors = [value.clone() for value in self._values]
+        clone = copy_for_trial(self._optimizer)
+        shadow = OptimizerProxy(clone)
+        states: list[dict[str, Any]] = [{}, {}]
+        for step in range(STEPS):
+            for members in [[i for i in call if i == 0 or step >= start] for call in calls]:
+                if not members:
+                    continue
+                for i in members:
+                    if step == start * i:
+                        states[i] = self._initial(self._shapes[i])
+                works = [Work(self._settings, tensors[i], self._gradients[step][i].clone(), states[i]) for i in members]
+                self._try(shadow, works)
+                for index, work in zip(members, works, strict=True):
+                    tensors[index], states[index] = work.tensor, work.state
+                    self._look_at(index, work.state)
+            shadow.end_step()
+        own = {name: value for name, value in vars(clone).items() if is_plain(value) or isinstance(value, torch.Tensor)}
+        return list(zip(tensors, states, strict=True)), clone.param_groups, own
+
+    def _try(self, shadow: OptimizerProxy, works: list[Work]) -> None:
+        """Update; where there must be state before the first step (Adagrad makes it in __init__), begin with such."""
+        kept = [(work.tensor.clone(), dict(work.state)) for work in works]
+        try:
+            shadow.update(works)
+            return
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            template = None if any(state for _, state in kept) else self._template()
+            if template is None:
+                raise self._refusal(error) from error
+        self._initial = template
+        for work, (tensor, _) in zip(works, kept, strict=True):
+            work.tensor, work.state = tensor, template(tuple(tensor.shape))
+        try:
+            shadow.update(works)
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: BaseException) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self._kind} cannot be paged: a step of it on a tensor of shape {list(self._shapes[0])} and "
+            f"{self._dtype}, as swapper would take it, failed with {type(error).__name__}: {error}"
+        )
+
+    def _template(self) -> Callable[[tuple[int, ...]], dict[str, Any]] | None:
+        """State as the optimizer has it for one of its parameters already, for any shape."""
+        for parameter in self._optimizer.param_groups[self._settings]["params"]:
+            state = self._optimizer.state.get(parameter)
+            if not state or any(
+                isinstance(value, torch.Tensor) and value.dim() and value.shape != parameter.shape
+                for value in state.values()
+            ):
+                continue
+
+            def make(shape: tuple[int, ...], known: dict[str, Any] = dict(state)) -> dict[str, Any]:  # noqa: B006
+                return {
+                    key: torch.full(shape, value.reshape(-1)[0].item(), dtype=self._dtype)
+                    if isinstance(value, torch.Tensor) and value.dim() and value.numel()
+                    else copy.deepcopy(value)
+                    for key, value in known.items()
+                }
+
+            return make
+        return None
+
+    def _look_at(self, index: int, state: dict[str, Any]) -> None:
+        self._always = set(state) if self._always is None else self._always & set(state)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                self._seen[index].setdefault(name, []).append(value)
+            elif not is_plain(value):
+                raise UnsupportedError(
+                    f"{self._kind} cannot be paged: it keeps {name!r} as a {type(value).__name__}; only dense tensors, "
+                    "numbers and strings can be kept in a file that plain torch.load reads"
+                )
+
+    def _key(self, name: str) -> StateKey:
+        one, other = self._seen[0][name], self._seen[1].get(name, [])
+        axes = _axes(one[0].shape, other[0].shape, self._shapes) if other else None
+        if (
+            axes is None
+            or len({(t.dtype, t.shape) for t in one}) > 1
+            or any(t.layout is not torch.strided or t.device.type != "cpu" for t in one)
+        ):
+            raise UnsupportedError(
+                f"{self._kind} cannot be paged: it keeps {name!r} in a form that does not follow from the parameter's "
+                f"shape and dtype (shape {list(one[-1].shape)}, {one[-1].dtype}, for a parameter of shape {list(self._shapes[0])})"
+            )
+        return StateKey(name, one[0].dtype, axes)
+
+    def _may_cut(self, keys: tuple[StateKey, ...], whole: tuple[torch.Tensor, dict[str, Any]]) -> bool:
+        """Update flat pieces of the first tensor, and compare with what became of the whole one."""
+        numel = self._values[0].numel()
+        group = self._optimizer.param_groups[self._settings]
+        if numel < 2 or not _may_depend_on_its_elements_only(type(self._optimizer), group, self._dtype):
+            return False
+        step = 64 if group.get("fused") else 13
+        pieces = [(begin, min(begin + step, numel)) for begin in range(0, numel, step)]
+        like = {key.name for key in keys if key.is_like(len(self._shapes[0]))}
+        first = self._initial(self._shapes[0])
+        parts = [self._values[0].reshape(-1)[begin:end].clone() for begin, end in pieces]
+        states = [
+            {k: v.reshape(-1)[b:e].clone() if k in like else copy.deepcopy(v) for k, v in first.items()}
+            for b, e in pieces
+        ]
+        shadow = OptimizerProxy(copy_for_trial(self._optimizer))
+        try:
+            for gradients in self._gradients:
+                flat = gradients[0].reshape(-1)
+                works = [
+                    Work(self._settings, part, flat[begin:end].clone(), state)
+                    for part, state, (begin, end) in zip(parts, states, pieces, strict=True)
+                ]
+                shadow.update(works)
+                parts, states = [work.tensor for work in works], [work.state for work in works]
+                shadow.end_step()
+        except Exception:  # it wants whole parameters, whatever it says
+            return False
+        tensor, state = whole
+        if not is_same(torch.cat(parts), tensor.reshape(-1)) or any(s.keys() != state.keys() for s in states):
+            return False
+        return all(
+            is_same(torch.cat([s[name] for s in states]), value.reshape(-1))
+            if name in like and isinstance(value, torch.Tensor)
+            else all(is_same(s[name], value) for s in states)
+            for name, value in state.items()
+        )
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether `value` can be kept beside the tensors of an optimizer's state."""
+    if isinstance(value, list | tuple):
+        return all(is_plain(item) for item in value)
+    if isinstance(value, dict):
+        return all(is_plain(item) for pair in value.items() for item in pair)
+    return type(value) in PLAIN
+
+
+def copy_for_trial(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer with the same settings and attributes, no parameters, no state, and a rate that is not zero."""
+    clone: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        with contextlib.suppress(Exception):  # what cannot be copied is shared
+            value = value if name in ("state", "param_groups", "step") else copy.deepcopy(value)
+        clone.__dict__[name] = value
+    clone.param_groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} | {"params": []}
+        for group in optimizer.param_groups
+    ]
+    for group in clone.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor) and not rate.any():
+            group["lr"] = torch.full_like(rate, TRIAL_LR)
+        elif isinstance(rate, int | float) and rate == 0:
+            group["lr"] = TRIAL_LR
+    return clone
+
+
+def _may_depend_on_its_elements_only(cls: type[Optimizer], group: dict[str, Any], dtype: torch.dtype) -> bool:
+    if dtype not in NARROW:
+        return dtype.is_floating_point
+    if group.get("fused"):
+        return cls in CUT_NARROW_FUSED
+    return cls in CUT_NARROW and not (
+        cls is Adam and group.get("weight_decay") and not group.get("decoupled_weight_decay")
+    )
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    made = torch.complex64 if dtype.is_complex else torch.float32
+    return torch.randn(shape, generator=generator, dtype=made).to(dtype)
+
+
+def _axes(
+    one: torch.Size, other: torch.Size, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> tuple[int, ...] | None:
+    """[Note: shapes of state]"""
+    if one == shapes[0] and other == shapes[1]:
+        return tuple(range(len(one)))
+    if len(one) != len(other):
+        return None
+    axes = []
+    for size, other_size in zip(one, other, strict=True):
+        found = [axis for axis, pair in enumerate(zip(*shapes, strict=True)) if pair == (size, other_size)]
+        if size == other_size:
+            axes.append(-size - 1)
+        elif len(found) == 1:
+            axes.append(found[0])
+        else:
+            return None
+    return tuple(axes)

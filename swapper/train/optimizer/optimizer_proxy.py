@@ -1,0 +1,213 @@
+"""The user's own optimizer, applied to views.
+
+A *shadow* is an object of the optimizer's class that shares its settings but has parameters and state of its own: those of
+one slice, set anew for each call. So the arithmetic is exactly what plain torch would do with this instance, `fused` or
+`foreach` as the user chose, and none of it is written down here.
+
+[Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. What an optimizer
+counts outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not with
+each call: every call of a step begins with copies of the same settings and attributes, those that `begin_step` found,
+and `end_step` hands the last call's back to the user's. So a step may go on (train/updates/at_step.py) while the user's
+settings are those of the next one already.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import UnsupportedError
+
+NAMES = "param_names"
+"""Of a group's parameters, where the optimizer was built from named ones. As many as parameters, and for people only."""
+
+
+@dataclass(slots=True)
+class Work:
+    """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same dtype.
+
+    `settings` is the index of the parameter's group in `optimizer.param_groups`. `state` is what the optimizer finds in
+    `self.state[tensor]`, and after the update what it left there: perhaps other tensors than those that it was given.
+    """
+
+    settings: int
+    tensor: torch.Tensor
+    gradient: torch.Tensor
+    state: dict[str, Any]
+
+
+class OptimizerProxy:
+    """Runs the update of `optimizer` on tensors of ours."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = _unhooked_step(type(optimizer))
+        # The groups and attributes that the step has.
+        self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] = []  # of the optimizer when the step began
+        self._attributes: dict[str, Any] = {}  # that a call of this step left changed
+        self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
+
+    def begin_step(self) -> None:
+        """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
+        self._groups = list(self._optimizer.param_groups)
+        self._begun = [_Settings(group) for group in self._groups], self._own_attributes()
+        self._settings, self._attributes = {}, {}
+
+    def update(self, works: Sequence[Work]) -> None:
+        """Update the tensors of `works` and their state. A tensor may have another memory afterwards (`p.data = ...`).
+
+        The step begins here, if it has not.
+
+        Raises:
+            UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
+        """
+        if self._begun is None:
+            self.begin_step()
+        settings, attributes = self._begun  # type: ignore[misc]
+        groups: dict[int, dict[str, Any]] = {}
+        state: dict[torch.Tensor, dict[str, Any]] = {}
+        for work in works:
+            work.tensor.grad = work.gradient
+            state[work.tensor] = work.state
+            if work.settings not in groups:
+                groups[work.settings] = settings[work.settings].copy()
+            groups[work.settings]["params"].append(work.tensor)
+        before = {index: dict(group) for index, group in groups.items()}
+        shadow = object.__new__(type(self._optimizer))
+        shadow.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
+        self._step(shadow)
+        if len(shadow.state) != len(works):
+            raise UnsupportedError(f"{self.kind} keeps state that belongs to none of its parameters")
+        for work in works:
+            work.tensor.grad = None
+            work.state = shadow.state[work.tensor]
+        self._note_changes(shadow, groups, before)
+
+    def changed_setting(self) -> str | None:
+        """Return which setting the user has changed since `begin_step`, in words; None if none."""
+        begun = self._begun[0] if self._begun is not None else []
+        if self._begun is not None and len(begun) != len(self._optimizer.param_groups):
+            return "the number of the optimizer's groups"
+        for index, (ours, theirs) in enumerate(zip(begun, self._optimizer.param_groups, strict=False)):
+            if ours.members != [id(parameter) for parameter in theirs.get("params", ())]:
+                return f"'params' of the optimizer's group {index}"
+            for key in {**ours.values, **theirs}:
+                if key != "params" and not is_same(ours.values.get(key, self), theirs.get(key, self)):
+                    return f"{key!r} of the optimizer's group {index}"
+        return None
+
+    def settings(self, number: int) -> Mapping[str, Any]:
+        """Return what a group of the optimizer is set to in this step. Not to be changed."""
+        if self._begun is not None:
+            return self._begun[0][number].values
+        return self._optimizer.param_groups[number]
+
+    def counts_on_device(self, settings: int) -> bool:
+        """Whether a group's update wants their counters, which are single numbers, where its parameters are."""
+        group = self.settings(settings)
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def end_step(self) -> None:
+        """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""
+        self._begun = None
+        changed, self._settings = self._settings, {}
+        for index, values in changed.items():
+            self._groups[index].update(values)
+        self._optimizer.__dict__.update(self._attributes)
+        self._attributes = {}
+
+    @property
+    def kind(self) -> str:
+        cls = type(self._optimizer)
+        return f"{cls.__module__}.{cls.__qualname__}"
+
+    def _own_attributes(self) -> dict[str, Any]:
+        own = dict(self._optimizer.__dict__)
+        for name in (
+            "step",
+            "state",
+            "param_groups",
+        ):  # a scheduler's counter around step belongs to the user's instance
+            own.pop(name, None)
+        for name in [name for name in own if name.endswith("_hooks")]:
+            own[name] = OrderedDict()
+        return own
+
+    def _note_changes(
+        self,
+        shadow: Any,
+        groups: dict[int, dict[str, Any]],
+        before: dict[int, dict[str, Any]],
+    ) -> None:
+        settings, attributes = self._begun  # type: ignore[misc]
+        known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
+        for name, value in shadow.__dict__.items():
+            if name not in known or value is not known[name]:
+                self._attributes[name] = value
+        for index, group in groups.items():
+            theirs = settings[index].values
+            for key, value in group.items():
+                if key == "params" or value is theirs.get(key, self):
+                    continue
+                if value is not before[index].get(key, self) or not is_same(value, theirs.get(key)):
+                    self._settings.setdefault(index, {})[key] = value
+
+
+class _Settings:
+    """A copy of a group's settings, without its parameters.
+
+    Attributes:
+        values: by key. Not to be changed.
+        members: ids of its parameters.
+    """
+
+    def __init__(self, group: Mapping[str, Any]) -> None:
+        self.values = {key: value for key, value in group.items() if key != "params"}
+        self.members = [id(parameter) for parameter in group["params"]]
+        self._changeable = [
+            key
+            for key, value in self.values.items()
+            if isinstance(value, torch.Tensor | list | dict | set) and key != NAMES
+        ]
+        self.values.update(self._copies())
+
+    def copy(self) -> dict[str, Any]:
+        """Return the settings for one call, which may change them, with no parameters."""
+        return {**self.values, **self._copies(), "params": []}
+
+    def _copies(self) -> dict[str, Any]:
+        return {key: copy.deepcopy(self.values[key]) for key in self._changeable}
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, tensors bit for bit, in lists and dictionaries too."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return (
+            isinstance(one, torch.Tensor)
+            and isinstance(other, torch.Tensor)
+            and one.dtype == other.dtype
+            and one.shape == other.shape
+            and _bytes_of(one).equal(_bytes_of(other))
+        )
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other or one != one)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
+    """Return the class's `step` without torch's wrapper, which calls hooks: those are for the user's instance, once a step."""
+    step: Any = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]

@@ -1,0 +1,245 @@
+"""The optimizer's state of one model, as it is looked at and given from outside: `optimizer.state`, state dicts, checkpoints.
+
+It lies in its sections; that of some groups stays on the device, and then what is there counts, not what is at its place. Whoever
+looks has the last step finished first, and has brought to its place what stays on the device, or a copy of that.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from swapper.errors import StateError
+from swapper.paging.pager import Pager
+from swapper.paging.section import Section
+from swapper.runtime.interrupts import defer_sigint
+from swapper.train.device.resident_state import DeviceResidentState
+from swapper.train.device.train_device import TrainingDevice
+from swapper.train.layout.inventory import Inventory
+from swapper.train.layout.slices import TensorLocation
+from swapper.train.optimizer.entries import PAGED, StateEntries
+from swapper.train.optimizer.membership import Membership
+from swapper.train.optimizer.state_dicts import StateDicts
+from swapper.train.optimizer.state_view import ShownState, StateView, outdated
+from swapper.train.session.session_guard import SessionGuard
+from swapper.train.updates.sweep import Trainable
+
+
+class OptimizerState:
+    """Owns what each parameter's state has, and what of it stays on the device.
+
+    Args:
+        membership: which parameters the optimizer's groups have.
+        inventory: what it and the model consist of.
+        trainables: what is trained.
+        places: where everything lies, by name of a parameter and key.
+        sections: of the state.
+        pager: what leases go to.
+        entrance: where the user comes in.
+        finish_update: has the updates done that the last step has left.
+        on_device: where forwards and backwards run on an accelerator.
+
+    Attributes:
+        entries: what each parameter's state has, as plain torch would have it.
+        kept: what stays on the device, where updates are made there.
+        view: shows the state of each parameter.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        inventory: Inventory,
+        trainables: Sequence[Trainable],
+        places: Mapping[tuple[str, str], TensorLocation],
+        sections: Sequence[Section],
+        pager: Pager,
+        session_guard: SessionGuard,
+        finish_update: Callable[[], None],
+        on_device: TrainingDevice | None,
+    ) -> None:
+        self._places = places
+        self._pager = pager
+        self._session_guard = session_guard
+        self._finish_update = finish_update
+        self._membership = membership
+        self._trained = [pair for t in trainables for pair in zip(t.parameters, t.places, strict=True)]
+        self._names = {id(parameter): places_of.name for parameter, places_of in self._trained}
+        self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
+        self.entries = StateEntries(inventory.forms)
+        self.kept: DeviceResidentState | None = None
+        if on_device is not None and on_device.updates:
+            resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
+            self.kept = DeviceResidentState(resident_set, on_device, pager)
+        self._dicts = StateDicts(self._trained, membership, self.entries, inventory.forms, places, sections, pager)
+        self._copies: weakref.WeakValueDictionary[tuple[str, str], ShownState] = weakref.WeakValueDictionary()
+        self._copied_generation = 0
+        self.view = StateView(self)
+
+    def close(self) -> None:
+        """Nobody wants what is on the device any more. No copy is on its way."""
+        if self.kept is not None:
+            self.kept.close()
+
+    def let_go(self) -> None:
+        """After `close`: keep nothing, and refuse everything. The user's optimizer has this one."""
+        session_guard = self._session_guard
+        vars(self).clear()
+        self._session_guard, self._finish_update = session_guard, session_guard.check
+
+    # --- what stays on the device ---------------------------------------------------------------------------------
+
+    def sync_to_host(self) -> None:
+        """Somebody looks at the places of the state: have there what stays on the device.
+
+        Raises:
+            IoError, DeviceError: it could not be copied.
+        """
+        if self.kept is not None:
+            self.kept.sync_to_host()
+
+    def forget_kept(self) -> None:
+        """What is at its place is what counts."""
+        if self.kept is not None:
+            self.kept.forget()
+
+    # --- state dicts ----------------------------------------------------------------------------------------------
+
+    def save(self) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its places until it changes.
+
+        Raises:
+            IoError: what is changed in memory could not be written.
+        """
+        with self._session_guard.turns.turn():
+            self._session_guard.check()
+            self._finish_update()
+            self.sync_to_host()
+            return self._dicts.show()
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        """Take the same.
+
+        Raises:
+            ValueError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        with self._session_guard.turns.turn():
+            self._session_guard.check_to_write()
+            self.sync_to_host()
+            try:
+                self._dicts.take(state)
+            finally:
+                self.forget_kept()
+
+    def at_its_place(self) -> dict[int, dict[str, Any]]:
+        """Return the state in torch's form; its tensors alias the sections, whose data may be away."""
+        return self._dicts.in_torch_order(self._alias)
+
+    @property
+    def packed_entries(self) -> dict[str, Any]:
+        """What each parameter's state has, for a commit."""
+        return self.entries.pack()
+
+    def expire(self, why: str) -> None:
+        """The state is about to change: what `save` has shown is not to be looked at any more."""
+        self._dicts.expire(why)
+
+    def _alias(self, name: str, key: str) -> torch.Tensor:
+        place = self._places[name, key]
+        return place.section.tensor(place.slot)
+
+    # --- one parameter's state: see StateStore -------------------------------------------------------------------
+
+    def with_state(self) -> list[torch.Tensor]:
+        """Return the parameters that the optimizer keeps something for, in the order of its groups."""
+        self._finish_update()
+        self._membership.follow()
+        numbers = self._membership.numbers
+        found = [p for p, places in self._trained if self.entries[places.name]]
+        return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those that are in no group are the last
+
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        """Return what there is for a parameter."""
+        self._session_guard.check()
+        self._finish_update()
+        name = self._names.get(id(parameter))
+        return [] if name is None else list(self.entries[name])
+
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        """Return one of that: a copy of a tensor, or the value itself."""
+        name = self._names[id(parameter)]
+        value = self.entries[name][key]
+        if value is not PAGED:
+            self.entries.may_change(value)
+            return value
+        if self._copied_generation != self._dicts.generation:
+            self._copies.clear()
+            self._copied_generation = self._dicts.generation
+        shown = self._copies.get((name, key))
+        if shown is None:
+            place = self._places[name, key]
+            kept = None if self.kept is None else self.kept.read(self._group_of[id(parameter)], place)
+            with defer_sigint, torch.no_grad():
+                shown = ShownState(self._dicts.read(place) if kept is None else kept, self._make_write(name, key))
+            self._copies[name, key] = shown
+        return shown.tensor()
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Take these parameters' state over.
+
+        Raises:
+            StateError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        named: dict[str, Mapping[str, Any]] = {}
+        for parameter, state in states.items():
+            name = self._names.get(id(parameter))
+            if name is not None:
+                self._check_dtypes(name, state)
+                named[name] = state
+            elif state:
+                raise StateError(
+                    f"optimizer.state was given state for a parameter of shape {list(parameter.shape)} that the optimizer does not "
+                    "train: add it to a group first, optimizer.add_param_group()"
+                )
+        self._change(lambda: self._dicts.take_some(named, "a replacement in optimizer.state"))
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Do what changes the state at its places.
+
+        Raises:
+            StateError: it cannot be done.
+        """
+        self._session_guard.check_to_write()
+        self._finish_update()
+        self.sync_to_host()
+        try:
+            with defer_sigint, torch.inference_mode(False), torch.no_grad():
+                change()
+        except ValueError as error:
+            raise StateError(f"optimizer.state was not changed: {error}") from error
+        finally:
+            self.forget_kept()
+
+    def _check_dtypes(self, name: str, state: Mapping[str, Any]) -> None:
+        """Raise StateError if a tensor has another dtype than the one that is kept: plain torch would go on with that."""
+        for key, value in state.items():
+            place = self._places.get((name, key))
+            if isinstance(value, torch.Tensor) and place is not None and value.dtype != place.slot.spec.dtype:
+                raise StateError(
+                    f"optimizer.state was given {key!r} of {name} as {value.dtype}, and keeps it as {place.slot.spec.dtype}: "
+                    "convert it"
+                )
+
+    def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
+        """Return what has a copy that was changed written. A copy that the user keeps must not keep us."""
+        owner, generation, place = weakref.ref(self), self._dicts.generation, self._places[name, key]
+
+        def write(value: torch.Tensor, how: str) -> None:
+            alive = owner()
+            if alive is None or alive._dicts.generation != generation:
+                raise outdated(name, key, how)
+            alive._change(lambda: alive._dicts.write(place, value, f"{how} on optimizer.state"))
+
+        return write

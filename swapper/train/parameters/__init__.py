@@ -1,0 +1,1 @@
+"""Parameters of a model in training: leased around forward and backward, cold otherwise."""

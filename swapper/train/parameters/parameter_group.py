@@ -1,0 +1,303 @@
+"""A group's parameters at run time: leased together, warm while leased, cold otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.modules.cold import FaultHandler, guard, leave_cold, materialize, set_cold, unguard
+from swapper.modules.groups import Group
+from swapper.paging.pager import Pager
+from swapper.paging.planning.layout import Slot
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page, Section
+from swapper.paging.store.external_files import checksum_of
+from swapper.train.layout.content import SectionSource
+from swapper.train.layout.section_pages import compare, fill
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Return what all tensors on one storage have in common, wherever it is; None for a tensor that has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
+        return None
+
+
+class GroupParameters:
+    """Owns the placement of one group's parameters.
+
+    Args:
+        group: the group; its parameters' data is moved to their slots by `adopt`.
+        places: for each parameter, its section and slot.
+        pager: None if all sections are resident.
+        keeper: who is asked when a cold parameter is touched.
+        expire: told, with a reason, before changed parameters can be on their way to the drive: what shows them as they were
+            there is over.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        places: Sequence[tuple[Section, Slot]],
+        pager: Pager,
+        fault_handler: FaultHandler,
+        expire: Callable[[str], None],
+    ) -> None:
+        self.group = group
+        self.places = places
+        self._pager = pager
+        self._fault_handler = fault_handler
+        self._expire = expire
+        self._sections = list(dict.fromkeys(section for section, _ in places))
+        pages = [page.index for section in self._sections for page in section.pages]
+        self.access = Access(("param", group.index), tuple(pages))
+        self._read_access = Access(None, tuple(pages))
+        self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
+        self.paged = bool(pages)
+        self._leases = 0  # of passes; they share one lease of the pager's
+        self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
+        self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
+        self._external: list[dict[Page, int]] = []  # of each hold to write: checksums of the pages that are lent
+        self._addresses: list[int] = []
+        self._versions: list[int] = []  # of the parameters when they were leased
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.group.parameters]
+
+    @property
+    def homes(self) -> set[int]:
+        """Storages that parameters go away with, as `storage_of` gives them."""
+        return {int(section.memory.untyped_storage()._cdata) for section in self._sections} if self.paged else set()
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether a pass leases it."""
+        return self._leases > 0
+
+    def adopt(self, content: SectionSource | None) -> None:
+        """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
+
+        `content`: fills the slots; None where they have their content already.
+        """
+        if content is not None:
+            self._fill(content)
+        for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
+            if parameter.is_meta:
+                home = nn.Parameter(section.tensor(slot), requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, on the CPU
+            else:
+                parameter.data = section.tensor(slot)
+            self._addresses.append(parameter.data_ptr())
+            guard(parameter, self._fault_handler)
+        if self.paged:
+            self._dematerialize()
+
+    def _fill(self, content: SectionSource) -> None:
+        for section in self._sections:
+            if section.plan.external is not None and content.is_external(section.plan):
+                compare(section, self._pager, content)
+            else:
+                fill(section, self._pager, content)
+
+    def defer_update(self, catch_up: Callable[[Access | None], None]) -> None:
+        """Nobody shall see the group as it is: it is in the middle of a step.
+
+        Args:
+            catch_up: asked for by whoever needs it: updates it and leases what it is given (deferred.py), or refuses
+                (during_backward.py).
+        """
+        self.catch_up = catch_up
+        if not self.paged:
+            for parameter in self.parameters:
+                set_cold(parameter)
+
+    def clear_deferred(self) -> None:
+        """The group is what the last step has left."""
+        self.catch_up = None
+        if not self.paged:
+            for parameter in self.parameters:
+                materialize(parameter)
+
+    def expected_before(self) -> list[int]:
+        """Return the groups that are expected to be leased in what is left of this step before this one is."""
+        keys = self._pager.expected_before(self.access.key)
+        return [group for kind, group, *_ in keys if kind == "param"]
+
+    def lease(self) -> None:
+        """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
+        if self._leases == 0:
+            self._bring_in()
+        self._leases += 1
+        try:
+            self._materialize()
+        except BaseException:
+            self.release()
+            raise
+        if self._leases == 1:
+            self._versions = [parameter._version for parameter in self.parameters]
+
+    def wait_on_current_stream(self) -> None:
+        """It is leased, and kernels on the current stream use it too, which need not be the one that it was leased on."""
+
+    def check_graph_of_backward(self) -> None:
+        """A backward with `create_graph=True` begins to use the group: what autograd makes of it will, unannounced.
+
+        Such reads are answered from the file (csrc/memory/fault.h).
+        """
+
+    def _bring_in(self) -> None:
+        """A pass begins to lease the group."""
+        if self.catch_up is not None:
+            self.catch_up(self.access if self.paged else None)
+        elif self.paged:
+            self._pager.acquire(self.access)
+
+    def release(self) -> None:
+        self._leases -= 1
+        if self._leases:
+            return
+        changed = self._changed()
+        try:
+            if self.paged:
+                self._give_back(bool(changed))
+        finally:
+            if changed:
+                self._fault_handler.note_change(self, changed)
+
+    def _give_back(self, changed: bool) -> None:
+        may_write = False
+        try:
+            if changed:
+                self._expire("a forward or backward that changed the parameter")
+                self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
+                may_write = True
+        finally:  # also where that was interrupted or failed: what is changed is changed
+            self._dematerialize()
+            self._pager.release(self.access, self._write_access.writes if changed and not may_write else ())
+            if may_write:
+                self._pager.release(self._write_access, self._write_access.writes)
+
+    def _changed(self) -> list[str]:
+        """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
+        versions, self._versions = self._versions, []
+        changed = [
+            name
+            for (name, parameter), version in zip(self.group.parameters, versions, strict=False)
+            if parameter._version != version
+        ]
+        return changed + [name for name in self.written() if name not in changed]
+
+    def written(self) -> list[str]:
+        """Names of the parameters that were written past torch's version counter by someone who had not leased them to write."""
+        if not self.paged:
+            return []
+        return [page.section.owner_at(at) for page, at in self._pager.written_at(self._read_access)]
+
+    @property
+    def pages_to_hold(self) -> Sequence[int]:
+        """Pages that are in frames all the time that somebody holds the group."""
+        return self._read_access.pages if self.paged else ()
+
+    def hold(self, write: bool) -> None:
+        """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
+        access = self._write_access if write else self._read_access
+        self._take_hold(access)
+        self.holds.append(access)
+        try:
+            self._materialize()
+            if write:
+                self._external.append(self._external_pages())
+        except BaseException:
+            self._drop_hold(access, frozenset())
+            raise
+
+    def let_go(self, write: bool) -> None:
+        access = self._write_access if write else self._read_access
+        before = self._external.pop() if write else {}
+        same: set[int] = set()
+        try:
+            if write:
+                self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
+                self._fault_in_deferred()
+                now = self._external_pages()
+                same = {page.index for page, checksum in before.items() if now.get(page) == checksum}
+        finally:
+            self._drop_hold(access, access.writes - same)
+
+    def _external_pages(self) -> dict[Page, int]:
+        """Checksums of the pages that are lent, which are in memory: those that stay so need no place in the swap files."""
+        found = {}
+        for section in self._sections if self.paged else ():
+            for page in section.pages:
+                checksum = checksum_of(page, section.memory.data_ptr() + page.offset)
+                if checksum is not None:
+                    found[page] = checksum
+        return found
+
+    def _take_hold(self, access: Access) -> None:
+        if self.paged:
+            self._pager.take_in_written()  # or it would count as changed by who takes hold
+            self._pager.acquire(access)
+
+    def _fault_in_deferred(self) -> None:
+        """What was changed is to be at its place: that is where it was changed."""
+
+    def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
+        self.holds.remove(access)
+        if self.paged:
+            self._dematerialize()
+            self._pager.release(access, changed)
+
+    def forget_leases(self) -> None:
+        """The passes that held leases are gone; the pager drops its own count by itself. Holds stay."""
+        self._leases = 0
+        if self.paged:
+            self._dematerialize()
+
+    def abandon(self, keep_cold: bool) -> None:
+        """The manager closes. Resident parameters stay usable; paged ones stay cold for good if `keep_cold`."""
+        for parameter in self.parameters:
+            if self.paged and keep_cold:
+                leave_cold(parameter)
+            else:
+                unguard(parameter)
+
+    def _materialize(self) -> None:
+        if self.paged:
+            for parameter in self.parameters:
+                materialize(parameter)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Raise StateError unless the parameters are where they were put."""
+        for (name, parameter), (_, slot), address in zip(
+            self.group.parameters, self.places, self._addresses, strict=True
+        ):
+            same = parameter.data_ptr() == address or slot.spec.numel == 0
+            if not same or parameter.shape != slot.spec.shape or parameter.dtype != slot.spec.dtype:
+                raise StateError(
+                    f"parameter {name} was replaced or resized behind the manager's back: expected "
+                    f"{slot.spec.dtype} {list(slot.spec.shape)} at its place, found {parameter.dtype} "
+                    f"{list(parameter.shape)}. Change values inside `with manager.gather(..., write=True)`; "
+                    "change shapes, dtypes or devices before manager.offload"
+                )
+
+    def part(self) -> None:
+        """The memory is about to go: leave the parameters warm and without data, until they are adopted again."""
+        self._leases = 0
+        self.holds.clear()
+        self._external.clear()
+        for parameter in self.parameters:
+            unguard(parameter)
+            parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+
+    def _dematerialize(self) -> None:
+        if self._leases or self.holds:
+            return
+        for parameter in self.parameters:
+            set_cold(parameter)

@@ -1,0 +1,96 @@
+"""`model.load_state_dict` and `model.state_dict` on an offloaded model: they work exactly.
+
+torch loads module by module and calls hooks before and after each: these bring the unit's parameters in for writing, and let
+fp32 masters follow. So a state dict that is mapped from a file is loaded without the whole model ever being in memory.
+A state_dict of gathered parameters is a copy: plain torch's refers to the parameters' memory, which here goes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from swapper.modules.cold import is_aliasing
+from swapper.modules.groups import Unit
+from swapper.modules.own_hook import OwnHook
+from swapper.runtime.teardown import close_all
+from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+
+
+class LoadHooks:
+    """Owns the hooks around `load_state_dict` and `state_dict`.
+
+    Args:
+        units: the modules to hook.
+        groups: all groups, by index.
+        check_usable: raises if the manager cannot be used.
+        written: called with the groups that were loaded into, when they are let go.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        groups: list[GroupParameters],
+        check_usable: Callable[[], None],
+        written: Callable[[list[GroupParameters]], None],
+    ) -> None:
+        self._groups = groups
+        self._check_usable = check_usable
+        self._written = written
+        self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # what is being loaded and held, outermost first
+        self._handles: list[Any] = []
+        self._homes = {home for group in groups for home in group.homes}
+        for owner in {owner: None for unit in units for owner in unit.module.modules()}:
+            copy = OwnHook(self._copy)
+            self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
+        for unit in units:
+            if unit.groups:
+                before, after = OwnHook(self._before(unit)), OwnHook(self._after(unit))
+                self._handles.append(unit.module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                self._handles.append(unit.module.register_load_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget(self) -> None:
+        """End a load that an exception or Ctrl-C went through. What it loaded stays loaded."""
+        while self._open:
+            self._end()
+
+    def _before(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, *_: Any) -> None:
+            self._check_usable()
+            held: list[GroupParameters] = []
+            self._open.append((module, held))
+            for index in unit.groups:
+                self._groups[index].hold(write=True)
+                held.append(self._groups[index])
+
+        return hook
+
+    def _after(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, _: Any) -> None:
+            if self._open and self._open[-1][0] is module:
+                self._end()
+
+        return hook
+
+    def _end(self) -> None:
+        _, held = self._open.pop()
+        close_all(partial(group.let_go, write=True) for group in held)
+        self._written(held)
+
+    def _copy(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        if is_aliasing():
+            return
+        for name, parameter in module._parameters.items():
+            tensor = state_dict.get(prefix + name)
+            if tensor is None or tensor is parameter:  # keep_vars: the guarded parameter itself
+                continue
+            if storage_of(tensor) in self._homes:
+                state_dict[prefix + name] = tensor.clone()

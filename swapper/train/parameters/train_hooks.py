@@ -1,0 +1,451 @@
+"""Hooks that lease a module's parameters around its forward and its backward.
+
+Forward: the pre-hook leases the unit's groups, the post-hook releases them; `always_call` because activation checkpointing
+stops a recomputed forward early. Backward: the post-hook puts a hook on every output that has a gradient; the first one to
+run leases the groups again.
+
+[Note: when a backward lease ends] Calls of units are intervals on a clock that ticks at each start and end of a forward.
+Autograd runs the nodes that are ready in decreasing order of creation, so when the backward of a call begins, every node
+created after that call's end has run: the leases of all calls that *started* after it *ended* can go. This holds for frozen
+parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and keeps its lease).
+A tensor that a call was given and returns is not its own: it was made before, and its gradient comes when the call is long done
+with (T5's layers all return the position bias that the first one makes).
+Counting gradients instead would let a frozen weight go that a later node still multiplies with. What is left goes when the
+backward is over.
+
+[Note: what a graph holds] Autograd's nodes hold their hooks, and Python's collector does not look through nodes for cycles. A
+module that keeps a tensor with a graph on itself (RecurrentGemma its state) would so keep itself, and the memory of a run that
+is closed. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `Call`, which only names what it means.
+
+[Note: turns] A model's books (calls, leases, phases) are one thread's at a time: a forward has the turn from its first hook to its
+last, a backward from its first hook to autograd's final callback; a step, a snapshot, `gather` at its two ends, and closing take it
+too (modules/turns.py). Between a forward and its backward others may come in: nothing is leased then, or it is leased for good.
+Backwards on an accelerator run in autograd's own threads, which cannot tell whose they are: they take no turns.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import stateless
+
+from swapper.errors import StateError
+from swapper.modules.cold import tensors_among
+from swapper.modules.groups import Unit
+from swapper.modules.outputs import tensors_of
+from swapper.modules.own_hook import OwnHook
+from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
+from swapper.paging.planning.schedule import Access
+from swapper.runtime.heap import note_used
+from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.teardown import close_all
+from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+from swapper.train.updates.at_step import Updates
+
+
+class Call:
+    """One forward of one unit, and the groups that it leases: by name and by index, see [Note: what a graph holds]."""
+
+    __slots__ = ("backward_task", "end", "given", "groups", "is_functional", "module", "start", "use")
+
+    def __init__(self, module: str, groups: list[int], start: int) -> None:
+        self.module = module
+        self.groups = groups
+        self.start = start
+        self.end = -1
+        self.backward_task: int | None = None  # while its groups are leased for backward
+        self.use = -1  # see Uses
+        self.is_functional = False  # with other parameters than the model's
+        self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
+
+
+class TrainingHooks:
+    """Owns the hooks of one model and the leases that they hold.
+
+    Args:
+        units: the modules to hook.
+        groups: all groups, by index.
+        check_usable: called at the start of each forward; raises if the manager cannot be used.
+        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
+        enter_phase: told which phase of a step begins: "forward", "backward" or "between".
+        updates: told which groups passes use, and how backwards go on.
+        turns: a forward from outside of the others takes one, and so does a backward.
+
+    Attributes:
+        check_inputs: given a module whose forward is the outermost one, and what it is called with; raises if it cannot run.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        groups: list[GroupParameters],
+        check_usable: Callable[[], None],
+        drop_leases: Callable[[Iterable[Access]], None],
+        enter_phase: Callable[[str], None],
+        updates: Updates,
+        turns: Turns,
+    ) -> None:
+        self.check_inputs: Callable[[nn.Module, Any], None] = lambda module, inputs: None
+        self._groups = groups
+        self._turns = turns
+        self._is_removed = False
+        self._updates = updates
+        self._check_usable = check_usable
+        self._drop_leases = drop_leases
+        self._enter_phase = enter_phase
+        self._clock = 0
+        self._forward: list[Call] = []  # the stack of running forwards
+        self._backward: list[Call] = []  # calls whose groups are leased for backward
+        self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
+        self._tasks: set[int] = set()  # backwards that run, one within the other
+        self._handles: list[Any] = []
+        self._group_of = {id(p): group for group in groups for p in group.parameters}
+        self._homes = {home for group in groups for home in group.homes}
+        self._modules: dict[str, nn.Module] = {}  # by the unit's name, as the next
+        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        for unit in units:
+            self._modules[unit.name] = unit.module
+            needed = {id(p) for index in unit.groups for p in groups[index].parameters}
+            self._members[unit.name] = [
+                (owner, name, parameter)
+                for owner in unit.module.modules()
+                for name, parameter in owner._parameters.items()
+                if parameter is not None and id(parameter) in needed
+            ]
+            before, after = OwnHook(self._before_forward(unit)), OwnHook(self._after_forward(unit))
+            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(unit.module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_removed = True
+
+    @property
+    def pass_is_open(self) -> bool:
+        """True while a forward or a backward holds leases."""
+        return bool(self._forward or self._backward or self._held)
+
+    def abandon_pass(self) -> None:
+        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases. Gathered ones stay."""
+        if self.pass_is_open:
+            self._forward.clear()
+            self._backward.clear()
+            self._held.clear()
+            self._updates.uses.clear()
+            for group in self._groups:
+                group.forget_leases()
+            self._drop_leases([access for group in self._groups for access in group.holds])
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
+        group = self._group_of[id(parameter)]
+        if not self._forward or _in_backward():
+            return False
+        for call in reversed(self._forward):
+            if any(parameter is inside for inside in self._modules[call.module].parameters()):
+                with defer_sigint:
+                    group.lease()
+                    call.groups.append(group.group.index)
+                    self._updates.uses.brought(call, group.group.index)
+                return True
+        return False
+
+    def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
+        """Return what `run` returns, an operation outside of the modules that contain `parameters`, which are there.
+
+        To its backward it is what the call of a module is.
+        """
+        if not torch.is_grad_enabled():
+            return run()
+        groups = dict.fromkeys(self._group_of[id(parameter)].group.index for parameter in parameters)
+        call = Call("an operation", list(groups), self._tick())
+        output = run()
+        call.end = self._tick()
+        watched = [tensor for tensor in tensors_among(output) if tensor.requires_grad and tensor.grad_fn is not None]
+        for tensor in watched:
+            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+        if watched:
+            self._updates.uses.begin(call)
+        return output
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._take_turn()
+            self._check_usable()
+            is_functional = self._has_other_members(unit, module)
+            if self._is_stale(unit):
+                self.abandon_pass()
+            if any(call.module == unit.name for call in self._held) and not _in_backward():
+                self._let_go_of_held()  # that forward was never followed by a backward
+            in_backward = _in_backward()
+            if in_backward:
+                self._note_backward()
+                self._updates.backward_goes_on()
+            elif not self._forward:
+                self._tasks.clear()
+                self.check_inputs(module, args)
+                self._enter_phase("forward")
+            if not in_backward:
+                self._updates.forward_reaches(unit.groups)
+            call = Call(unit.name, [], self._tick())
+            call.is_functional = is_functional
+            if torch.is_grad_enabled():
+                call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
+            self._forward.append(call)
+            for index in unit.groups:
+                self._groups[index].lease()
+                call.groups.append(index)
+            count = self._updates.uses.called_again if in_backward else self._updates.uses.called
+            count(call, torch.is_grad_enabled())
+
+        return hook
+
+    def _after_forward(self, unit: Unit) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self._turns.is_mine and not _in_thread_of_autograd():
+                return None  # the pre-hook itself failed
+            try:
+                return after(output)
+            finally:
+                self._give_turn()
+
+        def after(output: Any) -> Any:
+            if all(call.module != unit.name for call in self._forward):
+                return None  # the pre-hook itself failed, or the pass was abandoned
+            while (call := self._forward.pop()).module != unit.name:
+                self._release(call)  # stopped by an exception that went past its hooks
+            call.end = self._tick()
+            try:
+                if output is not None and call.groups:
+                    output = self._watch(call, output)
+                if output is not None and not self._homes and not self._forward:
+                    self._check_at_backward(output)
+            finally:
+                call.given = []
+                self._release(call)
+                if not self._forward and not _in_backward():
+                    self._enter_phase("between")
+            return output
+
+        return hook
+
+    def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
+        """Return whether torch.func.functional_call gives the unit other parameters for this one forward.
+
+        Raises:
+            StateError: it has other ones for good.
+        """
+        is_functional = False
+        for owner, name, parameter in self._members[unit.name]:
+            if owner._parameters.get(name) is parameter:
+                continue
+            is_functional = is_functional or _is_functional_call()
+            if not is_functional:
+                raise StateError(
+                    f"parameter {name!r} of {unit.name or type(module).__name__} was replaced by another object after "
+                    "manager.offload, which would not be trained. Change values inside "
+                    "`with manager.gather(..., write=True)` or by load_state_dict without assign=True"
+                )
+        return is_functional
+
+    def _is_stale(self, unit: Unit) -> bool:
+        """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
+        if _in_backward():
+            return False
+        return bool(self._backward) or any(call.module == unit.name for call in self._forward)
+
+    def _watch(self, call: Call, output: Any) -> Any:
+        """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
+        tensors, rebuild = tensors_of(output)
+        groups = self._leased_by(call)
+        paged = any(group.paged for group in groups)
+        followed = paged or self._updates.follows_backward
+        replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
+        changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
+        if followed and torch.is_grad_enabled():
+            watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
+            own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
+            for tensor in own or watched:
+                tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+            if (
+                not watched
+                and not call.is_functional
+                and any(p.requires_grad for group in groups for p in group.parameters)
+            ):
+                held = Call(call.module, list(call.groups), call.start)
+                for group in groups:
+                    group.lease()
+                self._held.append(held)
+        return rebuild(replaced) if changed else output
+
+    def _check_at_backward(self, output: Any) -> None:
+        """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
+        for tensor in tensors_of(output)[0]:
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(_when_backward_reaches(weakref.ref(self)))  # type: ignore[no-untyped-call]
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
+        is_plain = not tensor.is_sparse and type(tensor) is not nn.Parameter
+        return tensor.clone() if is_plain and storage_of(tensor) in self._homes else tensor
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def backward_begins(self) -> None:
+        """The backward of an output begins, and nothing is paged."""
+        self._take_turn()
+        self._check_usable()
+        self._note_backward()
+
+    def backward_reaches(self, call: Call) -> None:
+        """A gradient of one of the call's outputs is there: the first one leases its groups."""
+        self._take_turn()
+        groups = self._leased_by(call)
+        if call.backward_task is not None and call in self._backward:
+            for group in groups:
+                group.wait_on_current_stream()  # this output may be another stream's than the first one
+            return
+        self._check_usable()
+        task = torch._C._current_graph_task_id()
+        if all(other.backward_task != task for other in self._backward):
+            torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._end_backward(task)))
+        for other in list(self._backward):  # [Note: when a backward lease ends]
+            if other.start > call.end:
+                self._end_call(other)
+        self._note_backward()
+        self._updates.backward_goes_on()
+        self._updates.uses.begin(call)
+        call.backward_task = task
+        self._backward.append(call)
+        leased = []
+        try:
+            for group in groups:
+                if torch.is_grad_enabled():
+                    group.check_graph_of_backward()
+                group.lease()
+                leased.append(group)
+        except BaseException:
+            for group in leased:
+                group.release()
+            self._backward.remove(call)
+            call.backward_task = None
+            raise
+
+    def _end_backward(self, task: int) -> None:
+        for call in list(self._backward):
+            if call.backward_task == task:
+                self._end_call(call)
+        if not self._backward:
+            self._let_go_of_held()
+
+    def _note_backward(self) -> None:
+        """The phase is "backward" until the outermost one is over: reentrant checkpointing runs backwards within one."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        if not self._tasks:
+            note_used()
+            self._enter_phase("backward")
+        self._tasks.add(task)
+        self._updates.backward_begins(task)
+        torch.autograd.Variable._execution_engine.queue_callback(OwnHook(lambda: self._note_end(task)))
+
+    def _note_end(self, task: int) -> None:
+        self._tasks.discard(task)
+        try:
+            self._updates.backward_ends(task)
+            if not self._tasks:
+                self._enter_phase("between")
+        finally:
+            self._give_turn()
+
+    def _end_call(self, call: Call) -> None:
+        self._backward.remove(call)
+        call.backward_task = None
+        self._updates.uses.end(call)
+        self._release(call)
+
+    def _let_go_of_held(self) -> None:
+        while self._held:
+            self._release(self._held.pop())
+
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def _take_turn(self) -> None:
+        """A forward or backward goes on: wait until no other thread is inside. See [Note: turns]."""
+        if _in_thread_of_autograd():
+            return
+        if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
+            self._tasks.clear()
+            if self._forward or self._backward:
+                self.abandon_pass()  # somebody left it without giving the turn
+        if self._is_removed:
+            self._give_turn()
+            raise StateError(
+                "the manager was closed, or its optimizer got more to train (add_param_group), while this thread waited for "
+                "its turn: run the forward again"
+            )
+
+    def _give_turn(self) -> None:
+        """A forward or backward is over: if it is the outermost one, so is the turn."""
+        if self._turns.is_mine and not self._forward and not self._tasks:
+            self._turns.give()
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _leased_by(self, call: Call) -> list[GroupParameters]:
+        return [self._groups[index] for index in call.groups]
+
+    def _release(self, call: Call) -> None:
+        close_all(group.release for group in self._leased_by(call))
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _when_backward_reaches(
+    hooks: weakref.ref[TrainingHooks], call: Call | None = None
+) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor: on an output of `call`, or of a model of which nothing is paged. [Note: what a graph holds]"""
+
+    def hook(gradient: torch.Tensor) -> None:
+        alive = hooks()
+        if alive is None:
+            raise StateError(
+                "this graph was made before the manager was closed, or before the optimizer got more to train "
+                "(add_param_group), which moved what it refers to: run the forward again"
+            )
+        if call is None:
+            alive.backward_begins()
+        else:
+            alive.backward_reaches(call)
+
+    return hook
+
+
+def _is_functional_call() -> bool:
+    """Return whether torch.func.functional_call is running, which gives a model other parameters for the time of one forward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != stateless.__file__:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _in_thread_of_autograd() -> bool:
+    """Whether this thread is autograd's own, which does part of a backward that another thread has called."""
+    return _in_backward() and frame_of_backward() is None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

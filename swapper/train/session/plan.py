@@ -1,0 +1,386 @@
+"""The plan of a run: where everything will live, what that takes, and what a step will move. Nothing is written for it.
+
+`SwapManager.offload` carries out what this plans, so that the two cannot differ; the bytes of a step come from a rehearsal with
+the real pager (paging/dry_run.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from swapper.device.device_budget import DeviceBudget
+from swapper.device.device_placement import DevicePlacement
+from swapper.durability.committer import steps_between_commits
+from swapper.formats.torch_zip.container import ContainerLayout
+from swapper.io.drives import assign_to_drives
+from swapper.io.tuning import Tuning
+from swapper.paging.dry_run import DryRun
+from swapper.paging.planning.budget import Budget, read_ahead_pages
+from swapper.paging.planning.layout import SectionPlan
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Section, pieces_of
+from swapper.paging.store.swap_files import TURNS
+from swapper.runtime.sizes import format_bytes
+from swapper.runtime.stats import by_family
+from swapper.train.device.device_sweep import ring_bytes
+from swapper.train.gradients.victim_cache import find_rooms
+from swapper.train.layout.expected import ORDER_TOLERANCE, expected_cycle
+from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
+from swapper.train.layout.train_placement import (
+    choose_placement,
+    groups_in_memory,
+    is_resident,
+    place_on_accelerator,
+    state_bytes,
+    without_gradients,
+)
+from swapper.train.updates.adamw_kernel import AdamWKernel
+from swapper.train.updates.sweep import Trainable
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one step moves, in bytes by family ("param", "state")."""
+
+    read_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    pooled_bytes: int = 0
+    """What a commit after the step writes of the pool on top."""
+
+    @property
+    def total_read_bytes(self) -> int:
+        return sum(self.read_bytes.values())
+
+    @property
+    def total_written_bytes(self) -> int:
+        return sum(self.written_bytes.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where a model's parameters, gradients and optimizer state will live, and what that costs. `print` it.
+
+    Attributes:
+        inventory: what there is.
+        places: "host" or "nvme" for "param", "state" and "grad".
+        budget: how host memory is divided.
+        host_bytes: the budget that was given.
+        layout: of a swap file.
+        turns: how many swap files take turns.
+        commit_every: steps from commit to commit, or None.
+        commit_policy: what was asked for.
+        tuning: what `swapper tune` found out about the drive, or None.
+        update: when parameters are updated.
+        weights: of the drives that hold the run.
+        device: where forwards and backwards run, if not on the CPU, and of its memory.
+        on_device: how that is divided.
+        update_on: "cpu", or "device" where the optimizer's update is made there.
+        kernel: what updates there in place of the optimizer, or None.
+    """
+
+    inventory: Inventory
+    places: dict[str, str]
+    budget: Budget
+    host_bytes: int
+    layout: ContainerLayout
+    turns: int
+    commit_every: int | None
+    commit_policy: str | int | None
+    tuning: Tuning | None
+    update: str
+    weights: tuple[float, ...] = (1.0,)
+    device: DeviceBudget | None = None
+    on_device: DevicePlacement | None = None
+    update_on: str = "cpu"
+    kernel: AdamWKernel | None = None
+
+    def make_sections(self) -> list[Section]:
+        """Return the sections of parameters and optimizer state, without memory."""
+        return _make_sections(self.inventory, self.places, self.budget, self.layout)
+
+    def make_grad_sections(self, first_page: int) -> list[Section]:
+        """Return the sections of gradients, without memory; those that are paged lie one after the other in a scratch file.
+
+        Args:
+            first_page: index of their first page.
+        """
+        plans = self._placed_grad_plans
+        offsets = [0, *itertools.accumulate(self._scratch_bytes_of(plan) for plan in plans)][:-1]
+        return make_sections(
+            plans,
+            offsets,
+            lambda plan: is_resident(plan, self.places),
+            self.budget.page_bytes,
+            first_page,
+        )
+
+    def _scratch_bytes_of(self, plan: SectionPlan) -> int:
+        return 0 if is_resident(plan, self.places) else plan.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What gradients take on the drive."""
+        return sum(self._scratch_bytes_of(plan) for plan in self._grad_plans)
+
+    @property
+    def _grad_plans(self) -> list[SectionPlan]:
+        """Sections of the gradients that do not stay on a device."""
+        kept = self.on_device.gradients if self.on_device is not None else ()
+        return without_gradients(self.inventory, kept).grad_plans
+
+    @property
+    def _placed_grad_plans(self) -> list[SectionPlan]:
+        """Those of them that have a place of ours. Others stay where autograd makes them (train/gradients/autograd_grads.py)."""
+        if self.device is not None or self.places["grad"] == "nvme":
+            return self._grad_plans
+        always_there = groups_in_memory(self.inventory, self.places)
+        return [plan for plan in self._grad_plans if plan.group not in always_there]
+
+    @property
+    def lazy(self) -> bool:
+        """Whether changed pages are written only when they leave: no commit names them each step."""
+        return self.commit_every != 1
+
+    @property
+    def window_pages(self) -> int:
+        return read_ahead_pages(self.budget)
+
+    @property
+    def max_deferred_writes(self) -> int:
+        """How many pages of parameters may be written in backward instead of forward. [Note: owed pages], paging/frames.py
+
+        As many as the pool is too small for: one that has room for all parameters leaves the drive enough to do when forward ends.
+        And what comes back must leave frames for others.
+        """
+        if self.update != "deferred":
+            return 0
+        pages = sum(len(section.pages) for section in self.make_sections() if section.plan.family == "param")
+        frames = self.budget.frame_count
+        return max(min(pages - frames, frames * 3 // 4), 0)
+
+    @property
+    def space_bytes(self) -> int:
+        """What the swap files take on the drive; a snapshot that is kept takes as much as one of them, and what is lent."""
+        return self.turns * (self.layout.tail_offset - self.external_bytes) + self.scratch_bytes
+
+    @property
+    def external_bytes(self) -> int:
+        """What is read from files of the user's, and takes no space of the run's."""
+        return sum(plan.nbytes for plan in self.inventory.plans if plan.external is not None)
+
+    def space_by_drive(self, files: int | None = None) -> list[int]:
+        """Return what so many swap files (all of them, if left out) and the gradients take on each drive, in bytes."""
+        files = self.turns if files is None else files
+        pages = [page for section in self.make_sections() for page in pieces_of(section)]
+        gradients = [page for section in self.make_grad_sections(0) for page in section.pages]
+        taken = [0] * len(self.weights)
+        for pieces, times in ((pages, files), (gradients, 1)):
+            for page, drive in zip(
+                pieces, assign_to_drives([page.nbytes for page in pieces], self.weights), strict=True
+            ):
+                taken[drive] += page.nbytes * times if page.section.plan.external is None else 0
+        taken[0] += files * (self.layout.tail_offset - sum(page.nbytes for page in pages))  # headers
+        return taken
+
+    def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
+        """Return the order of use that is expected of a step, given all sections."""
+        stay = None if self.on_device is None else self.on_device.resident_set
+        return expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.update, stay)
+
+    @property
+    def order_tolerance(self) -> int | None:
+        """See Schedule: copies to a device go on beside updates, and each in its own time."""
+        return None if self.device is None else ORDER_TOLERANCE
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
+        sections = self.make_sections()
+        grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
+        found = find_rooms(sections, grad_sections) if self.device is None else {}
+        rooms = {page: room.section.plan.group for page, room in found.items()}
+        sections += grad_sections
+        trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
+        cycle = self.cycle(sections, trainables)
+        frames = self.budget.frame_count
+        return Traffic(*DryRun(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
+
+    @property
+    def commit_bytes(self) -> int:
+        """What a commit writes beyond what steps write anyway: what is resident, and what stays changed in the pool."""
+        if self.commit_every is None:
+            return 0
+        kept = {id(plan) for plan in self._state_plans if plan.group in self.inventory.staying_state}
+        own = [plan for plan in self.inventory.plans if plan.external is None]
+        resident = sum(p.nbytes for p in own if is_resident(p, self.places) or id(p) in kept)
+        return resident + self.traffic.pooled_bytes
+
+    @property
+    def drive_seconds(self) -> float | None:
+        """How long the drive needs for a step at least; None if its speed is not known."""
+        if self.tuning is None:
+            return None
+        return self.tuning.seconds_for(self.traffic.total_read_bytes, self.traffic.total_written_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        size, resident_set = self.inventory.family_bytes, self.inventory.staying_state
+        lines = [
+            ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
+            *([("frozen", self._frozen())] if self.external_bytes else []),
+            ("optimizer state", self._where("state", [p for p in self._state_plans if p.group not in resident_set])),
+            ("gradients", self._where("grad", self._grad_plans)),
+            (
+                "host memory",
+                f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
+                f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
+                f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
+            ),
+            *(
+                [
+                    ("device memory", self._on_device()),
+                    ("updates", f"on the {self.update_on}{', by AdamW as one kernel' if self.kernel else ''}"),
+                ]
+                if self.device is not None
+                else []
+            ),
+            (
+                "drive space",
+                f"{format_bytes(self.space_bytes)} in {self.turns} file{'s' * (self.turns > 1)}{self._scratch()}"
+                f"{self._by_drive()}",
+            ),
+            ("a step reads", by_family(self.traffic.read_bytes)),
+            ("a step writes", by_family(self.traffic.written_bytes)),
+            ("commits", self._commits()),
+        ]
+        if self.drive_seconds is not None:
+            lines.append(("drive time", f"{self.drive_seconds:.2f} s a step at least, by what `swapper tune` measured"))
+        else:
+            lines.append(("drive time", "not known: `swapper tune DIR` measures the drive"))
+        daily = self.traffic.total_written_bytes + self.commit_bytes / (self.commit_every or 1)
+        lines.append(("wear", f"{format_bytes(1000 * daily)} written in 1000 steps"))
+        return lines
+
+    @property
+    def _state_plans(self) -> list[SectionPlan]:
+        return [plan for plan in self.inventory.plans if plan.family == "state"]
+
+    def _where(self, family: str, elsewhere: Sequence[SectionPlan]) -> str:
+        nbytes = sum(plan.nbytes for plan in elsewhere)
+        kept = self.inventory.family_bytes(family) - nbytes
+        where = [f"{format_bytes(nbytes)} on {self.places[family]}"] if nbytes or not kept else []
+        return ", ".join([*([f"{format_bytes(kept)} on the device"] if kept else []), *where])
+
+    def _on_device(self) -> str:
+        if self.device is None or self.on_device is None:
+            return "none"
+        count, resident_set = len(self.inventory.groups), len(self.on_device.resident_set)
+        size = f"{format_bytes(self.device.nbytes)} on {self.device.device}"
+        return f"{size}: {resident_set} of {count} groups stay from forward to backward"
+
+    def _scratch(self) -> str:
+        return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
+
+    def _frozen(self) -> str:
+        frozen = self.inventory.frozen
+        return f"{format_bytes(self.external_bytes)} of the parameters read from {frozen.source.path}" if frozen else ""
+
+    def _by_drive(self) -> str:
+        if len(self.weights) == 1:
+            return ""
+        return f"; on {len(self.weights)} drives: " + ", ".join(map(format_bytes, self.space_by_drive()))
+
+    def _commits(self) -> str:
+        if self.commit_every is None:
+            why = ": what changes stays in memory" if self.commit_policy == "free" else ""
+            return f"none{why}; a killed run goes on from its last snapshot"
+        every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
+        extra = (
+            f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
+        )
+        return f"{every}, {extra}"
+
+
+def plan_run(
+    inventory: Inventory,
+    params: str,
+    optimizer_state: str,
+    gradients: str,
+    host_bytes: int,
+    commit_policy: str | int | None,
+    tuning: Tuning | None = None,
+    update: str = "step",
+    page_bytes: int | None = None,
+    existing_files: Collection[int] = (),
+    weights: tuple[float, ...] = (1.0,),
+    device: DeviceBudget | None = None,
+    buffer_bytes: int = 0,
+    update_on: str = "cpu",
+    state_stays: str = "host",
+) -> Plan:
+    """Decide everything about a run that can be decided before it begins.
+
+    Args:
+        inventory: what there is.
+        params, optimizer_state, gradients: "host", "nvme" or "auto"; gradients may be "device" where they are updated there.
+        host_bytes: the budget.
+        commit_policy: "free", a number of steps, or None.
+        tuning: what is known about the drive.
+        update: when parameters are updated.
+        page_bytes, existing_files: of a run that goes on.
+        weights: of the drives that hold the run.
+        device: where forwards and backwards run, if not on the CPU; `params` may be "device" then.
+        buffer_bytes: of the model's buffers.
+        update_on: "device" if the optimizer's update is made there.
+        state_stays: "device" if all of the optimizer's state stays there beside its place, "auto" if it may.
+
+    Raises:
+        BudgetError: the budget is too small; says the smallest that works.
+    """
+    there = update_on == "device"
+    stay = gradients if there else "host", state_stays if there and update == "step" else "host"
+    host_params = "auto" if params == "device" else params  # their place beside that
+    asked = host_params, optimizer_state, gradients, host_bytes
+
+    def on_host(placement: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
+        found = replace(without_gradients(inventory, placement.gradients), staying_state=placement.state)
+        return choose_placement(found, *asked, page_bytes, update, device is not None, update_on)
+
+    everything = DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if stay[0] == "device"),
+        state=frozenset(group for group in state_bytes(inventory) if stay[1] == "device"),
+    )
+    inventory = replace(inventory, staying_state=everything.state)
+    places, budget = on_host(everything, page_bytes)
+    layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
+    on_device = None
+    if device is not None:
+        sections = _make_sections(inventory, places, budget, layout)
+        trainables = find_trainables(inventory, find_places(inventory, sections))
+        slices = ring_bytes(trainables, budget.page_bytes) if update_on == "device" else 0
+        on_device = place_on_accelerator(inventory, device, buffer_bytes + slices, params, *stay)
+        if (on_device.gradients, on_device.state) != (everything.gradients, everything.state):
+            places, budget = on_host(on_device, budget.page_bytes)  # what they leave is for others
+        inventory = replace(inventory, staying_state=on_device.state)
+    every = steps_between_commits(
+        commit_policy, _make_sections(inventory, places, budget, layout), bool(inventory.staying_state)
+    )
+    turns = max(TURNS if every else 1, len(existing_files))
+    return Plan(
+        inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device,
+        update_on,
+    )  # fmt: skip
+
+
+def _make_sections(
+    inventory: Inventory, places: dict[str, str], budget: Budget, layout: ContainerLayout
+) -> list[Section]:
+    offsets = [place.offset for place in layout.records]
+    return make_sections(inventory.plans, offsets, lambda plan: is_resident(plan, places), budget.page_bytes)

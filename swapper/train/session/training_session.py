@@ -1,0 +1,418 @@
+"""Run: what one offloaded model has at run time (its backing, pager, the model's own part), opened and closed as one.
+
+[Note: order of opening and closing] Opened: the manager's directory and lock; then the backing (arena, engine, store, scratch
+file, pool), publisher, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that
+nobody asks for pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's
+lock. The arenas' memory goes back; what tensors still show of resident sections becomes ordinary memory (paging/host_memory.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.durability.commit import CommitRecord, encode_commit, files_of
+from swapper.durability.committer import Committer
+from swapper.durability.directory import RunDirectory
+from swapper.durability.fallback import Commit, WayBack
+from swapper.durability.recovery import restore
+from swapper.durability.retention import Retention
+from swapper.durability.snapshot import Publisher
+from swapper.durability.ticket import SnapshotTicket
+from swapper.errors import CheckpointError, StateError, SwapperError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Schedule
+from swapper.paging.section import Section
+from swapper.paging.store.scratch import Stores
+from swapper.runtime.heap import Watch, watch_free_memory
+from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.sizes import format_bytes
+from swapper.runtime.stats import StepClock
+from swapper.runtime.teardown import close_all
+from swapper.runtime.watchdog import Watchdog, describe_waits
+from swapper.train.device.train_device import TrainingDevice
+from swapper.train.layout.content import CarriedSource, SectionSource
+from swapper.train.layout.initial import Values
+from swapper.train.layout.inventory import find_places, find_trainables
+from swapper.train.model import OffloadedModel
+from swapper.train.session.plan import Plan
+from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.session_resources import SessionResources, stored_pieces
+from swapper.train.updates.step_rollback import UndoSections
+
+log = logging.getLogger("swapper")
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """What a run asks of its manager.
+
+    Attributes:
+        entrance: where the user comes in.
+        begin_step: called before a backward updates the first group of a step.
+        undo_sections: see UndoSections.
+        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
+    """
+
+    session_guard: SessionGuard
+    begin_step: Callable[[], None]
+    undo_sections: UndoSections
+    describe: Callable[[int], CommitRecord]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run goes on from.
+
+    Attributes:
+        record: the commit that it goes on from, or None.
+        files: names of its swap files by number, if it has any already.
+        committed: the step that is committed, or None.
+        first_file: number of its first file, where it has none.
+        fallback: the commit before `record`, if that is still a way back.
+        edits: how often parameters were changed from outside since the last step.
+    """
+
+    record: CommitRecord | None = None
+    files: Mapping[int, str] = field(default_factory=dict)
+    committed: int | None = None
+    first_file: int = 0
+    fallback: Commit | None = None
+    edits: int = 0
+
+    @classmethod
+    def of(cls, record: CommitRecord | None, fallback: Commit | None) -> Origin:
+        if record is None:
+            return cls()
+        return cls(record, record.files, record.step, fallback=fallback, edits=record.edits)
+
+
+class TrainingSession:
+    """Everything that one offloaded model has at run time. Where opening fails, what was opened is closed.
+
+    Args:
+        model, optimizer: the user's.
+        plan: where everything shall live.
+        directory: of the swap files, on each drive.
+        origin: what to go on from.
+        clock: divides the run into steps and phases; has the counters to keep.
+        manager: whom to ask.
+        backend: of the engine.
+        fsync: commits survive a power loss.
+        check_reads: what is read from swap files is compared with what was written.
+        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+
+    Attributes:
+        sections: of parameters and optimizer state.
+        on_device: what the model has on an accelerator, where it runs there.
+
+    Raises:
+        DirectoryError: the drive has not enough room.
+        CheckpointError: the files have not the content of the commit.
+    """
+
+    _model: OffloadedModel | None = None
+    _watchdog: Watchdog | None = None
+    _free_memory: Watch | None = None
+    on_device: TrainingDevice | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        directory: RunDirectory,
+        origin: Origin,
+        clock: StepClock,
+        manager: Callbacks,
+        *,
+        backend: str,
+        fsync: bool,
+        check_reads: bool,
+        stall_s: float | None,
+    ) -> None:
+        self._manager = manager
+        self._clock = clock
+        self._counters = clock.counters
+        self._bytes_before = self._counters.bytes_read, self._counters.bytes_written
+        self._directory = directory
+        self.plan = plan
+        self._backing = SessionResources()
+        self.sections = plan.make_sections()
+        self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
+        try:
+            self._open_backing(plan, origin, backend, check_reads)
+            self._open_model(model, optimizer, plan, origin, fsync)
+            self._note_sizes(plan)
+            if origin.record is not None:
+                self._restore(origin.record)
+            self._watchdog = Watchdog(self._counters, self._make_describe(), stall_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_backing(self, plan: Plan, origin: Origin, backend: str, check_reads: bool) -> None:
+        paged_grads = [section for section in self._grad_sections if section.pages]
+        files, first_file = origin.files, origin.first_file
+        needed = None if origin.record is None else files_of(origin.record)
+        self._backing.open(
+            plan, self._directory, self.sections, paged_grads, files, needed, first_file, backend, check_reads
+        )
+        retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
+        self.publisher = Publisher(
+            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
+            plan.inventory.check_files,
+        )  # fmt: skip
+
+    def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
+        inventory, page_bytes = plan.inventory, plan.budget.page_bytes
+        everything = [*self.sections, *self._grad_sections]
+        trainables = find_trainables(inventory, find_places(inventory, everything))
+        self.pager = Pager(
+            [page for section in everything for page in section.pages],
+            self._backing.pool,
+            Stores(self._backing.store, self._backing.scratch),
+            Schedule(plan.cycle(everything, trainables), plan.order_tolerance),
+            self._counters,
+            window_pages=plan.window_pages,
+            lazy=plan.lazy,
+            max_deferred_writes=plan.max_deferred_writes,
+        )
+        model_part = OffloadedModel(
+            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
+            self._manager.session_guard, plan.update, self._manager.begin_step, self._manager.undo_sections,
+            self._open_on_device(plan),
+        )  # fmt: skip
+        last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
+        ranks = self._directory.ranks if plan.commit_every is not None else None
+        way_back = WayBack(self._directory.path, fsync, self._backing.store, ranks, last, origin.fallback)
+        self.committer = Committer(
+            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._backing.store,
+            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, way_back,
+        )  # fmt: skip
+        self.committer.edits = origin.edits
+        model_part.fault_handler.changed_in_pass = self.committer.changed_in_pass
+        self._model = model_part
+
+    def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
+        host_side = self._backing.host_side
+        if plan.device is not None and plan.on_device is not None and host_side is not None:
+            updates = plan.update_on == "device"
+            self.on_device = TrainingDevice(
+                plan.device, plan.on_device, host_side, self.pager, self._counters, updates, plan.kernel
+            )
+        return self.on_device
+
+    def _note_sizes(self, plan: Plan) -> None:
+        budget, places, inventory = plan.budget, plan.places, plan.inventory
+        self._counters.pool_bytes = budget.page_bytes * budget.frame_count
+        self._counters.frame_bytes = budget.page_bytes
+        self._counters.resident_bytes = budget.resident_bytes
+        self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
+        log.info(
+            "offload: parameters on %s, optimizer state on %s; %d frames of %s; %s",
+            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._backing.describe(),
+        )  # fmt: skip
+
+    def _restore(self, record: CommitRecord) -> None:
+        """Go on from a commit: sections and settings have what it says."""
+        restore(record, self.sections, self._backing.store, self._backing.pool)
+        self.pager.back_cold_pages()
+        try:
+            self.model.restore_groups(record.param_groups, record.members)
+            self.model.optimizer_state.entries.unpack(record.state_entries)
+        except (LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the commit of step {record.step} has other settings or other state than this optimizer ({error!r}): build the "
+                "same optimizer, or say resume='discard' to throw the run away"
+            ) from error
+
+    @property
+    def engine(self) -> Any:
+        """Does the transfers; None when closed."""
+        return self._backing.engine
+
+    @property
+    def model(self) -> OffloadedModel:
+        """The model's own part."""
+        assert self._model is not None
+        return self._model
+
+    @property
+    def has_model(self) -> bool:
+        """False where the model was left to another run, or never adopted."""
+        return self._model is not None
+
+    def adopt(self, content: SectionSource | None) -> None:
+        """Move the model to its places, which `content` fills; None where they have theirs already."""
+        for section in [s for s in self.sections if content is not None and s.resident and s.plan.external is not None]:
+            crc32 = self._backing.store.read_now(section.piece, section.memory.data_ptr())
+            section.piece.crc32 = section.piece.committed_crc32 = crc32
+        self.model.adopt(content)
+        self.pager.flush()
+
+    # --- when the layout changes ------------------------------------------------------------------------------------
+
+    def carried(self, optimizer: Optimizer) -> CarriedSource:
+        """Return what all sections have, from the files that it is in. Call when everything is written."""
+        return CarriedSource(optimizer, self.sections, self._backing.store.paths)
+
+    @property
+    def file_names(self) -> set[str]:
+        """Names of all swap files."""
+        return set(self.origin.files.values())
+
+    @property
+    def origin(self) -> Origin:
+        """What a run of the same plan has to be given to `take_up` what this one leaves."""
+        names = {number: paths[0].name for number, paths in self._backing.store.paths.items()}
+        return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
+
+    def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
+        """Go on from what a run of the same plan has left: the same files, in the state that they were in.
+
+        Args:
+            earlier: that run's sections.
+            entries: what its optimizer's state of each parameter had.
+        """
+        self._backing.store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
+        self._read_resident()
+        self.pager.back_cold_pages()
+        self.model.adopt(None)
+        self.model.optimizer_state.entries.unpack(entries)
+
+    def _read_resident(self) -> None:
+        for section in self.sections:
+            if section.resident:
+                self._backing.store.read_now(section.piece, section.memory.data_ptr())
+
+    def part(self, why: str) -> None:
+        """Close, and leave the model without data for another run to adopt. Everything must be written."""
+        self.model.part(why)
+        self._close(keep_cold=False)
+        del self.pager, self.committer, self.publisher
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, values: Values | None) -> None:
+        """The model is at its places: gradients get their memory, and a model without values its first ones."""
+        # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
+        self._free_memory = watch_free_memory(self.plan.host_bytes)
+        self._backing.add_memory([section for section in self._grad_sections if section.resident])
+        self.model.start()
+        if values is not None:
+            self.model.initialise(values)
+        self.model.move_buffers()
+
+    def snapshot(
+        self,
+        path: Path,
+        more: Callable[[], dict[str, Any]],
+        keep: int | None,
+        has_frozen: bool,
+        start: Callable[[], None],
+    ) -> SnapshotTicket:
+        """Take a snapshot as of the last step. See `SwapManager.snapshot`.
+
+        Args:
+            more: returns what it has besides the model and the optimizer.
+            has_frozen: with parameters that are not trained.
+            start: called when somebody waits for it; has it started at once.
+        """
+        if self.model.gathering.is_open:
+            raise StateError("snapshot inside manager.gather: leave the gather first")
+        self.publisher.raise_failure()
+        self.plan.inventory.check_files()
+        step = self._counters.step
+        with self._manager.session_guard.turns.turn(), defer_sigint:
+            self.model.passes.abandon()
+            self.model.finish_update()
+            self.model.optimizer_state.sync_to_host()
+            if self.committer.has_snapshot:
+                self.committer.finish()
+            content = {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+            snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
+            self.pager.write_back()
+            self.committer.add_snapshot(step, snapshot)
+        ticket: SnapshotTicket = snapshot.ticket
+        return ticket
+
+    def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
+        """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""
+        if not self.committer.can_roll_back(step):
+            return False
+        if sections is None and self._backing.scratch is not None:
+            return False  # gradients on NVMe are gone as soon as they are used
+        with defer_sigint, suppress(SwapperError):
+            if self.on_device is not None:
+                self.on_device.finish()  # copies from and to what is forgotten
+            if sections is None:
+                self.pager.discard()
+            else:
+                self.pager.discard_pages(page.index for section in sections for page in section.pages)
+            self.committer.roll_back(sections)
+            self.pager.back_cold_pages()
+            return True
+        return False
+
+    def finish(self) -> None:
+        """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
+        self.model.updates.drop()
+        self.model.passes.abandon()
+        self.model.finish_update()
+        self.model.gathering.close()
+        self.pager.flush()
+        self.committer.finish()
+        if not self.plan.inventory.forms:
+            self.committer.commit_changes(self._counters.step)
+
+    def count_bytes(self) -> None:
+        """Bring the counters up to date."""
+        if self.engine is not None:
+            read_bytes, written_bytes = self._bytes_before
+            self._counters.bytes_read = read_bytes + self.engine.bytes_read
+            self._counters.bytes_written = written_bytes + self.engine.bytes_written
+
+    def _make_describe(self) -> Callable[[], str]:
+        """Return what makes the watchdog's dump. The watchdog's thread must not keep the run alive."""
+        run = weakref.ref(self)
+        return lambda: "the run is gone" if (alive := run()) is None else alive.describe()
+
+    def describe(self) -> str:
+        """Return a dump of what is going on, several lines, for a person. Takes no lock."""
+        where = f"step {self._counters.step + 1}, {self._clock.describe()}"
+        return "\n".join([where, describe_waits(self._counters), self.pager.describe()])
+
+    def close(self) -> None:
+        """[Note: order of opening and closing]"""
+        self._close(keep_cold=True)
+
+    def _close(self, keep_cold: bool) -> None:
+        """[Note: order of opening and closing]"""
+        endings: list[Callable[[], object]] = []
+        if self._watchdog is not None:
+            endings.append(self._watchdog.stop)
+        if self._model is not None:
+            endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
+            endings.append(self.pager.discard)
+        endings += [self.count_bytes, self._detach, *self._backing.endings]
+        if self._free_memory is not None:
+            endings.append(self._free_memory.end)
+        close_all(endings)
+
+    def _detach(self) -> None:
+        """Let go of all that keeps memory or the model: whoever has this run still, as a traceback may, shall not."""
+        if self._model is not None:
+            self._model.let_go()
+        for section in (*self.sections, *self._grad_sections):
+            section.detach()
+        self._model = self.on_device = None

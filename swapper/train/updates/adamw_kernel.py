@@ -1,0 +1,104 @@
+"""The update by swapper's own AdamW (kernels/adamw.py), where the user chose it: one pass over a slice instead of torch's many.
+
+Its order of operations is not torch's, so it is never chosen for anybody. The state is torch.optim.AdamW's, under the same keys:
+`state_dict` shows it, and a run may go on with the one or the other. Gradients come as torch's own clipping and unscaling have left
+them, in their dtype, wherever they have been until then: what comes out does not depend on where anything lives.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.device.kernels.adamw import PARAMETERS, AdamWSlice, AdamWStep, update_
+from swapper.device.kernels.compiler import kernel, uses_kernel
+from swapper.errors import ConfigError, UnsupportedError
+from swapper.train.updates.sweep import Update
+
+OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+"""Settings of torch.optim.AdamW that the kernel does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamWKernel:
+    """How it rounds.
+
+    Attributes:
+        seed: of stochastic rounding of the parameters; None rounds to nearest.
+    """
+
+    seed: int | None = None
+
+    def check(self, optimizer: Optimizer, master_weights: torch.dtype | None, device: torch.device) -> None:
+        """Raises: ConfigError, UnsupportedError: this run cannot be updated by it."""
+        if type(optimizer) is not torch.optim.AdamW:
+            raise ConfigError(f"update_with='kernel' does what torch.optim.AdamW does, not {type(optimizer).__name__}")
+        if master_weights is not torch.float32:
+            raise ConfigError("update_with='kernel' updates fp32 masters: say master_weights=torch.float32 with it")
+        AdamWStep(1, seed=self.seed)
+        for group in optimizer.param_groups:
+            _check_settings(group)
+        if uses_kernel(device):
+            kernel("adamw")
+
+    def check_parameters(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Raises: ConfigError: it knows no such parameters; `dtypes` has those that are trained, by name."""
+        known = (torch.float32, *(PARAMETERS if self.seed is None else (torch.bfloat16,)))
+        for name, dtype in dtypes.items():
+            if dtype not in known:
+                how = "update_with='kernel'" + (" with stochastic_rounding" if self.seed is not None else "")
+                names = " or ".join(str(one).removeprefix("torch.") for one in known)
+                raise ConfigError(f"{how} is for parameters of {names}, and {name} is {dtype}")
+
+    def update(self, updates: Iterable[Update], settings: Callable[[int], Mapping[str, Any]]) -> None:
+        """Update slices that are on the device, the rounded parameters too.
+
+        Args:
+            settings: returns those of the step, by number of the optimizer's group.
+
+        Raises:
+            UnsupportedError: one of them has been changed to what the kernel does not know.
+        """
+        for one in updates:
+            work = one.work
+            group = settings(work.settings)
+            _check_settings(group)
+            before = work.state.get("step", torch.zeros(()))
+            first, second = one.homes["exp_avg"], one.homes["exp_avg_sq"]  # zeros where there is no state yet
+            part = AdamWSlice(
+                work.tensor.view(-1),
+                first.view(-1),
+                second.view(-1),
+                work.gradient.reshape(-1),
+                None if one.rounded is None else one.rounded.view(-1),
+                one.begin,
+            )
+            step = AdamWStep(
+                int(before) + 1,
+                float(group["lr"]),
+                (float(group["betas"][0]), float(group["betas"][1])),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+                self.seed_of(one.places.name),
+            )
+            update_(part, step)
+            one.rounded = None  # it is done
+            work.state = {"step": before + 1, "exp_avg": first, "exp_avg_sq": second}
+
+    def seed_of(self, name: str) -> int | None:
+        """Return the seed of a parameter: with the same one, elements of the same number would all be rounded alike."""
+        return None if self.seed is None else (self.seed + zlib.crc32(name.encode())) % (1 << 63)
+
+
+def _check_settings(group: Mapping[str, Any]) -> None:
+    for name in OTHER_ARITHMETIC:
+        if group.get(name):
+            raise UnsupportedError(
+                f"update_with='kernel' does not know {name}={group[name]!r} of the optimizer's groups: leave it out, or say "
+                "update_with='optimizer'"
+            )

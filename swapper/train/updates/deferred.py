@@ -1,0 +1,229 @@
+"""Deferred updates: `optimizer.step()` only fixes what the step is; each group is updated when it is needed next.
+
+Fixed are the optimizer's settings, which parameters have a gradient, and the gradients. The next forward then updates each group
+when it leases it and uses the fresh parameters at once, so that they need not be read back: the optimizer's sweep is spread over
+the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 are left. What the forward passes over
+(layerdrop) is updated in passing, for it was read ahead; what it does not reach, before the next backward.
+
+[Note: who may not see an open step] Between `step()` and the last update there are parameters, state and gradients that plain torch
+would show otherwise. So whoever looks finishes the step first:
+- parameters on NVMe are cold, and to lease them is to update them; those that stay in memory are made cold until they are updated;
+- a fixed gradient is a FixedGradient until it is used: an operation on it that needs or changes its data finishes the step first.
+  `zero_grad` (to None) only takes it from its parameter;
+- autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward comes;
+- the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait for it.
+Versions of parameters are counted up at `step()`: an old graph finds out as in plain torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.modules.cold import tensors_among
+from swapper.modules.cold_tables import METADATA
+from swapper.modules.own_hook import OwnHook, hookable
+from swapper.paging.planning.schedule import Access
+from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
+from swapper.train.updates.sweep import GroupUpdate, Sweep
+
+
+class FixedGradient(torch.Tensor):
+    """A gradient that a step which is still open will use. Never made by anyone: a tensor's class is set to it and back."""
+
+    finish: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func not in METADATA:
+            for tensor in tensors_among((args, kwargs)):
+                if type(tensor) is FixedGradient:
+                    tensor.finish()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        self.finish()
+        return repr(self)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self.finish()
+        return self.__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.finish()
+        return self.__reduce_ex__(protocol)
+
+
+class DeferredStep(Updates):
+    """The step that was taken last and counted, as far as it is still to be done.
+
+    Args:
+        sweep: what updates.
+        groups: all groups, by index.
+        undo: called with a group whose update failed, or with none where it is none of a group's.
+    """
+
+    ahead = 0
+
+    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo) -> None:
+        super().__init__(sweep)
+        self._groups = groups
+        self._undo = undo
+        self._left: dict[int, GroupUpdate] = {}  # by group
+        self._reached: set[int] = set()  # groups that a forward has used since the step
+        self._versions: dict[int, int] = {}  # of the fixed gradients, by id
+        self._handles: list[Any] = []
+        self.in_order = False
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Have the step finished before any of `parameters` gets a gradient. See Updates; so for the rest."""
+        step = weakref.ref(self)  # hooks are not looked through for cycles
+
+        def finish(gradient: torch.Tensor) -> None:
+            if (alive := step()) is not None:
+                alive.finish(in_order=True)
+
+        for parameter in parameters:
+            before = OwnHook(finish)
+            with hookable(parameter):
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._forget()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._left)
+
+    def take_step(self) -> None:
+        """From now on the step is open. The one before must not be.
+
+        `in_order` is True from then on for as long as only forwards and backwards have updates done.
+        """
+        self._sweep.take_in_written()
+        self._sweep.begin()
+        self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
+        self._reached.clear()
+        self.in_order = True
+        for index, update in self._left.items():
+            self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
+            self._put_off(index)
+        if not self._left:
+            self._sweep.end()
+
+    def finish(self, in_order: bool = False) -> None:
+        """Do what is left of the open step."""
+        if not self._left:
+            return
+        self.in_order = self.in_order and in_order
+        for group in list(self._left):
+            self._update(group)
+        with self._undoing_failure(None):
+            self._sweep.give_back()
+
+    def forward_reaches(self, groups: Collection[int]) -> None:
+        if not self._left:
+            return
+        new = [group for group in groups if group not in self._reached]  # what is expected of others is a later use
+        self._reached.update(new)
+        passed_over = [expected for group in new for expected in self._groups[group].expected_before()]
+        for group in dict.fromkeys(passed_over):
+            if group not in groups:
+                self.catch_up(group)
+
+    def catch_up(self, group: int, then: Access | None = None) -> None:
+        """Update a group if it was not yet.
+
+        Args:
+            then: what is leased next; it is leased before the last pages of the update are given back.
+        """
+        if group in self._left:
+            self._update(group)
+            with self._undoing_failure(None):
+                self._sweep.give_back(then)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _update(self, group: int) -> None:
+        with self._undoing_failure(group):
+            self._check_not_written(group)
+            self._check_and_release(self._left[group])
+            self._sweep.update(self._left[group])
+            self._sweep.settle()
+            self._groups[group].clear_deferred()
+            del self._left[group]  # and with it the gradients, whose room may be used now
+            if not self._left:
+                self._sweep.end()
+                self._versions.clear()
+
+    def _put_off(self, group: int) -> None:
+        """Nobody shall see the group as it is. [Note: who may not see an open step]"""
+        self._groups[group].defer_update(partial(self.catch_up, group))
+        for gradient in self._left[group].gradients:
+            if type(gradient) is torch.Tensor:
+                gradient.__class__ = FixedGradient
+                gradient.finish = self.finish  # type: ignore[attr-defined]
+
+    def _check_not_written(self, group: int) -> None:
+        for name in self._groups[group].written():
+            raise StateError(
+                f"parameter {name} was changed after optimizer.step() by way of an alias of it, and with update='deferred' that "
+                "step was still to change it: change parameters inside `with manager.gather(..., write=True)`, or offload with "
+                "update='step'"
+            )
+
+    def _check_and_release(self, update: GroupUpdate) -> None:
+        """The group's gradients are about to be used: make them ordinary tensors, and see to it that nobody has changed them."""
+        for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
+            if gradient is None:
+                continue
+            if type(gradient) is FixedGradient:
+                _release(gradient)
+            if gradient._version != self._versions[id(gradient)]:
+                raise StateError(
+                    f"the gradient of {places.name} was changed after optimizer.step() by way of an alias of it, and with "
+                    "update='deferred' that step was still to use it: change gradients by `parameter.grad`, or offload with "
+                    "update='step'"
+                )
+
+    def _forget(self) -> None:
+        for index, update in self._left.items():
+            self._groups[index].catch_up = None
+            for gradient in update.gradients:
+                if type(gradient) is FixedGradient:
+                    _release(gradient)
+        self._left, self._versions = {}, {}
+
+    @contextmanager
+    def _undoing_failure(self, group: int | None) -> Iterator[None]:
+        """Where what runs here fails, the group's update is still to be done."""
+        with apart_from_pass():
+            try:
+                yield
+            except BaseException as error:
+                if not self._undo(() if group is None else (group,), error):
+                    self._forget()
+                else:
+                    self._sweep.abandon()
+                    if group is not None:
+                        self._put_off(group)
+                raise
+
+
+def _release(gradient: torch.Tensor) -> None:
+    gradient.__class__ = torch.Tensor
+    del gradient.finish  # type: ignore[attr-defined]

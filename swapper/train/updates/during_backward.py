@@ -1,0 +1,325 @@
+"""Updates during backward: a group is updated as soon as its gradients are complete and nothing will use its parameters any more.
+
+The traffic of the optimizer's state is spread over backward; `optimizer.step()` updates the groups that are left, and counts.
+
+[Note: when a group may be updated] Plain torch uses the old parameters for all of a backward, and updates with the whole
+gradients. So a group is updated in a backward when
+- each of its parameters that this backward gives a gradient to has got it. Autograd runs the node that accumulates a parameter's
+  gradient once in a graph task, when all that adds to it is there, and can say whether it will run that node at all. A node that
+  saved a parameter to compute with it gives that parameter a gradient in the same go, so it has run too;
+- every call of a module that used the group since the last step has been done with (pending_uses.py). That covers what
+  the first does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks
+  of its own, one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
+  Whatever else there may be (retained graphs, calls that no backward came to, a pass that only accumulates) leaves a
+  group for `step()`, which is always right. Where something uses or adds to a group all the same after its update, that
+  raises an error, by the version of the parameter at the latest.
+
+[Note: one module behind] On an accelerator a gradient arrives when its kernels have run, long after they were queued. To wait
+for it at once would leave the device with nothing to do while the CPU updates. So a group whose gradients are on their way is
+updated when the backward has come one module further, whose kernels are queued by then.
+
+[Note: between backward and step] Until `step()` some groups are of the new step and others of the old one. Nobody sees that:
+parameters of updated groups are cold, and refuse to be leased or looked at; their gradients can be looked at and not changed
+(used_gradient.py); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings are those that
+were used. Where it does not come to that, because the backward fails or the manager is closed, groups are put back to what they
+were, if the step before is committed; else the manager can only be closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError, UnsupportedError
+from swapper.modules.own_hook import hookable
+from swapper.paging.planning.schedule import Access
+from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
+from swapper.train.updates.sweep import NO_GROUP, GroupUpdate, Sweep, Trainable
+from swapper.train.updates.used_gradient import ADVICE, protect, release
+
+log = logging.getLogger("swapper")
+
+REMEDY = (
+    "call optimizer.step() first; for several backwards to one step, run all but the last inside `with manager.accumulate():`; "
+    "or offload with update='step'"
+)
+
+
+class StepInBackward(Updates):
+    """The step whose gradients are being made.
+
+    Args:
+        sweep: what updates.
+        groups: all groups, by index.
+        begin: called before the first update of a step; returns False where all of them must wait for `optimizer.step()`.
+        undo: see Undo.
+        check_usable: raises StateError where undoing has failed.
+        have_arrived: whether gradients are at their places.
+    """
+
+    follows_backward = True
+
+    def __init__(
+        self,
+        sweep: Sweep,
+        groups: Sequence[GroupParameters],
+        begin: Callable[[], bool],
+        undo: Undo,
+        check_usable: Callable[[], None],
+        have_arrived: Callable[[Trainable], bool],
+    ) -> None:
+        super().__init__(sweep)
+        self._groups = groups
+        self._begin = begin
+        self._undo = undo
+        self._check_usable = check_usable
+        self._have_arrived = have_arrived
+        self._trainables = {trainable.group: trainable for trainable in sweep.trainables}
+        self._group_of = {id(p): t.group for t in sweep.trainables for p in t.parameters}
+        self._done: dict[int, GroupUpdate] = {}  # by group: what is updated of the step
+        self._versions: dict[int, int] = {}  # of the gradients that were used, by id
+        self._arrivals: dict[
+            int, dict[int, int]
+        ] = {}  # by group and id of a parameter: the task that its gradient came in
+        self._next: set[int] = set()  # groups that are updated when the backward goes on once more
+        self._task: int | None = None  # the outermost backward that runs, or has failed
+        self._waits = False  # for `step`, whatever this backward brings
+        self._accumulating = 0
+        self._protected: list[torch.Tensor] = []  # gradients
+        self._handles: list[Any] = []
+
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        step = weakref.ref(self)  # hooks are not looked through for cycles
+
+        def note(parameter: torch.Tensor) -> None:
+            if (alive := step()) is not None:
+                alive._note_gradient(parameter)
+
+        for parameter in parameters:
+            with hookable(parameter):
+                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.forget()
+
+    @property
+    def is_open(self) -> bool:
+        return bool(self._done)
+
+    @property
+    def has_begun_early(self) -> bool:
+        return bool(self._done)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self._accumulating += 1
+        try:
+            yield
+        finally:
+            self._accumulating -= 1
+
+    def take_step(self) -> None:
+        if self._done:
+            self._check_as_used()
+            left = [t for t in self._sweep.trainables if t.group not in self._done]
+            self._sweep.update_all(update for t in left if (update := self._sweep.fix(t)) is not None)
+            self._sweep.end()
+        else:
+            super().take_step()
+        self.forget()
+        self.uses.clear()
+
+    def finish(self, in_order: bool = False) -> None:
+        """Nothing can be finished before `optimizer.step()` is called.
+
+        Raises:
+            StateError: the step is open.
+        """
+        if in_order:
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self.pass_begins()
+        if self._done:
+            raise StateError(
+                "backward has updated a part of the parameters, and optimizer.step() has not been called: with update='backward' "
+                f"nothing of the model and the optimizer can be looked at between the two; {REMEDY}"
+            )
+
+    def check_clipping(self) -> None:
+        """
+        Raises:
+            UnsupportedError: always: gradients are used before.
+        """
+        raise UnsupportedError(
+            f"with update='backward' gradients are used in backward, group by group, before there is a norm of all; {ADVICE}"
+        )
+
+    def drop(self) -> None:
+        if not self._put_back(StateError("a step was begun in backward and never finished by optimizer.step()")):
+            log.warning("closed between backward and optimizer.step(): parameters in memory are of two steps")
+
+    def forget(self) -> None:
+        for index in self._done:
+            self._groups[index].clear_deferred()
+        for gradient in self._protected:
+            release(gradient)
+        self._done, self._versions, self._protected = {}, {}, []
+        self._arrivals = {}
+        self._next.clear()
+        self._task = None
+
+    # --- what passes tell -----------------------------------------------------------------------------------------
+
+    def pass_begins(self) -> None:
+        if self._task is not None:
+            self._put_back(StateError("a backward failed in which parameters were updated"))
+            self._check_usable()
+
+    def backward_begins(self, task: int) -> None:
+        """
+        Raises:
+            StateError: this is a second backward, and the first has updated groups.
+        """
+        if self._task is not None:
+            return  # one within the other
+        if self._done:
+            raise StateError(
+                f"a second backward began before optimizer.step(), and the first has updated parameters already: {REMEDY}"
+            )
+        self._task = task
+        self._next.clear()
+        self.uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._waits = self._accumulating > 0 or self.uses.graph_stays
+        for group, tasks in list(self._arrivals.items()):  # some may have come before a module was asked for any
+            self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
+
+    def backward_goes_on(self) -> None:
+        """Update what may be. [Note: when a group may be updated]"""
+        task = torch._C._current_graph_task_id()
+        if self._waits or task != self._task or torch._C._len_torch_dispatch_stack():
+            return  # checkpointing that is selective has modes of its own, in which nothing else may be computed
+        for group, came_in in self._arrivals.items():
+            if came_in and group not in self._done and self._is_complete(group, task):
+                if group not in self._next and not self._have_arrived(self._trainables[group]):
+                    self._next.add(group)  # [Note: one module behind]
+                    continue
+                if not self._done and not self._begin():
+                    self._waits = True
+                    return
+                self._update(group)
+
+    def backward_ends(self, task: int) -> None:
+        if task == self._task:
+            self._task = None
+            self._sweep.rejoin()
+            for trainable in (
+                self._sweep.trainables if self._done else ()
+            ):  # those that wait for the step too: all or none
+                for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
+                    if parameter.grad is not None:
+                        protect(parameter.grad, places.name)
+                        self._protected.append(parameter.grad)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _note_gradient(self, parameter: torch.Tensor) -> None:
+        group = self._group_of[id(parameter)]
+        if group in self._done or (self._done and self._task is None):
+            name = self._names(group)[id(parameter)]
+            raise StateError(f"parameter {name} got a gradient after updates in the same step: {REMEDY}")
+        self._arrivals.setdefault(group, {})[id(parameter)] = torch._C._current_graph_task_id()
+
+    def _is_complete(self, group: int, task: int) -> bool:
+        if self.uses.has(group) or self._groups[group].is_leased:
+            return False
+        came_in = self._arrivals[group]
+        return all(
+            came_in.get(id(parameter)) == task or not _gets_gradient(parameter)
+            for parameter in self._trainables[group].parameters
+        )
+
+    def _update(self, group: int) -> None:
+        try:
+            with apart_from_pass():
+                update = self._sweep.fix(self._trainables[group])
+                if update is None:
+                    return
+                self._done[group] = update  # from here on it must be put back if anything fails
+                self._sweep.update(update)
+                self._sweep.give_back()
+                self._shut(group, update)
+        except BaseException as error:
+            self._put_back(error)
+            raise
+
+    def _shut(self, group: int, update: GroupUpdate) -> None:
+        """[Note: between backward and step]"""
+        names = list(self._names(group).values())
+
+        def refuse(then: Access | None) -> None:
+            raise StateError(
+                f"parameter {names[0]} was updated in backward, and optimizer.step() has not been called: until then with "
+                f"update='backward' it can be neither used nor looked at; {REMEDY}"
+            )
+
+        self._groups[group].defer_update(refuse)
+        for gradient in update.gradients:
+            if gradient is not None:
+                self._versions[id(gradient)] = gradient._version
+
+    def _names(self, group: int) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self._groups[group].group.parameters}
+
+    def _put_back(self, error: BaseException) -> bool:
+        """Have all groups as they were before the step. Returns False where that cannot be; the manager knows it then."""
+        groups = list(self._done)
+        self._sweep.rejoin()
+        self.forget()
+        self.uses.clear()
+        is_undone = not groups or self._undo(groups, error)
+        self._sweep.abandon()
+        return is_undone
+
+    def _check_as_used(self) -> None:
+        """
+        Raises:
+            StateError: gradients or settings are not those that updates in backward used.
+        """
+        changed = self._sweep.changed_setting() or next(self._changed_gradients(), None)
+        if changed is not None:
+            raise StateError(
+                f"{changed} was changed between backward and optimizer.step(), and with update='backward' parameters were updated "
+                f"before: change settings before backward or after step(); {ADVICE}"
+            )
+
+    def _changed_gradients(self) -> Iterator[str]:
+        for update in self._done.values():
+            trainable = update.trainable
+            for parameter, gradient, places, settings in zip(
+                trainable.parameters, update.gradients, trainable.places, trainable.settings, strict=True
+            ):
+                if settings == NO_GROUP:
+                    continue
+                if parameter.grad is not gradient or (
+                    gradient is not None and gradient._version != self._versions[id(gradient)]
+                ):
+                    yield f"the gradient of {places.name}"
+
+
+def _gets_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs accumulates a gradient of `parameter`, or has done so."""
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+    return torch._C._will_engine_execute_node(node)

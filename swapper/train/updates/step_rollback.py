@@ -1,0 +1,87 @@
+"""A step that failed half-way, or was never taken to its end, is undone: everything of the model as it was before it.
+
+Pages and sections go back by the last commit, which is the manager's part (train/session/steps.py). What is in no page
+goes back here: settings of the optimizer, which parameters have state, and what stays on a device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from swapper.paging.section import Section
+from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.parameters.parameter_group import GroupParameters
+
+UndoSections = Callable[[list[Section], BaseException, int], bool]
+"""Given sections and the error that updates outside of `optimizer.step()` ended with: has the sections as they were before their
+step, so many after the last one that was counted, and returns whether it could."""
+
+
+class StepRollback:
+    """Owns what the optimizer's settings and entries were before the last step.
+
+    Args:
+        optimizer: the user's.
+        optimizer_state: of all that is trained.
+        sections: of parameters and state.
+        groups: all groups, by index; they may come later.
+        undo_sections: see UndoSections.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        optimizer_state: OptimizerState,
+        sections: Sequence[Section],
+        groups: Sequence[GroupParameters],
+        undo_sections: UndoSections,
+    ) -> None:
+        self._optimizer = optimizer
+        self._state = optimizer_state
+        self._sections = sections
+        self._groups = groups
+        self._undo_sections = undo_sections
+        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
+
+    def note(self) -> None:
+        """A step begins."""
+        self._before = self._settings(), self._state.entries.pack()
+
+    def note_settings(self) -> None:
+        """A step that has begun in backward is taken: its settings may be others than they were at its first update."""
+        if self._before is not None:
+            self._before = self._settings(), self._before[1]
+
+    def undo_step(self) -> None:
+        """All sections are as they were before the last step: so be the rest."""
+        self._state.forget_kept()
+        if self._before is not None:
+            settings, entries = self._before
+            self.restore_settings(settings)
+            self._state.entries.unpack(entries)
+
+    def undo_groups(self, groups: Collection[int], error: BaseException, ahead: int) -> bool:
+        """Updates of `groups` outside of `optimizer.step()` failed: have them as they were. Returns whether they are.
+
+        Args:
+            ahead: their step is so many after the last one that was counted.
+        """
+        sections = [section for section in self._sections if section.plan.group in groups]
+        if self._before is None or not self._undo_sections(sections, error, ahead):
+            return False
+        self._state.forget_kept()
+        self._state.entries.unpack(self._before[1], {n for g in groups for n, _ in self._groups[g].group.parameters})
+        return True
+
+    def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
+        """Give the optimizer's groups the settings of an earlier time."""
+        for ours, saved in zip(self._optimizer.param_groups, param_groups, strict=True):
+            ours.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _settings(self) -> list[dict[str, Any]]:
+        return copy.deepcopy(packed_groups(self._optimizer.param_groups))

@@ -1,0 +1,355 @@
+"""The optimizer's sweep over the state: read slice k+1, update slice k, write slice k-1, all at one time.
+
+Slices are taken hand over hand: the next one is leased before the last one is released, so that a page which two slices
+share never leaves in between and is written once. The reads and writes themselves go on in the engine meanwhile.
+
+[Note: small updates] A slice is updated in runs of UPDATE_ELEMENTS: what a run touches then stays in the processor's cache
+between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice. An
+optimizer that makes one pass (torch's fused ones, where no master has to be widened for and rounded) has the slice as one run:
+each run costs some 0.2 ms of Python, with caches that the one before has filled, while the other processors wait.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import InvariantError, UnsupportedError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.runtime.counters import Counters
+from swapper.runtime.heap import note_freed
+from swapper.train.layout.slices import ParameterLocations, Slice, TensorLocation, plan_slices
+from swapper.train.optimizer.entries import PAGED, StateEntries
+from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
+from swapper.train.updates.upcast import UpcastBuffer
+
+UPDATE_ELEMENTS = 1 << 19
+"""[Note: small updates]"""
+
+
+NO_GROUP = -1
+
+
+@dataclass
+class Trainable:
+    """One group's trainable parameters that the optimizer has, with where their state lies.
+
+    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP where it is in none any more: then it is
+    not updated. See membership.py.
+    """
+
+    group: int
+    parameters: list[nn.Parameter]
+    places: list[ParameterLocations]
+    settings: list[int]
+    _slices: dict[tuple[bool, ...], list[Slice]] = field(default_factory=dict)
+
+    def slices(self, active: tuple[bool, ...], page_bytes: int) -> list[Slice]:
+        if active not in self._slices:
+            self._slices[active] = plan_slices(self.group, self.places, active, page_bytes)
+        return self._slices[active]
+
+    def all_slices(self, page_bytes: int) -> list[Slice]:
+        return self.slices((True,) * len(self.places), page_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUpdate:
+    """One group's part of a step: the gradients that its trainable parameters have, None where one has none."""
+
+    trainable: Trainable
+    gradients: tuple[torch.Tensor | None, ...]
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        return tuple(gradient is not None for gradient in self.gradients)
+
+
+@dataclass(slots=True)
+class Update:
+    """The update of elements [begin, end) of a parameter.
+
+    Attributes:
+        work: what the optimizer is given.
+        places: the parameter's.
+        homes: tensors in sections, by key: where what the optimizer leaves in the state belongs.
+        target: where the tensor that is updated belongs.
+        rounded: the parameter's elements, where `target` is a master.
+    """
+
+    work: Work
+    places: ParameterLocations
+    begin: int
+    end: int
+    homes: dict[str, torch.Tensor]
+    target: torch.Tensor
+    rounded: torch.Tensor | None
+
+
+class Sweep:
+    """Applies the optimizer to all groups, slice by slice.
+
+    Args:
+        trainables: all groups.
+        shadow: what updates.
+        entries: what the optimizer keeps for each parameter.
+        pager, page_bytes: what leases go to, and the size of its pages.
+        counters: to keep.
+        gradient: returns elements [begin, end) of a parameter's gradient, given both, flat; its pages, if it has any, are leased.
+        make_ready: called before a group is updated; has its gradients at their places, and nobody read those of its parameters.
+    """
+
+    def __init__(
+        self,
+        trainables: Sequence[Trainable],
+        shadow: OptimizerProxy,
+        entries: StateEntries,
+        pager: Pager,
+        page_bytes: int,
+        counters: Counters,
+        gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
+        make_ready: Callable[[GroupUpdate], None],
+    ) -> None:
+        self._trainables = trainables
+        self._gradient = gradient
+        self._make_ready = make_ready
+        self._shadow = shadow
+        self._entries = entries
+        self._pager = pager
+        self._page_bytes = page_bytes
+        self._counters = counters
+        self._old: dict[
+            str, dict[str, Any]
+        ] = {}  # of a parameter that is being updated in pieces: what all pieces begin with
+        self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
+        # What was found at places and in parts of them: a new view is a few microseconds, and ten where no cache has torch's code.
+        self._whole: dict[TensorLocation, torch.Tensor] = {}
+        self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
+        self._last: Access | None = None  # of the slice that was updated last, leased still
+        self._widening = UpcastBuffer(UPDATE_ELEMENTS)
+
+    @property
+    def trainables(self) -> Sequence[Trainable]:
+        return self._trainables
+
+    def begin(self) -> None:
+        """Begin a step: it has the optimizer's settings of this moment."""
+        self._shadow.begin_step()
+        self.abandon()  # what is left of a step that failed
+
+    def take_in_written(self) -> None:
+        """What code past the guard wrote so far is of before the step. See Pager.take_in_written."""
+        self._pager.take_in_written()
+
+    def fix(self, trainable: Trainable) -> GroupUpdate | None:
+        """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
+        members = zip(trainable.parameters, trainable.settings, strict=True)
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not asked for
+            update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else p.grad for p, at in members))
+            changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
+            torch.autograd.graph.increment_version(changed)
+        return update if changed else None
+
+    def fix_all(self) -> list[GroupUpdate]:
+        """Return what there is to update, with the gradients of this moment."""
+        return [update for trainable in self._trainables if (update := self.fix(trainable)) is not None]
+
+    def changed_setting(self) -> str | None:
+        """Return which of the optimizer's settings is not what it was when the step began, in words; None if none is."""
+        return self._shadow.changed_setting()
+
+    def update(self, update: GroupUpdate) -> None:
+        """Update a group. What its last slice has leased is kept for the next update, until `give_back`."""
+        self._make_ready(update)
+        for part in update.trainable.slices(update.active, self._page_bytes):
+            self._hand_over(part.access)
+            started = time.monotonic()
+            self._update(update, part)
+            self._counters.updated(started, part.access.key)
+
+    def give_back(self, then: Access | None = None) -> None:
+        """No update follows soon: what the last one has leased still is given back, after `then`, if any, was leased."""
+        self._hand_over(then)
+        self._last = None
+
+    def rejoin(self) -> None:
+        """What is queued from now on where the caller is comes behind the updates, wherever those were made."""
+
+    def settle(self) -> None:
+        """What was updated is at its places when this returns, in memory: here it always is."""
+
+    def end(self) -> None:
+        """All groups of the step are updated. Writes may still be in flight."""
+        self._shadow.end_step()
+
+    def abandon(self) -> None:
+        """Parameters may have been updated in part, and nothing is leased any more: all that is forgotten."""
+        self._old.clear()
+        self._new.clear()
+        self._last = None
+
+    def run(self) -> None:
+        """Take a whole step: update every parameter that has a gradient. Its writes may still be in flight on return."""
+        self.begin()
+        self.update_all(self.fix_all())
+        self.end()
+
+    def update_all(self, updates: Iterable[GroupUpdate]) -> None:
+        """Update these groups one after the other."""
+        for update in updates:
+            self.update(update)
+        self.give_back()
+
+    def refresh_masters(self, trainable: Trainable) -> None:
+        """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
+        for part in trainable.all_slices(self._page_bytes):
+            changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
+            access = Access(None, changed, writes=part.access.writes)
+            self._pager.acquire(access)
+            for piece in part.pieces:
+                places = trainable.places[piece.parameter]
+                if places.has_master:
+                    param = self._part(places.param, places, piece.begin, piece.end)
+                    master = self._part(places.state["master"], places, piece.begin, piece.end)
+                    master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
+            self._pager.release(access, access.writes)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, access: Access | None) -> None:
+        """Lease `access`, if any, before what the last slice has leased is given back."""
+        if access is not None:
+            self._pager.lease(access)
+        last, self._last = self._last, access
+        if last is not None:
+            self._pager.release(last, last.writes)
+        if access is not None:
+            self._pager.wait(access)
+
+    def _update(self, update: GroupUpdate, part: Slice) -> None:
+        run: list[Update] = []
+        run_elements = 0
+        most_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
+        for piece in part.pieces:
+            # An empty parameter has nothing to update but its step counter.
+            step = most_elements if update.trainable.places[piece.parameter].may_cut else piece.end
+            for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
+                end = min(begin + step, piece.end)
+                if run and run_elements + end - begin > most_elements:
+                    self._apply(run)
+                    run, run_elements = [], 0
+                run.append(self._prepare(update, piece.parameter, begin, end))
+                run_elements += end - begin
+        self._apply(run)
+
+    def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
+        """Return whether memory is gone through once when the slice is updated. [Note: small updates]"""
+        return all(
+            self._shadow.settings(trainable.settings[piece.parameter]).get("fused")
+            and not trainable.places[piece.parameter].has_master
+            for piece in part.pieces
+        )
+
+    def _apply(self, run: list[Update]) -> None:
+        self._shadow.update([update.work for update in run])
+        for update in run:
+            self._fault_in_deferred(update)
+            note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
+        self._widening.begin_run()
+
+    def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
+        trainable, fixed = group.trainable, group.gradients[number]
+        places = trainable.places[number]
+        homes = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
+        param = self._part(places.param, places, begin, end)
+        master = homes.pop("master", None)
+        target = param if master is None else master
+        if fixed is None:
+            raise InvariantError(f"{places.name} has no gradient and was to be updated")
+        gradient = self._gradient(trainable.parameters[number], fixed, begin, end)
+        if not places.may_cut:
+            gradient = gradient.view(target.shape)
+        state = self._state(places, begin, end, homes)
+        work = Work(trainable.settings[number], target.detach(), self._widening.widen(gradient, target.dtype), state)
+        return Update(work, places, begin, end, homes, target, None if master is None else param)
+
+    def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) of what is at `place`, flat; or all of it in its own shape, where nothing may be cut."""
+        if not places.may_cut:
+            return self._at(place)
+        part = self._parts.get((place, begin, end))
+        if part is None:
+            part = self._parts[place, begin, end] = self._at(place).view(-1)[begin:end]
+        return part
+
+    def _at(self, place: TensorLocation) -> torch.Tensor:
+        """Return the tensor at `place`."""
+        whole = self._whole.get(place)
+        if whole is None:
+            whole = self._whole[place] = place.section.tensor(place.slot)
+        return whole
+
+    def _state(
+        self, places: ParameterLocations, begin: int, end: int, homes: dict[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return what the optimizer shall find in its state, in its order.
+
+        What belongs to the parameter as a whole is the same for all of its pieces: the old values; the first leaves the new.
+        """
+        entries = self._entries[places.name]
+        if begin > 0:
+            others = {k: v.clone() for k, v in self._old[places.name].items()}
+        else:
+            stored = self._others(places)
+            if end < places.numel:
+                self._old[places.name] = {key: value.clone() for key, value in stored.items()}
+            homes.update(stored)
+            others = dict(stored)
+        return {
+            key: (homes[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
+            for key, entry in entries.items()
+        }
+
+    def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
+        """Return where the optimizer finds what belongs to a parameter as a whole."""
+        return {key: self._at(place) for key, place in places.others.items()}
+
+    def _fault_in_deferred(self, update: Update) -> None:
+        """Put what the optimizer has made anew where it belongs, and note what it keeps."""
+        work, places = update.work, update.places
+        if work.tensor.data_ptr() != update.target.data_ptr():
+            update.target.copy_(work.tensor)
+        if update.rounded is not None:
+            update.rounded.copy_(update.target)
+        entries: dict[str, Any] = {}
+        for key, value in work.state.items():
+            if not isinstance(value, torch.Tensor):
+                entries[key] = value
+                continue
+            entries[key] = PAGED
+            home = update.homes.get(key)
+            if home is None:
+                if key not in places.others:
+                    raise UnsupportedError(
+                        f"{self._shadow.kind} keeps {key!r} for {places.name}, which it did not do when it was offloaded"
+                    )
+                continue  # the first piece has left it
+            if value.shape != home.shape or value.dtype != home.dtype:
+                raise UnsupportedError(
+                    f"{self._shadow.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
+                    f"offloaded it was {home.dtype} {list(home.shape)}"
+                )
+            if value.data_ptr() != home.data_ptr() or not value.is_contiguous():
+                home.copy_(value)
+        if update.begin == 0:
+            self._new[places.name] = entries
+        if update.end == places.numel:
+            self._old.pop(places.name, None)
+            self._entries.replace(places.name, self._new.pop(places.name))
