@@ -1,7 +1,7 @@
 """The physical limit of a training step: what the drive and the kernels need where everything overlaps.
 
 A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of
-the three (docs/architecture.md); and where reads and writes share the drive's speed, not than both at that speed.
+the three (docs/internals.md); and where reads and writes share the drive's speed, not than both at that speed.
 """
 
 from __future__ import annotations

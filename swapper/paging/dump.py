@@ -32,7 +32,7 @@ def describe(
         pool: their frames.
         in_flight: pages with a ticket.
         held: by identity the accesses that are leased, and since when (time.monotonic(), in seconds).
-        owed: pages whose newest content only spare memory has. [Note: owed pages], paging/frames.py
+        owed: pages whose newest content only spare memory has. [Note: deferred writes], paging/frames.py
     """
     now_s = time.monotonic()
     counts = Counter(page.residency for page in pages)

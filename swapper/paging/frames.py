@@ -16,7 +16,7 @@ first write faults, is let through and noted (csrc/memory/fault.h), and who give
 Code that goes past the guard can also write where nothing is leased: into a page that stays, leaves, or is away. That is noted too,
 and kept beside the frames until the page is mapped next. `find_written` finds such pages, and the pager has them written.
 
-[Note: owed pages] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
+[Note: deferred writes] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
 write in backward. So some of the parameters that the forward has made, and that backward needs again, go to spare memory
 unwritten, and are written when backward brings them back. Until then the store is owed them: whatever asks for the store to
 be whole (a flush, a commit), or for the spare memory, has them come back first.
@@ -74,7 +74,7 @@ class Frames:
         in_flight: pages with a ticket, by index, oldest first.
         ahead: indices of pages that were brought in ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
-        owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: owed pages]
+        owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: deferred writes]
         staying: indices of pages that shall stay ([Note: an even share], paging/planning/resident_set.py).
     """
 

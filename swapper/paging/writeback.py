@@ -1,6 +1,6 @@
 """When a changed page is written: at once, as soon as nobody leases it, but for the few whose write can wait with profit.
 
-It can where the page is changed again at once, where it may be owed ([Note: owed pages], paging/frames.py), and in a run whose
+It can where the page is changed again at once, where it may be owed ([Note: deferred writes], paging/frames.py), and in a run whose
 commits are rare, until its frame is needed. Decides, and submits; the pager waits.
 """
 

@@ -1,6 +1,6 @@
 """With deferred updates some parameters are written in backward, not in the forward that made them.
 
-In between the gradients' room alone has them, and whoever looks finds them there. [Note: owed pages], paging/frames.py
+In between the gradients' room alone has them, and whoever looks finds them there. [Note: deferred writes], paging/frames.py
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pages whose write waits in spare memory until they come back: [Note: owed pages] in paging/frames.py."""
+"""Pages whose write waits in spare memory until they come back: [Note: deferred writes] in paging/frames.py."""
 
 from __future__ import annotations
 

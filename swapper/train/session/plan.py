@@ -150,7 +150,7 @@ class Plan:
 
     @property
     def max_deferred_writes(self) -> int:
-        """How many pages of parameters may be written in backward instead of forward. [Note: owed pages], paging/frames.py
+        """How many pages of parameters may be written in backward instead of forward. [Note: deferred writes], paging/frames.py
 
         As many as the pool is too small for: one that has room for all parameters leaves the drive enough to do when forward ends.
         And what comes back must leave frames for others.
