@@ -285,6 +285,14 @@ class Engine:
         """Why this backend, and what it got on this machine."""
 
     @property
+    def depth(self) -> int:
+        """Kernel calls in flight, at most."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one kernel call, at most."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of completed pieces, since the start; what was read only to round to sectors does not count."""
 

@@ -18,6 +18,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # what somebody tuned on this machine is not under test
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False  # each of many processes would compile all of swapper, and the tests
 if (

@@ -277,6 +277,8 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("staging_bytes", [](const EngineHandle& self) { return self.engine->staging_bytes(); })
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })
       .def_prop_ro("reason", [](const EngineHandle& self) { return self.engine->reason(); })
+      .def_prop_ro("depth", [](const EngineHandle& self) { return self.engine->depth(); })
+      .def_prop_ro("piece_bytes", [](const EngineHandle& self) { return self.engine->piece_bytes(); })
       .def("read", &submit_read, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(),
            "keep"_a = nb::none(), "after"_a = nb::none(), "checksum"_a = false, "expected"_a = nb::none())
       .def("write", &submit_write, "file"_a, "offset"_a, "address"_a, "nbytes"_a, nb::kw_only(),

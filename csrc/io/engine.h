@@ -41,6 +41,8 @@ class Engine {
 
   const std::string& backend() const { return backend_; }
   const std::string& reason() const { return reason_; }
+  std::uint32_t depth() const { return depth_; }
+  std::uint64_t piece_bytes() const { return piece_bytes_; }
 
   // Submitting has two halves, so that a caller may look at signals while the inbox is full: prepare checks
   // the request and throws; enqueue tries for a while and is false if no room came up. nothing to transfer

@@ -42,7 +42,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
-from swapper.io.shared_engines import engine_for, open_for, reserve
+from swapper.io.engines import open_for, reserve, shared_engine
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
@@ -280,7 +280,7 @@ def _relay_into(path: Path, nbytes: int, progress: Progress) -> Iterator[Relay]:
     file = open_for(path, read_only=False)
     try:
         reserve(file, nbytes)
-        relay = Relay(engine_for(path), file, progress)
+        relay = Relay(shared_engine(path), file, progress)
         try:
             yield relay
         finally:

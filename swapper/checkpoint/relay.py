@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from swapper import _C
-from swapper.io.shared_engines import drain
+from swapper.io.waiting import drain
 
 BLOCK_BYTES = 2 << 20
 BLOCKS = 12

@@ -15,7 +15,7 @@ import torch
 
 from swapper import _C
 from swapper.io.device_errors import device_errors
-from swapper.io.shared_engines import drain
+from swapper.io.waiting import drain
 
 UNIT = 4096
 BLOCK_BYTES = 1 << 20

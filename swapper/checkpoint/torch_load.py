@@ -32,8 +32,9 @@ from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, 
 from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
-from swapper.io.shared_engines import drain, engine_for, open_for, wait_for_all
+from swapper.io.engines import open_for, shared_engine
 from swapper.io.staging import Staging
+from swapper.io.waiting import drain, wait_for_all
 
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 
@@ -123,7 +124,7 @@ def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
     sizes = {record.nbytes for record in records.values()}
     memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine = engine_for(checkpoint.path)
+    engine = shared_engine(checkpoint.path)
     for record in records.values():
         if record.compressed:
             with opened(checkpoint.path) as descriptor:
@@ -208,7 +209,7 @@ class _Loader:
         self._map_location = map_location
         self._verify = verify
         self._path = checkpoint.path
-        self._engine = engine_for(self._path)
+        self._engine = shared_engine(self._path)
         self._file = file
         self._staging: Staging | None = None
         self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not asked for

@@ -33,7 +33,7 @@ from swapper.formats.torch_zip.zip_writer import (
     local_header,
     payload_offset,
 )
-from swapper.io.shared_engines import engine_for, open_for, reserve
+from swapper.io.engines import open_for, reserve, shared_engine
 
 ALIGNED = 4096
 """Bytes to which payloads are aligned, so that transfers can be direct, unless that would be much of the file."""
@@ -183,7 +183,7 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
     checksums = bool(config.save.compute_crc32)
     try:
         reserve(file, plan.nbytes)
-        writer = StreamWriter(engine_for(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
+        writer = StreamWriter(shared_engine(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
         try:
             archive = _Archive(writer, alignment)
             for name, content in leading_records(0, alignment):

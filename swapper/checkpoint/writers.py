@@ -24,7 +24,8 @@ from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import Entry, descriptor, descriptor_nbytes, directory, local_header
-from swapper.io.shared_engines import engine_for, open_for, wait_for_all
+from swapper.io.engines import open_for, shared_engine
+from swapper.io.waiting import wait_for_all
 
 ALIGNMENT = 4096
 PIECES_AHEAD = 2
@@ -111,7 +112,7 @@ class Payloads:
 
     def _open(self, path: Path) -> tuple[_C.Engine, _C.File]:
         if path not in self._files:
-            self._files[path] = engine_for(path), open_for(path, read_only=True)
+            self._files[path] = shared_engine(path), open_for(path, read_only=True)
         return self._files[path]
 
     def strided(self, part: StoredTensor) -> torch.Tensor:

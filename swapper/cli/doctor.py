@@ -26,8 +26,9 @@ from swapper import _C
 from swapper.cli.place import IN_MEMORY, filesystem_of
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import read_record
+from swapper.io.engines import open_engine
 from swapper.io.gds.cufile import open_cufile
-from swapper.io.tuning import find_tuning
+from swapper.io.tuning import find_tuning, tuning_path
 from swapper.options import parse_host_memory
 from swapper.runtime.sizes import format_bytes
 
@@ -203,9 +204,12 @@ def _drive(directory: Path) -> Iterator[Finding]:
         yield Finding("Drive", GOOD, text)
     tuning = find_tuning(directory)
     if tuning is None:
-        yield Finding("Tuning", GOOD, f"none kept: the defaults are used (swapper tune {directory})")
+        yield Finding("Tuning", GOOD, f"none kept: the defaults are in force (swapper tune {directory})")
     else:
-        yield Finding("Tuning", GOOD, f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}")
+        engine = open_engine([directory])
+        in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
+        engine.close()
+        yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
 
 
 def _runs(directory: Path) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.io.shared_engines import drain
+from swapper.io.waiting import drain
 
 PIECE_BYTES = 4 << 20
 PIECES = 4

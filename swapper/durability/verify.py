@@ -46,6 +46,7 @@ from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
 from swapper.io import beneath
 from swapper.io.drives import read_drives
+from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Section
 from swapper.paging.store.swap_file import is_frozen
 
@@ -446,7 +447,7 @@ def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Prog
     faults = []
     total = report.checked_bytes + sum(part.chunk.nbytes for parts in files.values() for part in parts)
     report.nbytes = max(report.nbytes, total)
-    engine = _C.Engine()
+    engine = open_engine([path.parent for path in list(files)[:1]])
     try:
         for path, parts in files.items():
             try:

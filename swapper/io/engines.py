@@ -1,15 +1,116 @@
-"""One engine, and so one I/O thread, for each drive that a handle or a run meets: a slow drive does not hold up the queue of a fast
-one."""
+"""Opens engines: the one place that does. An engine gets the settings that `swapper tune` found for its drive.
+
+A drive wants many direct transfers in flight, from one thread: each drive that a run or a handle meets has an engine of its own, so
+that a slow one does not hold up the queue of a fast one. A filesystem in memory has no drive: a transfer is a copy by the
+processor. Several threads are then faster, also in writing a file that is made as long as it will be before it is written
+(`csrc/io/filler.h`); where the kernel does not permit that, one writes at a time. Bypassing the page cache gains nothing there.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from swapper import _C
+from swapper.errors import ConfigError, IoError
+from swapper.io.tuning import find_tuning
+
+log = logging.getLogger("swapper")
+
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_MEMORY_SETTINGS = {"backend": "threads", "depth": min(4, os.cpu_count() or 1), "piece_bytes": 2 << 20}
+"""More threads or other pieces were not faster: docs/decisions/files-in-memory.md."""
+
+_shared: dict[tuple[Any, ...], _C.Engine] = {}
+_lock = threading.Lock()
+
+
+def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
+    """Return what `swapper._C.Engine` gets for files in `directory`: what `swapper tune` kept for its drive, else its defaults.
+
+    Args:
+        directory: one that exists.
+        backend: the user's choice. What was tuned for another backend is not applied.
+    """
+    tuning = find_tuning(directory)
+    if tuning is None or backend not in ("auto", tuning.backend):
+        return {"backend": backend}
+    return tuning.engine_options()
+
+
+def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Any:
+    """Return an engine for files in `directories`, one a drive; what was tuned for each drive is applied.
+
+    Args:
+        directories: at least one; all exist.
+        backend: "auto", "uring", "aio" or "threads".
+        options: others of `swapper._C.Engine`.
+    """
+    if len(directories) == 1:
+        return _open(directories[0], backend, options)
+    return EngineOfDrives(directories, backend, options)
+
+
+def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engine:
+    settings = tuned_settings(directory, backend)
+    try:
+        return _C.Engine(**settings, **options)
+    except ConfigError as error:
+        if settings["backend"] == backend:
+            raise
+        log.warning("what was tuned for the drive of %s is not used, since it does not work here: %s", directory, error)
+        return _C.Engine(backend=backend, **options)
+
+
+def shared_engine(path: Path) -> _C.Engine:
+    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends."""
+    in_memory = is_in_memory(path)
+    settings = _MEMORY_SETTINGS if in_memory else tuned_settings(path.parent)
+    key = (os.getpid(), *settings.items())
+    with _lock:
+        engine = _shared.get(key)
+        if engine is None:
+            for old in [k for k in _shared if k[0] != key[0]]:  # of the parent, which forked
+                del _shared[old]
+            engine = _shared[key] = _C.Engine(**settings) if in_memory else _open(path.parent, "auto", {})
+        return engine
+
+
+def open_for(path: Path, *, read_only: bool) -> _C.File:
+    """Open an existing file as its filesystem is served best."""
+    return _C.File(path, read_only=read_only, direct=False if is_in_memory(path) else None)
+
+
+def reserve(file: _C.File, nbytes: int) -> None:
+    """Make an empty file ready for about `nbytes`: on a drive its space is taken; in memory threads can then fill it."""
+    if file.direct:
+        file.allocate(nbytes)
+    else:
+        file.truncate(nbytes)
+
+
+def is_in_memory(path: Path) -> bool:
+    """Whether `path`'s directory is on a filesystem that has no drive behind it."""
+    try:
+        device = path.parent.stat().st_dev
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    if os.major(device):
+        return False
+    mounts = [line.split(" ") for line in Path("/proc/self/mounts").read_text().splitlines()]
+    places = [mount[1].encode().decode("unicode_escape") for mount in mounts if mount[2] in _IN_MEMORY]
+    return any(_device_of(place) == device for place in places)
+
+
+def _device_of(directory: str) -> int | None:
+    with contextlib.suppress(OSError):
+        return Path(directory).stat().st_dev
+    return None
 
 
 class Engines:
@@ -61,16 +162,24 @@ class EngineOfDrives:
 
     Args:
         directories: of the run's files, one a drive. Files elsewhere are the first one's.
+        backend: of all of them.
         options: of `swapper._C.Engine`, for each.
     """
 
-    def __init__(self, directories: Sequence[Path], options: Mapping[str, Any]) -> None:
-        self._engines = Engines(options)
+    def __init__(self, directories: Sequence[Path], backend: str, options: Mapping[str, Any]) -> None:
+        by_drive: dict[str, _C.Engine] = {}
+        self._by_directory: dict[str, _C.Engine] = {}
         try:
-            self._by_directory = {os.fspath(path): self._engines.of(path.stat().st_dev) for path in directories}
+            for directory in directories:
+                drive = drive_of_device(directory.stat().st_dev)
+                if drive not in by_drive:
+                    by_drive[drive] = _open(directory, backend, options)
+                self._by_directory[os.fspath(directory)] = by_drive[drive]
         except BaseException:
-            self._engines.close()
+            for engine in by_drive.values():
+                engine.close()
             raise
+        self._engines = list(by_drive.values())
 
     def read(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
         return self._of(file).read(file, offset, address, nbytes, **options)
@@ -80,44 +189,51 @@ class EngineOfDrives:
 
     def _of(self, file: Any) -> _C.Engine:
         # A Path would take longer than handing over the transfer.
-        return self._by_directory.get(os.path.dirname(file.path), self._engines.first)  # noqa: PTH120
+        return self._by_directory.get(os.path.dirname(file.path), self._engines[0])  # noqa: PTH120
 
     @property
     def backend(self) -> str:
-        return ", ".join(dict.fromkeys(engine.backend for engine in self._engines.all))
+        return self._joined(lambda engine: engine.backend)
 
     @property
     def reason(self) -> str:
-        return ", ".join(dict.fromkeys(engine.reason for engine in self._engines.all))
+        return self._joined(lambda engine: engine.reason)
+
+    @property
+    def piece_bytes(self) -> str:
+        return self._joined(lambda engine: str(engine.piece_bytes))
+
+    @property
+    def depth(self) -> str:
+        return self._joined(lambda engine: str(engine.depth))
 
     @property
     def bytes_read(self) -> int:
-        return self._engines.bytes_read
+        return sum(engine.bytes_read for engine in self._engines)
 
     @property
     def bytes_written(self) -> int:
-        return self._engines.bytes_written
+        return sum(engine.bytes_written for engine in self._engines)
 
     @property
     def staging_bytes(self) -> int:
-        return sum(engine.staging_bytes for engine in self._engines.all)
+        return sum(engine.staging_bytes for engine in self._engines)
 
     @property
     def in_flight(self) -> int:
-        return sum(engine.in_flight for engine in self._engines.all)
+        return sum(engine.in_flight for engine in self._engines)
+
+    def _joined(self, said: Callable[[_C.Engine], str]) -> str:
+        return ", ".join(dict.fromkeys(said(engine) for engine in self._engines))
 
     def drain(self) -> None:
-        for engine in self._engines.all:
+        for engine in self._engines:
             engine.drain()
 
     def close(self) -> None:
         """End each engine when its transfers are over, also those that wait for another's (`after`): none needs anybody's help."""
-        self._engines.close()
-
-
-def open_engine(directories: Sequence[Path], **options: Any) -> Any:
-    """Return an engine for files in `directories`, one a drive."""
-    return _C.Engine(**options) if len(directories) == 1 else EngineOfDrives(directories, options)
+        for engine in self._engines:
+            engine.close()
 
 
 def drive_of_device(device: int) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import math
 import os
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +19,8 @@ from typing import Any
 
 from swapper.errors import ConfigError
 from swapper.io.drives import Drives
+
+log = logging.getLogger("swapper")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,21 @@ class Tuning:
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
         """How long the drive needs for these at least, reading and writing at once."""
         return max(read_bytes / self.read_bytes_per_s, written_bytes / self.write_bytes_per_s)
+
+    def checked(self) -> Tuning:
+        """Raise ValueError where an engine would not take the settings; return self."""
+        if type(self.piece_bytes) is not int or not 4096 <= self.piece_bytes <= 1 << 30 or self.piece_bytes % 4096:
+            raise ValueError(f"piece_bytes={self.piece_bytes!r}")
+        if type(self.depth) is not int or not 1 <= self.depth <= 4096:
+            raise ValueError(f"depth={self.depth!r}")
+        if self.backend not in ("uring", "aio", "threads"):
+            raise ValueError(f"backend={self.backend!r}")
+        if not all(
+            isinstance(rate, int | float) and 0 < rate < math.inf
+            for rate in (self.read_bytes_per_s, self.write_bytes_per_s)
+        ):
+            raise ValueError(f"rates {self.read_bytes_per_s!r}, {self.write_bytes_per_s!r}")
+        return self
 
     def engine_options(self) -> dict[str, Any]:
         """For `swapper._C.Engine`."""
@@ -56,11 +75,17 @@ def tuning_path() -> Path:
 
 
 def find_tuning(directory: Path) -> Tuning | None:
-    """What is known about the drive of `directory`; None of a drive that nobody tuned, and where the file cannot be read."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        entry = json.loads(tuning_path().read_text()).get(drive_of(directory))
-        return None if entry is None else Tuning(**entry)
-    return None
+    """Return what is known about the drive of `directory`; None where nothing is, or where the file says nonsense (logged)."""
+    try:
+        text = tuning_path().read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    try:
+        entry = json.loads(text).get(drive_of(directory))
+        return None if entry is None else Tuning(**entry).checked()
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        log.warning("%s is not used: what it says of the drive of %s is wrong (%s)", tuning_path(), directory, error)
+        return None
 
 
 def find_tuning_of(drives: Drives) -> Tuning | None:

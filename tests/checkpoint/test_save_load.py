@@ -236,7 +236,7 @@ def test_what_goes_to_a_device_goes_in_pieces_and_is_checked(tmp_path: Path) -> 
     """The same code as for a GPU, which the machine that runs this may not have: only the memory is another."""
     from swapper.checkpoint.torch_load import _Loader
     from swapper.formats.torch_zip.torch_file import read_torch_file
-    from swapper.io.shared_engines import open_for
+    from swapper.io.engines import open_for
 
     save({"a": torch.arange(3_000_000.0), "b": torch.ones(3)}, tmp_path / "x.pt")
     file = read_torch_file(tmp_path / "x.pt")
@@ -260,11 +260,11 @@ def test_cuda_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Path) -> None:
     from swapper import _C
     from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
-    from swapper.io.shared_engines import engine_for
+    from swapper.io.engines import shared_engine
 
     data = torch.randint(0, 255, (5 * BLOCK_BYTES + 77,), dtype=torch.uint8)
     file = _C.File(tmp_path / "x", create=True)
-    writer = StreamWriter(engine_for(tmp_path / "x"), file, checksums=True, blocks=3)
+    writer = StreamWriter(shared_engine(tmp_path / "x"), file, checksums=True, blocks=3)
     writer.append(b"begin")
     assert writer.append_device(data) == zlib.crc32(data.numpy().tobytes())
     writer.finish()

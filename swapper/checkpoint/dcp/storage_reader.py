@@ -29,7 +29,8 @@ from swapper.formats.sources import is_plain_name, opened, read_whole
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.pickle_reader import TensorView, read_skeleton
 from swapper.formats.torch_zip.torch_file import read_item
-from swapper.io.shared_engines import drain, engine_for, open_for
+from swapper.io.engines import open_for, shared_engine
+from swapper.io.waiting import drain
 
 
 @dataclass
@@ -109,7 +110,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._engine = engine_for(path)
+        self._engine = shared_engine(path)
         self._stack = contextlib.ExitStack()
         self._descriptor = self._stack.enter_context(opened(path))
         self._file = open_for(path, read_only=True)

@@ -36,7 +36,7 @@ from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.io import beneath
-from swapper.io.shared_engines import engine_for, open_for, reserve
+from swapper.io.engines import open_for, reserve, shared_engine
 
 VERSION = "1.0.0"
 SUFFIX = ".distcp"
@@ -155,7 +155,7 @@ class StorageWriter(FileSystemWriter):
         try:
             blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
             checksums = bool(config.save.compute_crc32)
-            writer = StreamWriter(engine_for(path), file, checksums=checksums, blocks=blocks)
+            writer = StreamWriter(shared_engine(path), file, checksums=checksums, blocks=blocks)
             try:
                 reserve(file, sum(map(_nbytes, items)))
                 results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]

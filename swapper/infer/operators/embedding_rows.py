@@ -16,7 +16,7 @@ from torch import nn
 from swapper.errors import DeviceError
 from swapper.formats.stored import StoredTensor
 from swapper.infer.mapping.matching import Recipe
-from swapper.io.shared_engines import wait_for_all
+from swapper.io.waiting import wait_for_all
 from swapper.modules.own_hook import not_traced
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Any]

@@ -25,7 +25,7 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
 from swapper.infer.operators.embedding_rows import ReadInto
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
-from swapper.io.shared_engines import wait_for_all
+from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import FaultHandler, materialize, set_cold
 from swapper.paging.pager import Pager
 

@@ -22,7 +22,7 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.operators.embedding_rows import ReadInto, check_place
 from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
-from swapper.io.shared_engines import wait_for_all
+from swapper.io.waiting import wait_for_all
 from swapper.modules.own_hook import not_traced
 from swapper.runtime.interrupts import defer_sigint
 

@@ -15,7 +15,7 @@ import torch
 from swapper import _C
 from swapper.errors import CheckpointError
 from swapper.formats.sources import Source
-from swapper.io.shared_engines import engine_for, open_for
+from swapper.io.engines import open_for, shared_engine
 
 PIECE_BYTES = 4 << 20
 PIECES = 4
@@ -49,7 +49,7 @@ class Checksums:
 
 
 def _crc32(path: Path, nbytes: int) -> int:
-    engine, file = engine_for(path), open_for(path, read_only=True)
+    engine, file = shared_engine(path), open_for(path, read_only=True)
     memory = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(PIECES)]
     waiting: deque[Any] = deque()
     crc32 = 0

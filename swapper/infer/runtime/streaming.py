@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from swapper import _C
 from swapper.device.device import Device
 from swapper.errors import InvariantError
 from swapper.formats.read_plan import FileRange
@@ -19,8 +18,9 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.infer.planning.infer_placement import Placement
 from swapper.infer.planning.streaming_plan import StreamingPlan
 from swapper.infer.runtime.model_files import WeightFiles
+from swapper.io.engines import open_engine
 from swapper.io.registered import Registration, slabs
-from swapper.io.shared_engines import wait_for_all
+from swapper.io.waiting import wait_for_all
 from swapper.paging.host_memory import HostMemory, Mapped
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import SectionPlan
@@ -76,7 +76,8 @@ class Streaming:
                 windows=device is None,
                 filled_once=device is None and placement.streamed == 0,
             )
-            self.engine = _C.Engine(backend=backend, arena=arena, staging_bytes=blueprint.staging_bytes)
+            directory = next(iter(source.stamps)).parent
+            self.engine = open_engine([directory], backend, arena=arena, staging_bytes=blueprint.staging_bytes)
             self._files = WeightFiles(self.engine, source)
             for group, sections in zip(blueprint.groups, self.sections, strict=True):
                 for run, section in zip(group.runs, sections, strict=True):

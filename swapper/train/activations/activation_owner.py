@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper import _C
 from swapper.errors import StateError
+from swapper.io.engines import open_engine
 
 
 class Current(Protocol):
@@ -62,7 +62,7 @@ class ActivationOwner:
         if current.run is not None and current.run.engine is not None:
             return current.run.engine
         if self._own_engine is None:
-            self._own_engine = _C.Engine(backend=current.backend)
+            self._own_engine = open_engine([self.directory], backend=current.backend)
         return self._own_engine
 
     def storages_of_model(self) -> frozenset[int]:

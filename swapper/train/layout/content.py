@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper import _C
 from swapper.durability.copying import CopyRange, checksums_of
 from swapper.errors import CheckpointError, InvariantError
 from swapper.io import beneath
-from swapper.io.shared_engines import all_over
+from swapper.io.engines import open_engine
+from swapper.io.waiting import all_over
 from swapper.paging.planning.layout import SectionPlan, TensorSpec
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.train.layout.inventory import MASTER
@@ -166,7 +166,7 @@ class CarriedSource:
         section, slot = place.section, place.slot
         first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
         if self._engine is None:  # not the run's: what small tensors go through is gone with it
-            self._engine = _C.Engine(staging_bytes=STAGING_BYTES)
+            self._engine = open_engine([next(iter(self._paths.values()))[0].parent], staging_bytes=STAGING_BYTES)
         with all_over() as tickets:
             for piece in section.pages_of(first, last) or [section.piece]:
                 at, stop = max(first, piece.offset), min(last, piece.offset + piece.nbytes)

@@ -17,7 +17,7 @@ from swapper import _C
 from swapper.errors import ConfigError, InvariantError, UnsupportedError
 from swapper.formats.sources import Source, open_source
 from swapper.formats.stored import StoredTensor
-from swapper.io.shared_engines import all_over
+from swapper.io.waiting import all_over
 
 Initialise = Callable[[nn.Module], Any]
 
