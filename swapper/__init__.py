@@ -4,6 +4,7 @@ What needs torch is imported when it is first asked for: the command line, and p
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from swapper.errors import (
@@ -24,12 +25,15 @@ from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:
     from swapper import checkpoint
+    from swapper.durability.ticket import SnapshotTicket
     from swapper.infer.mapping.empty import without_weights
     from swapper.infer.runtime.load_model import load, shared_memory
-    from swapper.infer.runtime.loaded_model import loaded
+    from swapper.infer.runtime.loaded_model import LoadedModel, loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
+    from swapper.runtime.stats import StepStats
     from swapper.train.activations.saved_tensor_hooks import offload_activations
+    from swapper.train.optimizer.optim import PagedOptimizer
     from swapper.train.session.plan import Plan
 
 __all__ = [
@@ -46,12 +50,17 @@ __all__ = [
     "GdsHandle",
     "InvariantError",
     "IoError",
+    "LoadedModel",
     "Operation",
+    "PagedOptimizer",
     "Plan",
+    "SnapshotTicket",
     "StateError",
+    "StepStats",
     "SwapManager",
     "SwapperError",
     "UnsupportedError",
+    "__version__",
     "checkpoint",
     "gds_deregister_buffer",
     "gds_register_buffer",
@@ -66,8 +75,12 @@ _LATER = {
     "AioHandle": "swapper.io",
     "GdsFile": "swapper.io",
     "GdsHandle": "swapper.io",
+    "LoadedModel": "swapper.infer.runtime.loaded_model",
     "Operation": "swapper.io",
+    "PagedOptimizer": "swapper.train.optimizer.optim",
     "Plan": "swapper.train.session.plan",
+    "SnapshotTicket": "swapper.durability.ticket",
+    "StepStats": "swapper.runtime.stats",
     "SwapManager": "swapper.manager",
     "gds_deregister_buffer": "swapper.io",
     "gds_register_buffer": "swapper.io",
@@ -82,6 +95,8 @@ _LATER = {
 def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return import_module("swapper.checkpoint")
+    if name == "__version__":
+        return version("swapper")
     if name not in _LATER:
         raise AttributeError(f"module 'swapper' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)
@@ -89,4 +104,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LATER})
+    return sorted({*globals(), *__all__})

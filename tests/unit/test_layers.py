@@ -22,14 +22,15 @@ PYTHON_LAYERS = [
     {"paging"},
     {"device"},
     {"modules"},
-    {"durability", "checkpoint"},
+    {"durability"},
+    {"checkpoint"},
     {"train", "infer"},
     {"manager", "swapper"},
     {"bench", "integrations"},
     {"cli"},
 ]
 CPP_LAYERS = [{"base"}, {"cuda"}, {"memory"}, {"io"}, {"bindings"}, {"tests"}]
-STRANGERS = {("train", "infer"), ("infer", "train"), ("durability", "checkpoint"), ("checkpoint", "durability")}
+STRANGERS = {("train", "infer"), ("infer", "train")}
 """Of one layer, and nothing to do with each other."""
 NOT_FOR_PAGING = {"torch.nn", "torch.distributed", "torch.cuda"}
 
