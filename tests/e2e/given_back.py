@@ -11,14 +11,23 @@ from pathlib import Path
 _NAME = "swapper-arena"
 
 
-def arena_bytes() -> int:
-    """Return how much memory swapper's arenas have, mapped or not."""
-    total = 0
+_of_others: set[int] = set()
+"""Inodes of arenas that there were before: the process's engines for checkpoints keep theirs."""
+
+
+def _arenas() -> dict[int, int]:
+    found = {}
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             if _NAME in str(link.readlink()):
-                total += link.stat().st_blocks * 512
-    return total
+                status = link.stat()
+                found[status.st_ino] = status.st_blocks * 512
+    return found
+
+
+def arena_bytes() -> int:
+    """Return how much memory swapper's arenas have, mapped or not: those that were made since `no_collector` began."""
+    return sum(nbytes for inode, nbytes in _arenas().items() if inode not in _of_others)
 
 
 def arena_addresses() -> list[tuple[int, int]]:
@@ -48,6 +57,8 @@ def bytes_at(addresses: list[tuple[int, int]]) -> int:
 def no_collector() -> Iterator[None]:
     """Within, what is in a cycle stays."""
     gc.collect()
+    _of_others.clear()
+    _of_others.update(_arenas())
     gc.disable()
     try:
         yield

@@ -1,6 +1,6 @@
 """What a loaded model refuses at once, rather than letting it go wrong later: to be moved or converted, trained, or copied.
 
-A method of each module is replaced on the instance for as long as the model is loaded.
+Methods of each module are replaced on the instance for as long as the model is loaded.
 """
 
 from __future__ import annotations
@@ -15,29 +15,21 @@ from torch import nn
 from swapper.errors import StateError
 from swapper.modules.conversions import changes_nothing
 
-REFUSED = ("_apply", "train")
+REFUSED = ("_apply", "train", "__reduce_ex__")
 
 
 def refuse_changes(module: nn.Module, name: str) -> None:
     """Have `module`, which people know as `name`, refuse until `allow_changes`."""
-    module.__dict__["_apply"] = _Refusal(_refuse_to_move(weakref.ref(module), name))
-    module.__dict__["train"] = _Refusal(_refuse_to_train(weakref.ref(module), name))
+    module.__dict__["_apply"] = _refuse_to_move(weakref.ref(module), name)
+    module.__dict__["train"] = _refuse_to_train(weakref.ref(module), name)
+    module.__dict__["__reduce_ex__"] = _refuse_to_copy  # pickle and copy look at the instance
 
 
-class _Refusal:
-    """Takes the place of a module's method, and keeps the module from being copied or pickled."""
-
-    def __init__(self, method: Callable[..., nn.Module]) -> None:
-        self._method = method
-
-    def __call__(self, *args: Any, **options: Any) -> nn.Module:
-        return self._method(*args, **options)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise StateError(
-            "a model that was loaded by swapper.load cannot be copied or pickled, its weights stay in the checkpoint's files: load "
-            "it once more, or copy or save model.state_dict()"
-        )
+def _refuse_to_copy(protocol: Any) -> Any:
+    raise StateError(
+        "a model that was loaded by swapper.load cannot be copied or pickled, its weights stay in the checkpoint's files: load "
+        "it once more, or copy or save model.state_dict()"
+    )
 
 
 def allow_changes(module: nn.Module) -> None:
