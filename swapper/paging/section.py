@@ -136,6 +136,11 @@ class Page:
         )
 
 
+def own_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of host memory with a storage that begins and ends where it does. Makes no access to it."""
+    return torch.from_numpy(memory.numpy())
+
+
 class Section:
     """One section: what lies where, its pages if it is paged, and its memory once `attach` was called.
 
@@ -190,6 +195,10 @@ class Section:
         """Return `slot`'s tensor, a view of the section's memory. Makes no access to it."""
         flat = self.memory[slot.offset : slot.end].view(slot.spec.dtype)
         return flat.view(slot.spec.shape)
+
+    def own_tensor(self, slot: Slot) -> torch.Tensor:
+        """As `tensor`, but with a storage that is only its own, as a parameter has in plain torch."""
+        return own_storage(self.memory[slot.offset : slot.end]).view(slot.spec.dtype).view(slot.spec.shape)
 
     def owner_at(self, at: int) -> str:
         """Return the name of the parameter that has the byte at offset `at`, or where that is."""

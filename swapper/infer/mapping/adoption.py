@@ -15,7 +15,7 @@ from torch import nn
 from swapper.formats.read_plan import FileRange
 from swapper.formats.stored import StoredTensor
 from swapper.infer.mapping.matching import Weight
-from swapper.paging.section import Section
+from swapper.paging.section import Section, own_storage
 
 
 class Places:
@@ -78,4 +78,5 @@ def locate(
 def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch.Tensor:
     if place is None:  # it has no bytes
         return torch.empty(stored.shape, dtype=stored.dtype)
-    return view_of(*place, stored)
+    memory, offset = place
+    return view_of(own_storage(memory[offset : offset + stored.nbytes]), 0, stored)

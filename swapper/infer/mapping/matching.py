@@ -16,6 +16,7 @@ from swapper.formats.naming import Rename, renamed
 from swapper.formats.sources import Source
 from swapper.formats.stored import StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
+from swapper.modules.scripted import refuse_scripted
 
 SHOWN_NAMES = 8
 
@@ -106,6 +107,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"load takes an nn.Module, not {type(model).__name__}")
+    refuse_scripted(model, "swapper.load")
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r} must be True or False")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

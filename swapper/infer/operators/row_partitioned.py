@@ -24,6 +24,7 @@ from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.io.waiting import wait_for_all
 from swapper.modules.own_hook import not_traced
+from swapper.modules.transforms import outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 
 PARTS_IN_MEMORY = 4
@@ -139,7 +140,10 @@ class RowPrefetcher:
             if asked is None:
                 return
             linear, begin, end = asked
-            with defer_sigint:  # a read that nobody knows of would fill a slot that has another part by then
+            with (
+                defer_sigint,
+                outside_transforms(),
+            ):  # a read that nobody knows of would fill a slot that has another part by then
                 self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
                 self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
                 self._number += 1
@@ -182,8 +186,12 @@ class _Reading:
 def multiply_by_parts(linear: RowPartitionedLinear, parts: RowPrefetcher, device: torch.device) -> None:
     """Have the module multiply by parts, on `device`, until `stop_cutting`."""
 
+    own = linear.module.weight
+
     @not_traced
     def forward(x: torch.Tensor) -> torch.Tensor:
+        if linear.module.weight is not own:  # torch.func.functional_call gives it another one
+            return type(linear.module).forward(linear.module, x)
         if torch.is_grad_enabled() and x.requires_grad:
             refuse_gradient()
         check_place(x, device)

@@ -21,6 +21,7 @@ from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
+from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns
 
 _TORCHS_CALLS = nn.modules.module.__file__
@@ -166,6 +167,11 @@ class InferenceHooks:
         groups = [self._groups[index] for index in unit.groups if self._groups[index].paged]
 
         def hook(module: nn.Module, args: Any) -> None:
+            with outside_transforms():
+                before()
+
+        def before() -> None:
+            _check_not_traced(unit)
             if not self._take_turn():
                 return
             self._drop_stale()
@@ -187,11 +193,12 @@ class InferenceHooks:
                 if output is not None and call.groups:
                     output = self._own(output)
             finally:
-                try:
-                    self._release(call)
-                finally:
-                    if not self._stack:
-                        self._end(unit)
+                with outside_transforms():
+                    try:
+                        self._release(call)
+                    finally:
+                        if not self._stack:
+                            self._end(unit)
             return output
 
         return hook
@@ -284,7 +291,21 @@ class InferenceHooks:
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided:
             return tensor
-        return tensor.clone() if tensor.untyped_storage()._cdata in self._homes else tensor
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # torch.func has wrapped it
+            return tensor
+        return tensor.clone() if storage._cdata in self._homes else tensor
+
+
+def _check_not_traced(unit: Unit) -> None:
+    """Weights that a graph has taken in as constants are others by the time that it runs."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise StateError(
+            f"the forward of {unit.name or type(unit.module).__name__} is being traced (linearize, make_fx, torch.export), "
+            "and the graph would keep weights that are in memory for this forward only: use torch.func.jvp for linearize, or build "
+            "the model in memory"
+        )
 
 
 def _first_round(order: list[int]) -> list[int]:

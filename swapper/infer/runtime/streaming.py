@@ -123,6 +123,7 @@ class Streaming:
             memory = torch.empty(stored.nbytes, dtype=torch.uint8)
             tickets.append(self._files.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
+        self.pager.back_cold_pages()  # for what goes past the guard
         self.pager.read_ahead()
         wait_for_all(tickets)
         parts = iter(tensors)

@@ -15,6 +15,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, partition
+from swapper.modules.scripted import refuse_scripted
 from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
@@ -248,6 +249,7 @@ def make_sections(
 def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | None, frozen_may_be: bool) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedError(f"offload takes an nn.Module, not {type(model).__name__}")
+    refuse_scripted(model, "manager.offload")
     for name, parameter in model.named_parameters():
         if is_cold(parameter) or is_guarded(parameter):
             raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")

@@ -3,8 +3,9 @@ resident.
 
 They show the state of the moment when they were made. What they are mapped from is written to by later steps, so before the state
 changes next they *expire*: from then on an operation that needs their data raises an error instead of showing a mix of two steps.
-Until then they can be looked at, copied, and saved by torch.save, which writes plain tensors; writing to them would change nothing,
-and is refused. What has its own memory, as the result of clone(), `.to()` or deepcopy, stays.
+Code that goes past that check (`torch.tensor(t)`, torch's C++) finds what a plain state_dict would have then, which aliases:
+the new values. Until then they can be looked at, copied, and saved by torch.save, which writes plain tensors; writing to them would
+change nothing, and is refused. What has its own memory, as the result of clone(), `.to()`, numpy() or deepcopy, stays.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from swapper.io.alignment import SECTOR_BYTES
 from swapper.modules.cold import tensors_among, written_among
 from swapper.modules.cold_tables import METADATA
 from swapper.paging.pager import Pager
-from swapper.paging.section import EXTERNAL, Page
+from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.optimizer.state_view import ShownState
 
@@ -48,6 +49,7 @@ class StateTensor(torch.Tensor):
     """A tensor that shows a part of the state until that changes. Never made by anyone: a tensor's class is set to it."""
 
     shown_by: MappedState
+    shown_place: TensorLocation
 
     @classmethod
     def __torch_function__(
@@ -60,6 +62,8 @@ class StateTensor(torch.Tensor):
                 tensor.shown_by.check()
             _check_not_written(func, args or tuple(kwargs.values()), kwargs)  # torch.nn.init passes its tensor by name
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _ARRAYS:  # an array does not expire: it gets memory of its own, where nothing is lost
+                return _array(func, args, kwargs)
             result = func(*args, **kwargs)
             if func is torch.Tensor.to and any(result is tensor for tensor in shown):
                 return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
@@ -97,6 +101,7 @@ class MappedState:
         self.made_by = made_by
         self._mappings: dict[str, mmap.mmap] = {}
         self._places: dict[int, TensorLocation] = {}  # by address
+        self._tensors: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
         self.expired = ""
         _shown.add(self)
 
@@ -107,7 +112,7 @@ class MappedState:
         if spec.nbytes < COPIED_BYTES:
             return self._copy(place, pages)
         if place.section.resident:
-            flat = torch.from_numpy(place.section.memory[place.slot.offset : place.slot.end].numpy())
+            flat = own_storage(place.section.memory[place.slot.offset : place.slot.end])
         elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == EXTERNAL for p in pages):
             at = pages[0].stored_offset - pages[0].offset + place.slot.offset
             if at % spec.dtype.itemsize:  # a file of the user's may have it anywhere
@@ -121,8 +126,7 @@ class MappedState:
             )
         shown = flat.view(spec.dtype).view(spec.shape)
         self._places[shown.data_ptr()] = place
-        shown.__class__ = StateTensor
-        shown.shown_by = self  # type: ignore[attr-defined]
+        self._watch(shown, place)
         return shown
 
     def check(self) -> None:
@@ -138,14 +142,29 @@ class MappedState:
         """Return the place that `tensor` shows from its beginning."""
         return self._places.get(tensor.data_ptr())
 
-    def watch_views(self, tensor: torch.Tensor, result: Any) -> None:
+    def watch_views(self, tensor: StateTensor, result: Any) -> None:
         """A view of `tensor` expires with it."""
         storage = tensor.untyped_storage().data_ptr()
         for view in tensors_among(result):
             plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
             if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
-                view.__class__ = StateTensor
-                view.shown_by = self  # type: ignore[attr-defined]
+                self._watch(view, tensor.shown_place)
+
+    def expire(self, why: str) -> None:
+        """What is shown is about to change: for operations it has expired, and what goes past them finds the sections' memory."""
+        if self.expired:
+            return
+        self.expired = why
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for tensor in list(self._tensors.values()):
+                tensor.data = _same_part(tensor, tensor.shown_place)  # type: ignore[attr-defined]
+        self._tensors.clear()
+        self._mappings.clear()
+
+    def _watch(self, tensor: torch.Tensor, place: TensorLocation) -> None:
+        tensor.__class__ = StateTensor
+        tensor.shown_by, tensor.shown_place = self, place  # type: ignore[attr-defined]
+        self._tensors[id(tensor)] = tensor
 
     def _map(self, page: Page) -> mmap.mmap:
         path = self._pager.file_of(page).path
@@ -208,7 +227,23 @@ def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
 def expire(shown: Iterable[MappedState], why: str) -> None:
     """The state is about to change: what `shown` shows must not be looked at any more."""
     for state in list(shown):
-        state.expired = state.expired or why
+        state.expire(why)
+
+
+def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
+    """Return the part of the section at `place` that `tensor`, whose storage begins with that place's tensor, has of it."""
+    flat = place.section.own_tensor(place.slot).view(-1).view(tensor.dtype)
+    return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+_ARRAYS = {torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
+
+
+def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    array = func(args[0].as_subclass(torch.Tensor).clone(), *args[1:], **kwargs)
+    if func is not torch.Tensor.__dlpack__:
+        array.flags.writeable = False  # nobody would see it
+    return array
 
 
 def steady(value: Any, place: TensorLocation | None) -> Any:
@@ -231,7 +266,8 @@ def _only_shows(how: str, made_by: str) -> StateError:
 
 
 def _expire_in_child() -> None:
-    expire(_shown, "a fork, in the child, which has not swapper's memory")
+    for state in list(_shown):
+        state.expired = state.expired or "a fork, in the child, which has not swapper's memory"
 
 
 os.register_at_fork(after_in_child=_expire_in_child)

@@ -13,6 +13,7 @@ from torch import nn
 from swapper.errors import BudgetError, StateError
 from swapper.modules.cold import Run, is_cold
 from swapper.modules.cold_tables import KEEPS_NOTHING, Function
+from swapper.modules.transforms import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.slices import TensorLocation
@@ -85,8 +86,9 @@ class ParameterFaultHandler:
         self.shown = ShownParameters(places, groups_by_name, pager)
 
     def bring(self, parameter: nn.Parameter) -> bool:
-        self._session_guard.check()
-        self.catch_up(parameter)
+        with outside_transforms():
+            self._session_guard.check()
+            self.catch_up(parameter)
         return not is_cold(parameter) or self.bring_in(parameter)
 
     @property
@@ -100,7 +102,7 @@ class ParameterFaultHandler:
             "forward. Several operations on it are faster inside `with manager.gather(module_or_parameters):`",
             function, parameters,
         )  # fmt: skip
-        self._finish_update()
+        self._update_before()
         with ExitStack() as gathered:
             try:
                 gathered.enter_context(self._gathering.gather(parameters, write=False))
@@ -135,10 +137,16 @@ class ParameterFaultHandler:
                 "that is closed has them, and manager.snapshot(path) keeps them in a file"
             )
         self._tell("write", how, function, parameters)
-        self._finish_update()
-        self._session_guard.check_to_write()
+        self._update_before()
+        with self._session_guard.turns.turn(), outside_transforms():
+            self._session_guard.check_to_write()
         with self._gathering.gather(parameters, write=True):
             return run({})
+
+    def _update_before(self) -> None:
+        """An operation outside of forwards comes: no thread is inside the model while updates that are to be done are done."""
+        with self._session_guard.turns.turn(), outside_transforms():
+            self._finish_update()
 
     def whole(self, parameter: nn.Parameter) -> None:
         """Views of it are views of its own place."""
@@ -158,7 +166,7 @@ class ParameterFaultHandler:
         """For state_dict: the parameter as the swap file is mapped. Within a forward it is brought in instead."""
         if self._gathering.is_closed or self.bring(parameter):
             return None
-        self._finish_update()
+        self._update_before()
         return self.shown.show(self._names[id(parameter)])
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from functools import partial
 from torch import nn
 
 from swapper.errors import StateError
+from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns
 from swapper.runtime.interrupts import defer_sigint, run_uninterrupted
 from swapper.runtime.teardown import close_all
@@ -59,7 +60,7 @@ class Gathering:
         names: list[str] = []  # of parameters that were changed though nobody had said so
         self._open += 1
         try:
-            with self._turns.turn(), defer_sigint:
+            with self._turns.turn(), outside_transforms(), defer_sigint:
                 self._check_room({index for group in groups for index in group.pages_to_hold})
                 for group in groups:
                     group.hold(write)
@@ -75,7 +76,7 @@ class Gathering:
 
     def _end(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:
         """Let go of what was gathered. Returns the names of the parameters that were changed though nobody had said so."""
-        with self._turns.turn():
+        with self._turns.turn(), outside_transforms():
             return self._let_go_of(leased, versions, write)
 
     def _let_go_of(self, leased: list[GroupParameters], versions: dict[int, int], write: bool) -> list[str]:

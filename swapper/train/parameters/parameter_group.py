@@ -72,7 +72,8 @@ class GroupParameters:
     @property
     def homes(self) -> set[int]:
         """Storages that parameters go away with, as `storage_of` gives them."""
-        return {int(section.memory.untyped_storage()._cdata) for section in self._sections} if self.paged else set()
+        with torch._C.DisableTorchFunctionSubclass():
+            return {int(p.untyped_storage()._cdata) for p in self.parameters} if self.paged else set()
 
     @property
     def is_leased(self) -> bool:
@@ -88,10 +89,10 @@ class GroupParameters:
             self._fill(content)
         for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
             if parameter.is_meta:
-                home = nn.Parameter(section.tensor(slot), requires_grad=parameter.requires_grad)
+                home = nn.Parameter(section.own_tensor(slot), requires_grad=parameter.requires_grad)
                 torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, on the CPU
             else:
-                parameter.data = section.tensor(slot)
+                parameter.data = section.own_tensor(slot)
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
         if self.paged:

@@ -40,6 +40,7 @@ from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Unit
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
+from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.heap import note_used
@@ -151,7 +152,7 @@ class TrainingHooks:
             return False
         for call in reversed(self._forward):
             if any(parameter is inside for inside in self._modules[call.module].parameters()):
-                with defer_sigint:
+                with defer_sigint, outside_transforms():
                     group.lease()
                     call.groups.append(group.group.index)
                     self._updates.uses.brought(call, group.group.index)
@@ -180,6 +181,10 @@ class TrainingHooks:
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            with outside_transforms():
+                before(module, args, kwargs)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             self._take_turn()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)
@@ -232,9 +237,10 @@ class TrainingHooks:
                     self._check_at_backward(output)
             finally:
                 call.given = []
-                self._release(call)
-                if not self._forward and not _in_backward():
-                    self._enter_phase("between")
+                with outside_transforms():
+                    self._release(call)
+                    if not self._forward and not _in_backward():
+                        self._enter_phase("between")
             return output
 
         return hook
@@ -342,11 +348,12 @@ class TrainingHooks:
             raise
 
     def _end_backward(self, task: int) -> None:
-        for call in list(self._backward):
-            if call.backward_task == task:
-                self._end_call(call)
-        if not self._backward:
-            self._let_go_of_held()
+        with outside_transforms():
+            for call in list(self._backward):
+                if call.backward_task == task:
+                    self._end_call(call)
+            if not self._backward:
+                self._let_go_of_held()
 
     def _note_backward(self) -> None:
         """The phase is "backward" until the outermost one is over: reentrant checkpointing runs backwards within one."""
@@ -363,9 +370,10 @@ class TrainingHooks:
     def _note_end(self, task: int) -> None:
         self._tasks.discard(task)
         try:
-            self._updates.backward_ends(task)
-            if not self._tasks:
-                self._enter_phase("between")
+            with outside_transforms():
+                self._updates.backward_ends(task)
+                if not self._tasks:
+                    self._enter_phase("between")
         finally:
             self._give_turn()
 
@@ -426,10 +434,11 @@ def _when_backward_reaches(
                 "this graph was made before the manager was closed, or before the optimizer got more to train "
                 "(add_param_group), which moved what it refers to: run the forward again"
             )
-        if call is None:
-            alive.backward_begins()
-        else:
-            alive.backward_reaches(call)
+        with outside_transforms():
+            if call is None:
+                alive.backward_begins()
+            else:
+                alive.backward_reaches(call)
 
     return hook
 

@@ -1,0 +1,85 @@
+"""A parameter has a storage of its own, as in plain torch: what counts from its beginning counts from the parameter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from e2e.models import finish_step
+from e2e.twins import Twins
+
+MakeTwins = Callable[..., Twins]
+WIDTH = 160
+
+
+class Strided(nn.Module):
+    """Uses its weight by ways that count from the beginning of its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.seen: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        storage = weight.untyped_storage()
+        self.seen = (weight.storage_offset(), self.bias.storage_offset(), storage.nbytes())
+        corner = weight.as_strided((WIDTH, WIDTH), (1, WIDTH), 0)  # its transpose
+        shifted = torch.as_strided(weight, (WIDTH, 7), (WIDTH, 1), 9)
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            weight.as_strided((WIDTH,), (1,), WIDTH * WIDTH)
+        raw = torch.empty(0).set_(storage, 3, (5,), (1,)).detach()
+        return x @ weight + x @ corner + self.bias + (x @ shifted).sum() + raw.sum()
+
+
+def step(model: Any, optimizer: Any) -> torch.Tensor:
+    return finish_step(model(torch.randn(4, WIDTH)).square().mean(), optimizer)
+
+
+@pytest.mark.parametrize("update", ["step", "backward", "deferred"])
+def test_in_a_forward(twins: MakeTwins, update: str) -> None:
+    pair = twins(nn.Sequential(*(Strided() for _ in range(12))), update=update)
+    pair.train(step, steps=3)
+    assert [m.seen for m in pair.swapped] == [m.seen for m in pair.plain] == [(0, 0, 4 * WIDTH * WIDTH)] * 12
+    pair.finish()
+
+
+def test_of_a_model_that_was_loaded(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(Strided() for _ in range(12)))
+    torch.save(plain.state_dict(), tmp_path / "model.pt")
+    with torch.device("meta"):
+        empty = nn.Sequential(*(Strided() for _ in range(12)))
+    inputs = torch.randn(4, WIDTH)
+    loaded = swapper.load(empty, tmp_path / "model.pt", host_memory="64MiB")
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs), plain(inputs))
+        assert [m.seen for m in loaded] == [m.seen for m in plain]
+    swapper.loaded(loaded).unload()
+
+
+@pytest.mark.parametrize("when", ["pre-hook", "between"])
+def test_a_parameter_that_is_set_to_other_memory_is_named(twins: MakeTwins, when: str) -> None:
+    pair = twins(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
+    weight = pair.swapped[3].weight
+
+    def exchange(*_: Any) -> None:
+        with torch.no_grad():
+            weight.set_(torch.ones(WIDTH, WIDTH))
+
+    if when == "pre-hook":
+        pair.swapped[3].register_forward_pre_hook(exchange)
+        with pytest.raises(swapper.StateError, match=r"3\.weight was replaced or resized"):
+            pair.swapped(torch.randn(4, WIDTH)).sum().backward()
+            pair.swapped(torch.randn(4, WIDTH))
+    else:
+        with pytest.raises((swapper.ColdParameterError, swapper.StateError), match=r"3\.weight (is away|was replaced)"):
+            exchange()
+            pair.swapped(torch.randn(4, WIDTH))
+    pair.close()
