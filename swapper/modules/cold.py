@@ -652,5 +652,6 @@ def _refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
             "reads"
         )
     raise ColdParameterError(
-        f"parameter {fault_handler.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. {fault_handler.advice}"
+        f"parameter {fault_handler.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. "
+        f"{fault_handler.advice}"
     )
