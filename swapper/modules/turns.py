@@ -17,6 +17,8 @@ from types import FrameType
 import torch
 from torch import nn
 
+from swapper.runtime.interrupts import defer_sigint
+
 PATIENCE_S = 0.5
 """How long a thread waits for another's pass before it looks whether that thread is still inside."""
 
@@ -52,25 +54,30 @@ class Turns:
         if self.is_mine and (self._frame is None or _runs(self._frame, sys._getframe())):
             return False
         began, has_warned = time.monotonic(), False
-        while not self._take_over(frame) and not self._lock.acquire(timeout=PATIENCE_S):
+        while not self._try_to_take(frame):
             if not has_warned and time.monotonic() - began > _WARN_AFTER_S:
                 has_warned = True
                 self._warn()
-        self.owner, self._frame = threading.current_thread(), frame
         return True
 
-    def _take_over(self, frame: FrameType | None) -> bool:
-        """Make a turn this thread's that its owner has left without giving it. Returns whether that was so."""
-        with self._books:
+    def _try_to_take(self, frame: FrameType | None) -> bool:
+        """Take the turn if it is free, comes free soon, or was left by its owner. Ctrl-C takes effect before or afterwards."""
+        with defer_sigint, self._books:
             was_left = self.owner is not None and not self._owner_is_inside(self.owner)
             if was_left:
                 self.owner, self._frame = threading.current_thread(), frame
-        return was_left
+                return True
+        with defer_sigint:
+            is_free = self._lock.acquire(timeout=PATIENCE_S)
+            if is_free:
+                self.owner, self._frame = threading.current_thread(), frame
+        return is_free
 
     def give(self) -> None:
         """This thread's pass is over."""
-        self.owner = self._frame = None
-        self._lock.release()
+        with defer_sigint:
+            self.owner = self._frame = None
+            self._lock.release()
 
     @contextmanager
     def turn(self) -> Iterator[None]:

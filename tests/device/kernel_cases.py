@@ -42,9 +42,9 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0].tolist()} of {found.dtype}"
 
 
-def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, first: int = 0) -> adamw.Slice:
+def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, first: int = 0) -> adamw.AdamWSlice:
     out = None if parameter is None else torch.zeros(COUNT, dtype=parameter, device=device)
-    return adamw.Slice(
+    return adamw.AdamWSlice(
         master=noise(COUNT, 1).to(device),
         exp_avg=noise(COUNT, 2, spread=0.5).to(device),
         exp_avg_sq=noise(COUNT, 3, spread=0.5).abs().to(device),
@@ -54,7 +54,7 @@ def a_slice(device: str, gradient: torch.dtype, parameter: torch.dtype | None, f
     )
 
 
-def tensors_of(part: adamw.Slice) -> list[torch.Tensor]:
+def tensors_of(part: adamw.AdamWSlice) -> list[torch.Tensor]:
     both = [part.master, part.exp_avg, part.exp_avg_sq]
     return [*both, part.parameter] if part.parameter is not None else both
 
@@ -102,7 +102,7 @@ def adamw_in_slices_is_adamw_of_the_whole(device: str) -> None:
         parts = {
             name: getattr(cut, name)[begin:end] for name in ("master", "exp_avg", "exp_avg_sq", "gradient", "parameter")
         }
-        kernel("adamw").update_(adamw.Slice(**parts, first=begin), step, None, None)
+        kernel("adamw").update_(adamw.AdamWSlice(**parts, first=begin), step, None, None)
     for one, other in zip(tensors_of(whole), tensors_of(cut), strict=True):
         same(one, other)
 

@@ -15,9 +15,9 @@ from swapper.device.kernels.packing import Packing
 from swapper.device.kernels.random_words import philox, random_words
 
 
-def slice_of(count: int, **others: torch.Tensor) -> adamw.Slice:
+def slice_of(count: int, **others: torch.Tensor) -> adamw.AdamWSlice:
     tensors = {name: torch.zeros(count) for name in ("master", "exp_avg", "exp_avg_sq", "gradient")}
-    return adamw.Slice(**{**tensors, **others})  # type: ignore[arg-type]
+    return adamw.AdamWSlice(**{**tensors, **others})  # type: ignore[arg-type]
 
 
 def test_adamw_is_torchs_but_for_the_last_bits() -> None:

@@ -31,10 +31,10 @@ def arena_bytes() -> int:
 
 
 def arena_addresses() -> list[tuple[int, int]]:
-    """Return the addresses at which arenas are mapped now: by themselves, and by windows."""
+    """Return the addresses at which those arenas are mapped now: by themselves, and by windows."""
     found = []
     for line in Path("/proc/self/maps").read_text().splitlines():
-        if _NAME in line:
+        if _NAME in line and int(line.split()[4]) not in _of_others:
             begin, end = line.split(" ", 1)[0].split("-")
             found.append((int(begin, 16), int(end, 16)))
     return found

@@ -137,7 +137,8 @@ def test_training_goes_on_after_snapshots_and_their_files_go(pair_of_drives: lis
         assert go(pair_of_drives, step, snapshot=tmp_path / f"{step}.pt") == expected_losses()[step - 1 : step]
         assert verify(tmp_path / f"{step}.pt")[0].faults == []
     assert verify(pair_of_drives[0] / PART)[0].faults == []
-    assert len(list(pair_of_drives[1].rglob("*.swap"))) <= 3
+    # Two are written in turns; one is the last snapshot's, and one the commit before still names.
+    assert len(list(pair_of_drives[1].rglob("*.swap"))) <= 4
 
 
 def test_verify_finds_what_was_changed_on_the_second_drive(pair_of_drives: list[Path]) -> None:

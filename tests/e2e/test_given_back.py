@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it, and what it imports keeps the frames that there are
 from torch import nn
 
 import swapper

@@ -29,7 +29,7 @@ def adamw_kernel(bench: Bench) -> Iterator[Row]:
     limit, count = copy_bandwidth(bench), bench.size(1 << 28, 4096)
     state = [torch.rand(count, device=bench.device) for _ in range(3)]
     gradient = torch.randn(count, device=bench.device, dtype=torch.bfloat16)
-    part = adamw.Slice(*state, gradient, parameter=torch.zeros_like(gradient))
+    part = adamw.AdamWSlice(*state, gradient, parameter=torch.zeros_like(gradient))
     factor, skip = torch.ones(1, device=bench.device), torch.zeros(1, device=bench.device)
     for figure, seed, bar in ((ADAMW[0], None, 0.85), (ADAMW[1], 1, None)):
         step = adamw.AdamWStep(1, seed=seed)
