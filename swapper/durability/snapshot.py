@@ -17,6 +17,7 @@ snapshot has zeros.
 
 from __future__ import annotations
 
+import bisect
 import copy
 import errno
 import os
@@ -119,8 +120,8 @@ class Publisher:
         return Snapshot(path, tail, keep, left_out, ticket)
 
     def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:
-        addresses = {self._sections[number].memory.data_ptr() for number in left_out}
-        absent = [n for n, t in content["model"].items() if t.untyped_storage().data_ptr() in addresses]
+        places = _Places([self._sections[number] for number in left_out])
+        absent = [n for n, t in content["model"].items() if places.find(t) is not None]
         model = copy.copy(content["model"])  # an OrderedDict with _metadata
         for name in absent:
             del model[name]
@@ -296,11 +297,28 @@ def _device(directory: Path) -> int:
         raise CheckpointError(f"directory {directory} was removed before the snapshot was written into it") from None
 
 
+class _Places:
+    """Finds the sections in whose memory tensors lie, by address: tensors there have storages of their own."""
+
+    def __init__(self, sections: Sequence[Section]) -> None:
+        self._sections = sorted(sections, key=lambda section: section.memory.data_ptr())
+        self._begins = [section.memory.data_ptr() for section in self._sections]
+
+    def find(self, tensor: torch.Tensor) -> tuple[Section, int] | None:
+        """Return the section that `tensor` lies in, and its offset there in bytes; None of one that is elsewhere."""
+        address = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
+        number = bisect.bisect_right(self._begins, address) - 1
+        if number < 0 or address >= self._begins[number] + self._sections[number].plan.nbytes:
+            return None
+        return self._sections[number], address - self._begins[number]
+
+
 def _locator(sections: Sequence[Section], layout: ContainerLayout) -> Callable[[torch.Tensor], StorageRef | None]:
-    keys = {s.memory.data_ptr(): r.key for s, r in zip(sections, layout.records, strict=True)}
+    places = _Places(sections)
+    keys = {section: record.key for section, record in zip(sections, layout.records, strict=True)}
 
     def locate(tensor: torch.Tensor) -> StorageRef | None:
-        key = keys.get(tensor.untyped_storage().data_ptr())
-        return None if key is None else StorageRef(key, int(tensor.storage_offset()))
+        found = places.find(tensor)
+        return None if found is None else StorageRef(keys[found[0]], found[1] // tensor.itemsize)
 
     return locate

@@ -198,6 +198,8 @@ class Section:
 
     def own_tensor(self, slot: Slot) -> torch.Tensor:
         """As `tensor`, but with a storage that is only its own, as a parameter has in plain torch."""
+        if slot.spec.numel == 0:
+            return self.tensor(slot)  # no memory has no address of its own
         return own_storage(self.memory[slot.offset : slot.end]).view(slot.spec.dtype).view(slot.spec.shape)
 
     def owner_at(self, at: int) -> str:
