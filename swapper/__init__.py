@@ -26,7 +26,7 @@ from swapper.runtime.counters import Counters
 if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.durability.ticket import SnapshotTicket
-    from swapper.infer.mapping.empty import without_weights
+    from swapper.infer.mapping.adoption import without_weights
     from swapper.infer.runtime.load_model import load, shared_memory
     from swapper.infer.runtime.loaded_model import LoadedModel, loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
@@ -88,7 +88,7 @@ _LATER = {
     "loaded": "swapper.infer.runtime.loaded_model",
     "offload_activations": "swapper.train.activations.saved_tensor_hooks",
     "shared_memory": "swapper.infer.runtime.load_model",
-    "without_weights": "swapper.infer.mapping.empty",
+    "without_weights": "swapper.infer.mapping.adoption",
 }
 
 

@@ -104,13 +104,13 @@ class QuantizedLayout:
         tail = scales.squeeze(-1).bfloat16().contiguous().view(torch.uint8)
         return torch.cat([stored, tail], dim=1)
 
-    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
 
         `stored` and the result are on one device; where that is a GPU with Triton, a kernel does it, with the same bits.
         """
         shape = (*stored.shape[:-1], self.columns)
-        values = torch.empty(shape, dtype=dtype, device=stored.device) if out is None else out
+        values = torch.empty(shape, dtype=dtype, device=stored.device)
         rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
         if self._has_kernel(flat):
             dequantise_(rows.contiguous(), flat, self.bits, self.block)

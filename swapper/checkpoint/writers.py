@@ -7,6 +7,7 @@ headers is held in memory.
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from swapper.checkpoint.relay import Checksum, Relay
 from swapper.checkpoint.torch_save import ROOT, leading_records, serialization_id
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import Entry, descriptor, descriptor_nbytes, directory, local_header
 from swapper.io.engines import open_for, shared_engine
@@ -279,3 +280,55 @@ def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
         relay.append_later(item.tail_nbytes, lambda item=item, checksum=checksum: item.tail(checksum.value))  # type: ignore[misc]
     relay.finish()
     return places
+
+
+BOX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class AssembledTensor(ExportTensor):
+    """A tensor that is cut along other dimensions than the first. `parts` are its chunks, which follow no order."""
+
+    chunked: ChunkedTensor | None = None
+
+    @classmethod
+    def of(cls, chunked: ChunkedTensor, name: str) -> AssembledTensor:
+        parts = tuple(chunk.stored for chunk in chunked.chunks)
+        return cls(name, chunked.dtype, chunked.shape, parts, chunked)
+
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
+        """Yield its elements in their order. The next ones are read meanwhile."""
+        if self.chunked is None:
+            raise AssertionError("a tensor is to be assembled from no chunks")
+        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and seldom
+        waiting: deque[_Reading] = deque()
+        for box in self.chunked.boxes(BOX_BYTES):
+            waiting.append(_Reading(box))
+            waiting[-1].begin(payloads, turned)
+            if len(waiting) > PIECES_AHEAD:
+                yield waiting.popleft().assembled(self.dtype)
+        for reading in waiting:
+            yield reading.assembled(self.dtype)
+
+
+class _Reading:
+    """A box whose pieces are on their way."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._parts: list[tuple[torch.Tensor, list[Any]]] = []
+
+    def begin(self, payloads: Payloads, turned: dict[StoredTensor, torch.Tensor]) -> None:
+        for piece in self._box.pieces:
+            if piece.stored in turned:
+                self._parts.append((turned[piece.stored][piece.inside], []))
+            else:
+                end = piece.first + math.prod(piece.shape)
+                self._parts.append(payloads.read_elements((piece.stored,), piece.first, end))
+
+    def assembled(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return its elements, flat, when they are read."""
+        whole = torch.empty(self._box.shape, dtype=dtype)
+        for piece, (memory, tickets) in zip(self._box.pieces, self._parts, strict=True):
+            whole[piece.at] = arrived(memory, tickets).reshape(piece.shape)
+        return whole.view(-1)

@@ -19,8 +19,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import IoError
-from swapper.io.device_errors import device_errors
-from swapper.io.elements import copy_in, copy_out
+from swapper.io.elements import copy_in, copy_out, device_errors
 from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
 SLOTS = 16

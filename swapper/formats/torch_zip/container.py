@@ -33,9 +33,7 @@ from swapper.formats.torch_zip.zip_writer import (
     local_header,
     payload_offset,
 )
-from swapper.io.device_errors import device_errors
-
-__all__ = ["ALIGNMENT", "ContainerLayout", "PreparedTail", "Record", "StorageRef", "build_tail"]
+from swapper.io.elements import device_errors
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
@@ -86,26 +84,19 @@ class ContainerLayout:
             cursor = record.end + descriptor_nbytes(cursor, nbytes)
         return cls(root, tuple(records), records[-1].end if records else 0)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each record: what `plan` needs to make this layout again."""
-        return tuple(record.nbytes for record in self.records)
-
-    def headers(self, crc32s: Mapping[str, int] | None = None) -> Iterator[tuple[int, bytes]]:
+    def headers(self) -> Iterator[tuple[int, bytes]]:
         """Yields (file offset, bytes) of all that lies before and between the payloads.
 
         Offsets and lengths are multiples of ALIGNMENT. Each chunk ends where a payload begins: it holds the
-        data descriptor of the payload before and the local header. Without `crc32s` (CRC-32 of each payload,
-        by key) the descriptors state a CRC of 0, and the chunks never change in the life of a swap file.
-        Readers take the CRC from the central directory; the few that look at descriptors as well need the
-        real ones.
+        data descriptor of the payload before and the local header. The descriptors state a CRC of 0, so that
+        the chunks never change in the life of a swap file; readers take the CRC from the central directory.
         """
         before = b""
         begin = 0
         for record in self.records:
             name = _name(self.root, record.key)
             yield begin, before + local_header(record.header_offset, name, record.nbytes, ALIGNMENT)
-            before = descriptor(record.header_offset, record.nbytes, crc32s[record.key] if crc32s else 0)
+            before = descriptor(record.header_offset, record.nbytes, 0)
             begin = record.end
 
 
@@ -176,16 +167,6 @@ class PreparedTail:
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
         tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], self._layout.tail_offset, tensors or {}).encode())
         return seal_tail(tail.finish(), self._layout.tail_offset, ALIGNMENT)
-
-
-def build_tail(
-    layout: ContainerLayout,
-    obj: object,
-    locate: Callable[[torch.Tensor], StorageRef | None],
-    crc32s: Mapping[str, int],
-) -> bytes:
-    """Makes the whole tail of a container at once, without a manifest: see `PreparedTail`."""
-    return PreparedTail(layout, obj, locate).build(crc32s)
 
 
 class _Tail:

@@ -21,8 +21,7 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import Places, empty
-from swapper.infer.mapping.mapped import MappedSource
+from swapper.infer.mapping.adoption import MappedSource, Places, empty
 from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.embedding_rows import look_up_by_rows, stop_looking_up
 from swapper.infer.operators.experts import Experts, ExpertWeights

@@ -19,12 +19,11 @@ import torch
 
 from swapper import _C
 from swapper.errors import ConfigError, DeviceError, IoError
-from swapper.io.elements import byte_count, check_tensor, run_address
+from swapper.io.elements import byte_count, check_tensor, copy_out, run_address
 from swapper.io.engines import Engines
-from swapper.io.files import Opened, OpenFiles, Target
+from swapper.io.files import Opened, OpenFile, OpenFiles, Target
 from swapper.io.handle.deepnvme import DeepNvmeMethods
 from swapper.io.handle.operation import Operation, TransferPart
-from swapper.io.handle.validation import compare
 from swapper.io.staging import Move, StagedTransfer, Staging
 from swapper.io.striping import STRIPE_BYTES, Stripes
 from swapper.options import parse_choice
@@ -376,3 +375,45 @@ def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> N
     if end > max(size, begin):  # of nothing, there is enough everywhere
         detail = f"the file has {size} bytes, {end} are needed"
         raise IoError("read", opened.path, begin, end - begin, 0, detail)
+
+
+COMPARED_BYTES = 8 << 20
+"""At one time, where a transfer is validated."""
+
+
+def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
+    """Checks a finished transfer against the file, which plain system calls read through the page cache.
+
+    Raises:
+        IoError: EIO: the file from `offset` on differs from the tensor's bytes. `opened` may be closed by now.
+    """
+    per_chunk = COMPARED_BYTES // tensor.element_size()
+    for start in range(0, tensor.numel(), per_chunk):
+        stop = min(start + per_chunk, tensor.numel())
+        expected = torch.empty(stop - start, dtype=tensor.dtype)
+        copy_out(tensor.detach(), start, stop, expected)
+        wanted = expected.view(torch.uint8)
+        at = offset + start * tensor.element_size()
+        content = b"".join(_read_file(*segment) for segment in opened.segments(at, wanted.numel()))
+        found = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if not torch.equal(wanted, found):
+            first = at + int((wanted != found).nonzero()[0])
+            raise IoError(op, opened.path, first, wanted.numel(), errno.EIO, "validation found other bytes in the file")
+
+
+def _read_file(opened: OpenFile, offset: int, nbytes: int) -> bytes:
+    descriptor = os.open(opened.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _read(descriptor, offset, nbytes, opened.path)
+    finally:
+        os.close(descriptor)
+
+
+def _read(descriptor: int, offset: int, nbytes: int, path: str) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < nbytes:
+        piece = os.pread(descriptor, nbytes - len(pieces), offset + len(pieces))
+        if not piece:
+            raise IoError("read", path, offset + len(pieces), nbytes, 0, "validation found the file too short")
+        pieces += piece
+    return bytes(pieces)

@@ -14,6 +14,7 @@ done, by whoever comes next.
 from __future__ import annotations
 
 import enum
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,11 +26,11 @@ from typing import Any, Protocol
 import torch
 
 from swapper.errors import IoError
+from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.extents import Extents
 from swapper.runtime.heap import note_freed
 from swapper.runtime.interrupts import SteadyLock
-from swapper.train.activations.activation_counters import ActivationCounters
-from swapper.train.activations.spill_file import SpillFile
 
 
 class Where(enum.Enum):
@@ -383,3 +384,96 @@ def page_aligned(nbytes: int) -> torch.Tensor:
     raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
     shift = -raw.data_ptr() % SECTOR_BYTES
     return raw[shift : shift + nbytes]
+
+
+@dataclass
+class ActivationCounters:
+    """What was done so far.
+
+    Attributes:
+        saved: tensors that autograd saved and that were taken over.
+        storages: different ones among them; each is moved once.
+        left_alone: tensors that were not: small ones, parameters and their views, those of special kinds.
+        written_bytes, read_bytes: moved, as submitted.
+        waits: how many times backward waited for a storage.
+        held_bytes: what storages have in host memory now.
+        peak_bytes: the most that they had at one time.
+        down_bytes, up_bytes: copied from accelerators and to them.
+        unlocked_bytes: of these, what was copied slowly, through memory that is not page-locked, because no stretch of the
+            page-locked memory was long enough.
+        device_held_bytes: what storages have on accelerators now, in the order of their streams.
+        device_peak_bytes: the most that they had there at one time.
+    """
+
+    saved: int = 0
+    storages: int = 0
+    left_alone: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    waits: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    unlocked_bytes: int = 0
+    device_held_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+_numbers = count()
+
+
+class SpillFile:
+    """Owns the file, which is made when something is first written, and the places in it.
+
+    Args:
+        directory: on the drive that shall hold it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: Any = None
+        self._extents = Extents()
+        self._pid = os.getpid()
+        self.allocated_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What is in use of it."""
+        return self._extents.used_bytes
+
+    def write(self, engine: Any, memory: torch.Tensor) -> tuple[int, Any]:
+        """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
+
+        Raises:
+            IoError: the drive is full.
+        """
+        file = self._open()
+        offset = self._extents.take(memory.nbytes)
+        try:
+            if self._extents.end > self.allocated_bytes:
+                file.allocate(self._extents.end)
+                self.allocated_bytes = self._extents.end
+            return offset, engine.write(file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+        except BaseException:
+            self._extents.give(offset, memory.nbytes)
+            raise
+
+    def read(self, engine: Any, offset: int, memory: torch.Tensor) -> Any:
+        """Begin to read into `memory`, uint8, from a place that was written. Returns the ticket."""
+        return engine.read(self._file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """A place is not in use any more, and no transfer from or to it is under way."""
+        self._extents.give(offset, nbytes)
+
+    def _open(self) -> Any:
+        if self._file is None:
+            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
+            self._file = beneath.open_for_transfers(path, create=True)
+            beneath.unlink(path)
+        return self._file
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid and self._file is not None:
+            self._file.close()  # transfers under way keep it open, and their memory
