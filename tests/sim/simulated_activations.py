@@ -1,7 +1,7 @@
 """Saved activations on the simulated drive: the real cache, and what autograd would hold of it, checked after every request.
 
-Memory is that of real tensors here, since the cache takes and lets go of it: the engine's addresses are theirs. What the cache leaves
-to its callers is random too: when content arrives, what is used again, what Python's garbage collector forgets in between.
+Memory is that of real tensors here, since the cache takes and lets go of it: the engine's addresses are theirs. What the cache
+leaves to its callers is random too: when content arrives, what is used again, what Python's garbage collector forgets in between.
 """
 
 from __future__ import annotations
@@ -262,9 +262,9 @@ class ActivationRun:
             stored.offset, content
         ):
             raise SimulationError(f"{residency.name}, and the file has something else")
-        if memory is not None and residency is not Residency.READING and has_arrived(stored):
-            if bytes_of(memory) != content:
-                raise SimulationError(f"{residency.name}, and memory has something else")
+        is_there = memory is not None and residency is not Residency.READING and has_arrived(stored)
+        if is_there and bytes_of(memory) != content:
+            raise SimulationError(f"{residency.name}, and memory has something else")
 
     # ----------------------------------------------------------------------------------------------------------------
 
