@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from swapper.checkpoint import zero
-from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
+from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.relay import Relay
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.checkpoint.torch_load import load

@@ -24,7 +24,7 @@ from swapper.options import parse_choice
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from swapper.checkpoint.quantizing import Loss
+    from swapper.checkpoint.quantization import Loss
 
 INTERRUPTED = 130
 
@@ -175,7 +175,7 @@ def export(
     with reported(), _terminated_like_interrupted():
         from swapper.checkpoint.exporting import FORMATS, WHAT, select
         from swapper.checkpoint.exporting import export as run
-        from swapper.checkpoint.quantizing import SCHEMES
+        from swapper.checkpoint.quantization import SCHEMES
 
         parse_choice(to, "--to", FORMATS)
         parse_choice(what, "--what", WHAT)

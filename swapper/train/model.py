@@ -30,16 +30,14 @@ from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
 from swapper.train.gradients.victim_cache import find_rooms
-from swapper.train.layout.content import SectionSource
+from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables
-from swapper.train.layout.section_pages import fill
-from swapper.train.optimizer.conditions import Conditions
+from swapper.train.optimizer.conditions import Conditions, OtherOptimizers
 from swapper.train.optimizer.membership import Membership
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.optimizer.other_optimizers import OtherOptimizers
 from swapper.train.parameters.checkpoint_form import state_dict_of
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering

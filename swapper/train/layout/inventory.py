@@ -20,8 +20,7 @@ from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, is_plain
-from swapper.train.optimizer.refused_optimizers import check_supported
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_supported, is_plain
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 MASTER = "master"
