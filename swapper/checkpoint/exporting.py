@@ -22,7 +22,7 @@ import torch
 from swapper.checkpoint import zero
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.relay import Relay
-from swapper.checkpoint.replacing import check_target, replacing
+from swapper.checkpoint.replacing import replacing
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
 from swapper.checkpoint.writers import (
@@ -350,6 +350,3 @@ def _write_dcp(
         planner[tensor.name] = (tensor.name,)
     whole = described.Metadata(entries, planner, storage, described.StorageMeta(), "1.0.0")
     (folder / METADATA_NAME).write_bytes(pickle.dumps(whole))
-
-
-__all__ = ["FORMATS", "WHAT", "Selection", "check_target", "export", "select"]

@@ -350,7 +350,7 @@ class _Loader:
         if self._staging is None:
             self._staging = Staging()
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
-        self._staging.read(view, record.offset, str(self._path), move).wait()
+        self._staging.begin("read", view, record.offset, str(self._path), move).wait()
         if self._verify and storage.nbytes == record.nbytes:
             _check_checksum(self._path, record, _combined(checksums))
         return memory

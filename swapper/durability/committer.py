@@ -63,12 +63,10 @@ class State(Protocol):
 
     def sync_to_host(self) -> None:
         """Have at its places what stays elsewhere."""
-        ...
 
     @property
     def packed_entries(self) -> dict[str, Any]:
         """What it has, for the record."""
-        ...
 
 
 class Committer:

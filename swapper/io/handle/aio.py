@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -144,11 +145,7 @@ class AioHandle(DeepNvmeMethods):
             IoError: the file cannot be opened, or ends before the tensor would be full.
             ConfigError: a negative offset. UnsupportedError: not a tensor that can receive bytes.
         """
-        offset = _offset(file_offset)
-        check_tensor(tensor, writes_into=True)
-        self._check_open("read")
-        nbytes = byte_count(tensor)
-        return self._begin("read", [(tensor, offset)], self._open(path, writing=False), nbytes)
+        return self._submit("read", [tensor], path, file_offset)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
         """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
@@ -157,31 +154,19 @@ class AioHandle(DeepNvmeMethods):
             IoError: the file cannot be opened or made, or there is no space for it.
             ConfigError: a negative offset. UnsupportedError: not a tensor with bytes.
         """
-        offset = _offset(file_offset)
-        check_tensor(tensor, writes_into=False)
-        self._check_open("write")
-        nbytes = byte_count(tensor)
-        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
-        return self._begin("write", [(tensor, offset)], opened, nbytes)
+        return self._submit("write", [tensor], path, file_offset)
 
     def submit_read_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
         """Begins to read many tensors that lie one after the other in one file, as one operation."""
-        placed = _placed(tensors, _offset(file_offset), writes_into=True)
-        self._check_open("read")
-        return self._begin("read", placed, self._open(path, writing=False), _batch_bytes(tensors))
+        return self._submit("read", tensors, path, file_offset)
 
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
         """Begins to write many tensors one after the other into one file, as one operation."""
-        offset = _offset(file_offset)
-        placed = _placed(tensors, offset, writes_into=False)
-        self._check_open("write")
-        nbytes = _batch_bytes(tensors)
-        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
-        return self._begin("write", placed, opened, nbytes)
+        return self._submit("write", tensors, path, file_offset)
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +215,20 @@ class AioHandle(DeepNvmeMethods):
             raise IoError(op, "", 0, 0, 0, "used in a forked child, which has none of the handle's threads")
         if self._is_closed:
             raise IoError(op, "", 0, 0, errno.EBADF, "the handle is closed")
+
+    def _submit(self, kind: str, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None) -> Operation:
+        offset = end = _offset(file_offset)
+        placed = []
+        for tensor in tensors:
+            check_tensor(tensor, writes_into=kind == "read")
+            placed.append((tensor, end))
+            end += byte_count(tensor)
+        self._check_open(kind)
+        if kind == "read":
+            opened = self._open(path, writing=False)
+        else:
+            opened = self._open_for_write(path, offset, end - offset, is_whole=file_offset is None)
+        return self._begin(kind, placed, opened, end - offset)
 
     def _open(self, target: Target, writing: bool) -> Opened:
         if self._stripes is None or isinstance(target, int) or os.path.isabs(target):  # noqa: PTH117 - may be bytes
@@ -310,8 +309,7 @@ class AioHandle(DeepNvmeMethods):
         with self._lock:
             if self._staging is None:
                 self._staging = Staging()
-        stage = self._staging.read if kind == "read" else self._staging.write
-        return stage(tensor, offset, opened.path, self._move(kind, opened, None))
+        return self._staging.begin(kind, tensor, offset, opened.path, self._move(kind, opened, None))
 
     def _move(self, kind: str, opened: Opened, keep: object) -> Move:
         """`keep` owns the memory; None: an arena does."""
@@ -351,20 +349,6 @@ def _offset(file_offset: int | None) -> int:
     return file_offset
 
 
-def _placed(tensors: Sequence[torch.Tensor], offset: int, writes_into: bool) -> list[tuple[torch.Tensor, int]]:
-    """Each tensor with its file offset, one after the other."""
-    placed = []
-    for tensor in tensors:
-        check_tensor(tensor, writes_into)
-        placed.append((tensor, offset))
-        offset += byte_count(tensor)
-    return placed
-
-
-def _batch_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(byte_count(tensor) for tensor in tensors)
-
-
 def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Refuses a read past the end at once. A file that shrinks later fails the transfer itself."""
     if not opened.is_regular or not placed:
@@ -402,18 +386,9 @@ def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
 
 
 def _read_file(opened: OpenFile, offset: int, nbytes: int) -> bytes:
-    descriptor = os.open(opened.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _read(descriptor, offset, nbytes, opened.path)
-    finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int, offset: int, nbytes: int, path: str) -> bytes:
-    pieces = bytearray()
-    while len(pieces) < nbytes:
-        piece = os.pread(descriptor, nbytes - len(pieces), offset + len(pieces))
-        if not piece:
-            raise IoError("read", path, offset + len(pieces), nbytes, 0, "validation found the file too short")
-        pieces += piece
-    return bytes(pieces)
+    with Path(opened.path).open("rb") as file:
+        file.seek(offset)
+        content = file.read(nbytes)
+    if len(content) < nbytes:
+        raise IoError("read", opened.path, offset + len(content), nbytes, 0, "validation found the file too short")
+    return content

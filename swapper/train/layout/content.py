@@ -35,23 +35,18 @@ class SectionSource(Protocol):
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """These parameters, with their qualified names, and what the optimizer has for them are asked for next."""
-        ...
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return what the user's optimizer has for a parameter."""
-        ...
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
         """Give `view`, which is zeros, elements [begin, end) of a tensor. It stays zeros where there is nothing yet."""
-        ...
 
     def is_external(self, plan: SectionPlan) -> bool:
         """Whether the content of a section that a file of the user's lends is that file's: then it is not filled."""
-        ...
 
     def has(self, spec: TensorSpec) -> bool:
         """Whether there are values of a tensor that is lent, to compare them with."""
-        ...
 
     def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
         """Compare elements [begin, end) of a tensor with `view`, which is what the section was lent.
@@ -59,7 +54,6 @@ class SectionSource(Protocol):
         Raises:
             CheckpointError: they are others.
         """
-        ...
 
 
 class GivenSource:

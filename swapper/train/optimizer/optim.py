@@ -23,15 +23,12 @@ class StateOwner(Protocol):
     @property
     def view(self) -> StateView:
         """Shows the state of each parameter."""
-        ...
 
     def save(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}."""
-        ...
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Take the same."""
-        ...
 
 
 class PagedOptimizer(Optimizer):
