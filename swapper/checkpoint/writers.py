@@ -19,12 +19,20 @@ import torch
 from swapper import _C
 from swapper.checkpoint.dcp.items import Item
 from swapper.checkpoint.relay import Checksum, Relay
-from swapper.checkpoint.torch_save import ROOT, leading_records, serialization_id
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.zip_writer import Entry, descriptor, descriptor_nbytes, directory, local_header
+from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
+    Entry,
+    descriptor,
+    descriptor_nbytes,
+    directory,
+    leading_records,
+    local_header,
+    serialization_id,
+)
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
@@ -210,8 +218,8 @@ def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
     sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
     pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
     archive = _Archive(relay)
-    for name, content in leading_records(len(pickled), ALIGNMENT):
-        archive.add(name, content if isinstance(content, bytes) else pickled)
+    for name, content in leading_records(pickled, ALIGNMENT):
+        archive.add(name, content)
     for key, tensor in enumerate(unique):
         archive.add_tensor(f"data/{key}", payloads, tensor)
     archive.finish()

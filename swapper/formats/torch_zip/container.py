@@ -13,9 +13,7 @@ Decision: docs/decisions/container-format.md.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +28,10 @@ from swapper.formats.torch_zip.zip_writer import (
     descriptor,
     descriptor_nbytes,
     directory,
+    leading_records,
     local_header,
     payload_offset,
+    serialization_id,
 )
 from swapper.io.elements import device_errors
 
@@ -155,13 +155,11 @@ class PreparedTail:
         tail = _Tail(self._layout, crc32s, left_out)
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
-        tail.add("data.pkl", self._data)
-        if self._in_file_order:
-            tail.add(".format_version", b"1")
-        tail.add(".storage_alignment", str(ALIGNMENT).encode())
-        tail.add("byteorder", sys.byteorder.encode())
+        for name, content in leading_records(self._data, ALIGNMENT):
+            if name != ".format_version" or self._in_file_order:
+                tail.add(name, content)
         tail.add("version", b"3\n")
-        tail.add(".data/serialization_id", tail.serialization_id())
+        tail.add(".data/serialization_id", serialization_id(tail.entries))
         if pieces is None:
             return tail.finish()
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
@@ -175,34 +173,27 @@ class _Tail:
     def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int], left_out: Collection[str] = ()) -> None:
         self._root = layout.root
         self._begin = layout.tail_offset
-        self._entries = [
+        self.entries = [
             Entry(_name(layout.root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
             for record in layout.records
         ]
         self._bytes = bytearray()
-        if self._entries:  # the last payload's descriptor; the others' are in the header chunks
-            last = self._entries[-1]
+        if self.entries:  # the last payload's descriptor; the others' are in the header chunks
+            last = self.entries[-1]
             self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
         absent = {_name(layout.root, key) for key in left_out}
-        self._entries = [entry for entry in self._entries if entry.name not in absent]
+        self.entries = [entry for entry in self.entries if entry.name not in absent]
 
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self._bytes)
         entry = Entry(f"{self._root}/{name}", cursor, len(content), zlib.crc32(content))
-        self._entries.append(entry)
+        self.entries.append(entry)
         self._bytes += local_header(cursor, entry.name, len(content), ALIGNMENT)
         self._bytes += content
         self._bytes += descriptor(cursor, len(content), entry.crc32)
 
-    def serialization_id(self) -> bytes:
-        """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
-        names = "\n".join(entry.name for entry in self._entries)
-        contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in self._entries)
-        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
-        return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
-
     def finish(self) -> bytes:
-        self._bytes += directory(self._entries, self._begin + len(self._bytes), ALIGNMENT)
+        self._bytes += directory(self.entries, self._begin + len(self._bytes), ALIGNMENT)
         return bytes(self._bytes)
 
 

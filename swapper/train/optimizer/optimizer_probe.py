@@ -136,11 +136,7 @@ class _Trial:
     """A few steps on two small tensors, in several ways. The optimizer itself is not touched: clones take them."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        settings: int,
-        dtype: torch.dtype,
-        shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        self, optimizer: Optimizer, settings: int, dtype: torch.dtype, shapes: tuple[tuple[int, ...], tuple[int, ...]]
     ) -> None:
         self._optimizer = optimizer
         self._settings = settings
