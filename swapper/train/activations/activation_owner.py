@@ -16,7 +16,7 @@ from swapper.io.engines import open_engine
 
 
 class Current(Protocol):
-    """What a manager has at the moment, as `swapper.train.session.session_slot.Current` is."""
+    """What a manager has at the moment, as `swapper.train.session.session_slot.SessionSlot` is."""
 
     backend: str
 
