@@ -189,8 +189,11 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
     for given in ([first], first, [first, empty]):
         with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and that part .* in {second}.* is missing"):
             go(given, 2)
-    with pytest.raises(swapper.DirectoryError, match=f"{second}/none does not exist"):
+    with pytest.raises(
+        swapper.DirectoryError, match=f"part .* in {second}/rank-0-of-1 is missing; {second}/none.* does not have it"
+    ):
         go([first, second / "none"], 2)
+    assert not (second / "none").exists()
     with pytest.raises(swapper.DirectoryError, match=f"go on with it without {empty}"):
         go([first, second, empty], 2)
     for wrong in ([second, first], second):
