@@ -21,6 +21,7 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
+from swapper.runtime import process as _process  # noqa: F401 - refuses an environment that says what is not known
 from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MOST_SPANS, Trace, asked_for
 from swapper.train.session.plan import Plan
@@ -350,8 +351,9 @@ class SwapManager:
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
         ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
-        atexit.unregister(self.close)
-        atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
+        if not is_off("atexit"):
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         return ticket
 
     def _finish_snapshots(self) -> None:

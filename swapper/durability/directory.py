@@ -28,6 +28,7 @@ from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
 
 log = logging.getLogger("swapper")
@@ -48,7 +49,7 @@ def _let_go_in_child() -> None:
         directory.close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+after_fork_in_child(_let_go_in_child)
 
 
 class LockedDirectory:

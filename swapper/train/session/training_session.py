@@ -34,6 +34,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.scratch import Stores
 from swapper.runtime.heap import Watch, watch_free_memory
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock
 from swapper.runtime.teardown import close_all
@@ -124,7 +125,8 @@ class TrainingSession:
             self._note_sizes(plan)
             if origin.record is not None:
                 self._restore(origin.record)
-            self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
+            if not is_off("watchdog"):
+                self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
         except BaseException:
             self.close()
             raise
