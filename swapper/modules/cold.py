@@ -55,7 +55,13 @@ class FaultHandler(Protocol):
         ...
 
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
-        """Return what `run` returns, which is an operation of `function` that reads cold parameters."""
+        """Return what `run` returns, which is an operation of `function` that reads cold parameters.
+
+        Args:
+            parameters: the cold ones.
+            function: of torch.
+            run: does it, given what takes the place of each parameter, by id.
+        """
         ...
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:

@@ -139,7 +139,12 @@ class AioHandle(DeepNvmeMethods):
     # --- operations as futures ------------------------------------------------------------------------------------------
 
     def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to read `tensor`'s bytes from `path`, from `file_offset` or the beginning.
+        """Begins to read `tensor`'s bytes from `path`.
+
+        Args:
+            tensor: receives them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor.
+            file_offset: in bytes; None (the default): the beginning.
 
         Raises:
             IoError: the file cannot be opened, or ends before the tensor would be full.
@@ -152,7 +157,12 @@ class AioHandle(DeepNvmeMethods):
         return self._begin("read", [(tensor, offset)], self._open(path, writing=False), nbytes)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
+        """Begins to write `tensor`'s bytes to `path`.
+
+        Args:
+            tensor: has them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor; a file that is not there is made.
+            file_offset: in bytes; None (the default): as the whole file.
 
         Raises:
             IoError: the file cannot be opened or made, or there is no space for it.
@@ -168,7 +178,14 @@ class AioHandle(DeepNvmeMethods):
     def submit_read_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to read many tensors that lie one after the other in one file, as one operation."""
+        """Begins to read many tensors that lie one after the other in one file, as one operation.
+
+        Args:
+            tensors: receive their bytes, in this order.
+            path, file_offset: as of `submit_read`; the offset is the first one's.
+
+        Raises: as `submit_read` does.
+        """
         placed = _placed(tensors, _offset(file_offset), writes_into=True)
         self._check_open("read")
         return self._begin("read", placed, self._open(path, writing=False), _batch_bytes(tensors))
@@ -176,7 +193,14 @@ class AioHandle(DeepNvmeMethods):
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to write many tensors one after the other into one file, as one operation."""
+        """Begins to write many tensors one after the other into one file, as one operation.
+
+        Args:
+            tensors: have their bytes, in this order.
+            path, file_offset: as of `submit_write`; the offset is the first one's.
+
+        Raises: as `submit_write` does.
+        """
         offset = _offset(file_offset)
         placed = _placed(tensors, offset, writes_into=False)
         self._check_open("write")
@@ -327,7 +351,7 @@ class AioHandle(DeepNvmeMethods):
 
         return move
 
-    def submit_checked(
+    def _submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
         submit = self.submit_read if kind == "read" else self.submit_write
