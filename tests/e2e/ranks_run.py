@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
+from e2e.keywords import for_manager
 from e2e.killed_run import fork
 from e2e.models import Net, train_step
 from swapper.durability import committer
@@ -76,7 +77,7 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     model = Net(depth=1)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
-        manager = swapper.SwapManager(directory, host_memory=memory, **options)
+        manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
         if is_late:
             dist.init_process_group("gloo", **join)

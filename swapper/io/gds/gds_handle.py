@@ -50,7 +50,19 @@ class GdsHandle(AioHandle):
         cufile: CuFile | None = None,
         **options: Any,
     ) -> None:
-        """As AioHandle; `intra_op_parallelism` is the number of threads that call `cufile`, by default this machine's."""
+        """Opens cuFile, and an engine for all else.
+
+        Args:
+            block_size, queue_depth, single_submit, overlap_events: as of AioHandle.
+            intra_op_parallelism: how many threads call cuFile.
+            strict: refuse a machine where CUDA tensors would go through host memory. Default: True.
+            cufile: the library, by default this machine's.
+            options: more of AioHandle's.
+
+        Raises:
+            ConfigError: as AioHandle does.
+            UnsupportedError: `strict`, and cuFile cannot be had; says why.
+        """
         self._cufile: CuFile | None = cufile
         self._threads: ThreadPoolExecutor | None = None
         self._pinned: dict[int, torch.Tensor] = {}

@@ -139,7 +139,12 @@ class AioHandle(DeepNvmeMethods):
     # --- operations as futures ------------------------------------------------------------------------------------------
 
     def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to read `tensor`'s bytes from `path`, from `file_offset` or the beginning.
+        """Begins to read `tensor`'s bytes from `path`.
+
+        Args:
+            tensor: receives them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor.
+            file_offset: in bytes; None (the default): the beginning.
 
         Raises:
             IoError: the file cannot be opened, or ends before the tensor would be full.
@@ -148,7 +153,12 @@ class AioHandle(DeepNvmeMethods):
         return self._submit("read", [tensor], path, file_offset)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
+        """Begins to write `tensor`'s bytes to `path`.
+
+        Args:
+            tensor: has them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor; a file that is not there is made.
+            file_offset: in bytes; None (the default): as the whole file.
 
         Raises:
             IoError: the file cannot be opened or made, or there is no space for it.
@@ -159,13 +169,27 @@ class AioHandle(DeepNvmeMethods):
     def submit_read_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to read many tensors that lie one after the other in one file, as one operation."""
+        """Begins to read many tensors that lie one after the other in one file, as one operation.
+
+        Args:
+            tensors: receive their bytes, in this order.
+            path, file_offset: as of `submit_read`; the offset is the first one's.
+
+        Raises: as `submit_read` does.
+        """
         return self._submit("read", tensors, path, file_offset)
 
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to write many tensors one after the other into one file, as one operation."""
+        """Begins to write many tensors one after the other into one file, as one operation.
+
+        Args:
+            tensors: have their bytes, in this order.
+            path, file_offset: as of `submit_write`; the offset is the first one's.
+
+        Raises: as `submit_write` does.
+        """
         return self._submit("write", tensors, path, file_offset)
 
     # --- the end --------------------------------------------------------------------------------------------------------
@@ -324,7 +348,7 @@ class AioHandle(DeepNvmeMethods):
 
         return move
 
-    def submit_checked(
+    def _submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
         submit = self.submit_read if kind == "read" else self.submit_write

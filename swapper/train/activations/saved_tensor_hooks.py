@@ -229,7 +229,7 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
 
 
 class Current(Protocol):
-    """What a manager has at the moment, as `swapper.train.session.session_slot.Current` is."""
+    """What a manager has at the moment, as `swapper.train.session.session_slot.SessionSlot` is."""
 
     backend: str
 

@@ -95,8 +95,8 @@ class GivenSource:
         if not torch.equal(ours, view.view(torch.uint8)):
             path = None if plan.external is None else plan.external.path
             raise CheckpointError(
-                f"frozen parameter {spec.owner} has other values in the model than in {path}, where frozen_from= says that they "
-                "are: load the file's values into the model, or build it on the meta device; or leave frozen_from out, and the "
+                f"frozen parameter {spec.owner} has other values in the model than in {path}, where external= says that they "
+                "are: load the file's values into the model, or build it on the meta device; or leave external= out, and the "
                 "model's own values are copied to the swap files"
             )
 

@@ -153,7 +153,7 @@ def _find_external(
     wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
     if not wanted and not may_be_none:
         raise ConfigError(
-            f"frozen_from={str(frozen.source.path)!r} has frozen parameters, and the model has none: requires_grad_(False) comes "
+            f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: requires_grad_(False) comes "
             "before manager.offload"
         )
     return frozen.find(model, wanted)

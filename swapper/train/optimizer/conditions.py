@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swapper.errors import StateError, UnsupportedError
+from swapper.runtime.process import is_off
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries
@@ -148,10 +149,11 @@ class OtherOptimizers:
             if (alive := me()) is not None:
                 alive._check(stepping, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
 
-        self._handle = register_optimizer_step_pre_hook(before_step)
+        self._handle = None if is_off("optimizers") else register_optimizer_step_pre_hook(before_step)
 
     def remove(self) -> None:
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
     def _check(self, stepping: Optimizer, has_closure: bool) -> None:
         if stepping is self._optimizer:

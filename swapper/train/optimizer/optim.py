@@ -32,7 +32,7 @@ class StateOwner(Protocol):
 
 
 class PagedOptimizer(Optimizer):
-    """An optimizer whose state lives where the manager placed it.
+    """An optimizer whose state lives where the manager placed it. Made by `SwapManager.offload`.
 
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.
