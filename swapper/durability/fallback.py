@@ -169,8 +169,9 @@ class WayBack:
         if len({number for number, *_ in found}) > 1:
             steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
             raise StateError(
-                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: have all take the same "
-                "number of steps, or say SwapManager(ranks='alone') where they are runs of their own"
+                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: one has skipped a "
+                "step or failed in it. Have all take the same steps and begin them again with resume='auto', or say "
+                "SwapManager(ranks='alone') where they are runs of their own"
             )
         if any((number, edits) != mine for _, number, edits in found):
             commits = ", ".join(describe((number, edits)) for _, number, edits in found)
