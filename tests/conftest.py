@@ -61,23 +61,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave, of n cases of a test that is marked `large_table`, the root of n: see tools/test and sampling.py."""
+    """Leave some of what is marked `large_table` or `slow`: see tools/test and sampling.py."""
     if not runs_a_sample():
         return
     tables: dict[object, dict[str, Case]] = {}
     for item in items:
-        if item.get_closest_marker("large_table") is not None:
-            tables.setdefault(table_of(item), {})[item.name] = case_of(item)
-    seed = os.environ["SWAPPER_TEST_SEED"]
-    chosen = {test: choose(cases, math.isqrt(len(cases) - 1) + 1, seed) for test, cases in tables.items()}
-    kept = [item for item in items if table_of(item) not in chosen or item.name in chosen[table_of(item)]]
-    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-    items[:] = kept
+        if (table := table_of(item)) is not None:
+            tables.setdefault(table, {})[item.nodeid] = case_of(item)
+    kept: set[str] = set()
+    for table, cases in tables.items():
+        count = len(cases) // 3 if table == "slow" else math.isqrt(len(cases) - 1) + 1
+        kept |= choose(cases, count, os.environ["SWAPPER_TEST_SEED"])
+    left_out = [item for item in items if table_of(item) is not None and item.nodeid not in kept]
+    items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
 
 
-def table_of(item: pytest.Item) -> tuple[object, ...]:
-    """Return what the cases of one test have in common."""
-    return item.path, item.cls if isinstance(item, pytest.Function) else None, getattr(item, "originalname", item.name)
+def table_of(item: pytest.Item) -> object:
+    """Return what a test is one of many of, or None."""
+    if item.get_closest_marker("slow") is not None:
+        return "slow"
+    if item.get_closest_marker("large_table") is not None:
+        return item.nodeid.partition("[")[0]
+    return None
 
 
 def case_of(item: pytest.Item) -> Case:
