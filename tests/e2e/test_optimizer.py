@@ -26,6 +26,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.large_table
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
