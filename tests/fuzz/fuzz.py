@@ -11,6 +11,7 @@ was found is written, with its reader, to the directory of --found, and the exit
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import mmap
@@ -168,6 +169,7 @@ class Fuzzer:
 
     def __init__(self, scratch: Path, seed: int, readers: Sequence[str]) -> None:
         self._scratch = scratch
+        self._stacks = scratch / "stacks"  # of a child that hangs or crashes
         self._seed = seed
         self._readers = readers
         self._slot = mmap.mmap(-1, _SLOT.size)
@@ -231,16 +233,21 @@ class Fuzzer:
             if pid:
                 break
             if time.monotonic() - began > MAX_CASE_S:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-                return number, f"it did not end in {MAX_CASE_S:.0f} s"
+                return number, f"it did not end in {MAX_CASE_S:.0f} s: {self._kill(child)}"
             time.sleep(0.02)
         if os.WIFSIGNALED(status):
             return number, f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
         return number, answer.read_text() if answer.exists() else None
 
+    def _kill(self, child: int) -> str:
+        """End a child that hangs. Returns the stacks of its threads."""
+        os.kill(child, signal.SIGABRT)
+        os.waitpid(child, 0)
+        return self._stacks.read_text()
+
     def _be_child(self, work: Callable[[], str | None], answer: Path) -> None:
         try:
+            faulthandler.enable(self._stacks.open("w"))
             addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (addresses + MAX_ADDRESSES_BYTES, resource.RLIM_INFINITY))
             problem = work()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,13 +41,20 @@ BAD: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a file elsewhere": ("must not", lambda directory: (directory.parent / "elsewhere").write_text("x")),
     "a program": ("must not", lambda directory: subprocess.run(["true"], check=True)),
     "an input that is changed": ("changed", lambda directory: (directory / "drives.json").write_text("x")),
+    "a hang": ("in _hang", lambda directory: _hang()),
     "a crash": ("SIGABRT", lambda directory: __import__("os").abort()),
 }
+
+
+def _hang() -> None:
+    threading.Event().wait()
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_the_fuzzer_notices(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said, read = BAD[kind]
+    if kind == "a hang":
+        monkeypatch.setattr(fuzz, "MAX_CASE_S", 0.5)
     monkeypatch.setitem(readers.READERS, "drives", ("drives", read))
     fuzzer = fuzz.Fuzzer(tmp_path / "scratch", 1, ["drives"])
     failure = fuzzer.run(float("inf"), 3)
