@@ -44,6 +44,8 @@ from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks, SessionGuard
+from swapper.train.sharded.shard_hooks import ShardHooks
+from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
 from swapper.train.updates.during_backward import StepInBackward
@@ -86,6 +88,8 @@ class OffloadedModel:
         inventory, model, optimizer = plan.inventory, plan.request.model, plan.request.optimizer
         session_guard = manager.session_guard
         self.model = model
+        self._clock = clock
+        self._shard_hooks: ShardHooks | None = None
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -194,6 +198,14 @@ class OffloadedModel:
         )
         self._gradients.paged.finish_update = self.finish_update
         self.passes.start(self._inventory.units, self._gradients, self._refresh_masters)
+        if isinstance(self.model, Shards):
+            self._shard_hooks = ShardHooks(
+                self.model,
+                self.groups,
+                lambda name: self._places[name, "param"],
+                self.passes.enter_forward,
+                self._clock.enter,
+            )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()
@@ -265,6 +277,8 @@ class OffloadedModel:
         Raises:
             StateError: an edit cannot be followed.
         """
+        if self._shard_hooks is not None:
+            self._shard_hooks.follow_gradients()
         if not self.updates.has_begun_early:
             self._membership.follow()
 
@@ -355,6 +369,8 @@ class OffloadedModel:
 
     def close(self, keep_cold: bool) -> None:
         """Take the hooks out. Paged parameters stay cold for good if `keep_cold`."""
+        if self._shard_hooks is not None:
+            self._shard_hooks.remove()
         self.passes.remove()
         self.updates.remove()
         if self._gradients is not None:

@@ -19,12 +19,16 @@ from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNM
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor to be placed: `owner` is the parameter's qualified name, `kind` what it is for it ("param", "exp_avg", ...)."""
+    """One tensor to be placed: `owner` is the parameter's qualified name, `kind` what it is for it ("param", "exp_avg", ...).
+
+    `padded_numel`: for how many elements there is room at least.
+    """
 
     owner: str
     kind: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    padded_numel: int = 0
 
     @property
     def numel(self) -> int:
@@ -102,7 +106,7 @@ def plan_section(group: int, family: str, dtype: torch.dtype, specs: Iterable[Te
         alignment = SECTOR_BYTES if spec.nbytes >= LARGE_TENSOR_BYTES else TENSOR_ALIGNMENT_BYTES
         cursor = round_up(cursor, alignment)
         slots.append(Slot(spec, cursor))
-        cursor += spec.nbytes
+        cursor += max(spec.numel, spec.padded_numel) * spec.dtype.itemsize
     return SectionPlan(group, family, dtype, tuple(slots), max(round_up(cursor, SECTOR_BYTES), SECTOR_BYTES))
 
 

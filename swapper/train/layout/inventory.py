@@ -21,6 +21,7 @@ from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_supported, is_plain
+from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 MASTER = "master"
@@ -114,6 +115,7 @@ def take_inventory(
     discovery = OptimizerProbe(optimizer) if before is None else before.discovery
     forms: dict[str, StateForm] = {}
     groups, units = partition(model)
+    padded = model.padded_numel if isinstance(model, Shards) else {}
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
@@ -136,7 +138,7 @@ def take_inventory(
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
             state += _state_specs(name, parameter, updated, forms[name])
         for parameters in _by_training(group.parameters, with_gradient):
-            specs = [_spec(n, "param", p) for n, p in parameters]
+            specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]
             param_plans += plan_group(group.index, "param", [spec for spec in specs if spec.owner not in external])
             if frozen is not None:
                 param_plans += frozen.plan(group.index, [(s, external[s.owner]) for s in specs if s.owner in external])
@@ -342,8 +344,8 @@ def updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -
     return torch.float32 if narrow else parameter.dtype
 
 
-def _spec(name: str, kind: str, parameter: nn.Parameter) -> TensorSpec:
-    return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape))
+def _spec(name: str, kind: str, parameter: nn.Parameter, padded_numel: int = 0) -> TensorSpec:
+    return TensorSpec(name, kind, parameter.dtype, tuple(parameter.shape), padded_numel)
 
 
 def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm) -> list[TensorSpec]:

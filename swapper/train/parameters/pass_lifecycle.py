@@ -81,7 +81,7 @@ class PassLifecycle:
         self._hooks = TrainingHooks(
             units,
             self._groups,
-            self._enter_forward,
+            self.enter_forward,
             self._drop_leases,
             self._clock.enter,
             self._updates,
@@ -116,7 +116,8 @@ class PassLifecycle:
         self.abandon()
         self._drop_leases([access for parameters in self._groups for access in parameters.holds])
 
-    def _enter_forward(self) -> None:
+    def enter_forward(self) -> None:
+        """A forward begins: raise if the manager cannot be used."""
         is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one
         if is_backward:
             self._updates.finish(in_order=True)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from swapper.device.device import Device
 from swapper.device.device_budget import DeviceBudget
-from swapper.errors import ConfigError, StateError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import Drives
 from swapper.modules.models import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
@@ -20,6 +20,7 @@ from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
+from swapper.train.sharded.shards import Shards, is_sharded, optimizer_of
 from swapper.train.updates.adamw_kernel import AdamWKernel
 from swapper.train.updates.update_rates import faster_place
 
@@ -92,8 +93,9 @@ class Request:
 
     Attributes:
         given: the model, or several, as the user gives them.
-        model: it, or one that contains all.
-        optimizer: the user's own, or one that has nothing to do.
+        given_optimizer: the user's own, or one that has nothing to do.
+        model: what is paged: the model, one that contains all, or the shards of this rank.
+        optimizer: the optimizer of that.
         options: the keywords.
         manager: what holds for all that the manager does.
         device: where forwards and backwards run, if not on the CPU, and of its memory.
@@ -103,6 +105,7 @@ class Request:
     """
 
     given: Any
+    given_optimizer: Optimizer
     model: nn.Module
     optimizer: Optimizer
     options: OffloadOptions
@@ -130,7 +133,12 @@ class Request:
             IoError: it cannot be read.
         """
         device = DeviceBudget.parse(options.device, options.device_memory)
-        whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
+        given = NoOptimizer() if optimizer is None else optimizer
+        whole, used = as_one(model), given
+        if is_sharded(model):
+            _check_sharded(options, device)
+            whole = Shards(whole)
+            used = optimizer_of(given, whole)
         accelerator = options.accelerator or Accelerator()
         updates_there = _check_accelerator(options, accelerator, device, used)
         kernel = None
@@ -143,7 +151,7 @@ class Request:
             kernel = AdamWKernel(accelerator.stochastic_rounding)
             kernel.check(used, options.master_weights, device.device.device)
         frozen = None if options.external is None else FrozenFiles.of(options.external)
-        return cls(model, whole, used, options, manager, device, updates_there, kernel, frozen)
+        return cls(model, given, whole, used, options, manager, device, updates_there, kernel, frozen)
 
     def check_is_for(self, model: Any, optimizer: Optimizer | None, manager: ManagerOptions) -> None:
         """Raise StateError unless it was made for these."""
@@ -152,7 +160,7 @@ class Request:
                 f"the plan is of the manager of {self.manager.drives.directories[0]}, and this one has "
                 f"{manager.drives.directories[0]}: plan with the manager that offloads"
             )
-        theirs = None if isinstance(self.optimizer, NoOptimizer) else self.optimizer
+        theirs = None if isinstance(self.given_optimizer, NoOptimizer) else self.given_optimizer
         for what, planned, given in (("model", self.given, model), ("optimizer", theirs, optimizer)):
             if planned is not given and not (isinstance(planned, dict | list | tuple) and planned == given):
                 raise StateError(
@@ -173,8 +181,26 @@ class Request:
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
+        if isinstance(self.model, Shards):
+            self.model.check_optimizer(found.forms.values(), type(self.optimizer).__name__)
         check_update(self.options.update, self.model, found.forms.values(), type(self.optimizer).__name__)
         return found
+
+
+def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
+    """Raise UnsupportedError for what is not done yet for a model that fully_shard has sharded."""
+    asked = {
+        "device": device is not None,
+        "external": options.external is not None,
+        "master_weights": options.master_weights is not None,
+        f"update={options.update!r}": options.update != "step",
+        "gradients='nvme'": options.gradients == "nvme",
+    }
+    for option in (option for option, is_asked in asked.items() if is_asked):
+        raise UnsupportedError(
+            f"{option} does not go with a model that fully_shard has sharded: leave it out. (With a mixed-precision policy the "
+            "shards are the fp32 masters.)"
+        )
 
 
 def _check_accelerator(

@@ -17,7 +17,7 @@ from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.membership import names_by_group
-from swapper.train.optimizer.optim import PagedOptimizer
+from swapper.train.optimizer.optim import PagedOptimizer, StateOwner
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
@@ -25,6 +25,8 @@ from swapper.train.session.session_guard import Callbacks, SessionGuard
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.user_state import UserState
+from swapper.train.sharded.sharded_state import ShardedState
+from swapper.train.sharded.shards import Shards
 
 
 class SessionFactory:
@@ -134,8 +136,8 @@ class SessionFactory:
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(request.optimizer, self._take_step, self._train_more)
-        self._optimizer.bind(run.model.optimizer_state)
+        self._optimizer = PagedOptimizer(request.given_optimizer, self._take_step, self._train_more)
+        self._optimizer.bind(state_for(request, run))
         self._user.begin_rng()
         if record is None:
             run.committer.step_done(0)
@@ -203,7 +205,13 @@ class SessionFactory:
             finally:
                 current.run = change.run
                 if change.run is not None:
-                    optimizer.bind(change.run.model.optimizer_state)
+                    optimizer.bind(state_for(change.run.plan.request, change.run))
+
+
+def state_for(request: Request, run: TrainingSession) -> StateOwner:
+    """Return who shows the user the optimizer's state."""
+    owner, model = run.model.optimizer_state, request.model
+    return ShardedState(owner, model, request.given_optimizer) if isinstance(model, Shards) else owner
 
 
 def _names(inventory: Inventory) -> dict[int, str]:

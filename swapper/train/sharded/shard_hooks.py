@@ -1,0 +1,145 @@
+"""Leases a rank's shards while FSDP2 gathers them, and takes the gradients that it has reduced to their places.
+
+What of FSDP2 is private is used here and in shards.py alone, and looked for when a model is offloaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from swapper.errors import StateError
+from swapper.paging.section import own_storage
+from swapper.train.layout.slices import TensorLocation
+from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.sharded.shards import Shard, Shards
+
+
+class ShardHooks:
+    """Has FSDP2 use the paged shards of one model.
+
+    Args:
+        shards: of this rank.
+        groups: of swapper's, one for each FSDPParamGroup, in the same order.
+        place: returns where a shard lies, by its parameter's name.
+        enter_forward: called at the start of each forward; raises if the manager cannot be used.
+        enter_phase: told which phase of a step begins.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        groups: list[GroupParameters],
+        place: Callable[[str], TensorLocation],
+        enter_forward: Callable[[], None],
+        enter_phase: Callable[[str], None],
+    ) -> None:
+        self._shards = shards
+        self._enter_forward = enter_forward
+        self._enter_phase = enter_phase
+        self._handles: list[Any] = []
+        group_of = {id(parameter): group for group in groups for parameter in group.parameters}
+        for param_group, members in shards.by_group:
+            for shard in members:
+                _bind(shard, place(shard.name))
+                if shard.local.requires_grad:
+                    hook = _take_gradient(shard)
+                    self._handles.append(shard.parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            self._lease_around(param_group, list(dict.fromkeys(group_of[id(shard.local)] for shard in members)))
+        self._handles.append(shards.model.register_forward_pre_hook(self._before_forward, prepend=True))
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not _in_backward():
+            self._enter_forward()
+            self._enter_phase("forward")
+
+    def follow_gradients(self) -> None:
+        """A step begins: the gradients of the model's parameters are those of the shards."""
+        for shard in self._shards.all:
+            gradient: Any = shard.parameter.grad
+            shard.local.grad = None if gradient is None else gradient._local_tensor
+
+    def remove(self) -> None:
+        """Take the hooks out. FSDP2 has the shards' places for as long as those are there."""
+        for handle in self._handles:
+            handle.remove()
+        for param_group, members in self._shards.by_group:
+            for name in ("unshard", "wait_for_unshard"):
+                vars(param_group).pop(name, None)
+            vars(param_group)["unshard"] = _refuse
+            for shard in members:
+                shard.local.grad = None
+
+    def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
+        """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
+        unshard, wait_for_unshard = param_group.unshard, param_group.wait_for_unshard
+        alone = param_group._all_gather_process_group.size() == 1
+
+        @contextmanager
+        def leased() -> Iterator[None]:
+            self._enter_phase("backward" if _in_backward() else "forward")
+            taken = []
+            try:
+                for group in groups:
+                    group.lease()
+                    taken.append(group)
+                yield
+            finally:
+                for group in taken:
+                    group.release()
+
+        def unshard_leased(async_op: bool = False) -> None:
+            if alone or not param_group.is_sharded or param_group._all_gather_result is not None:
+                unshard(async_op)
+                return
+            with leased():
+                unshard(async_op)
+
+        def wait_leased() -> None:
+            if not alone or not param_group.is_sharded or param_group._all_gather_result is None:
+                wait_for_unshard()
+                return
+            with leased():
+                wait_for_unshard()
+
+        param_group.unshard, param_group.wait_for_unshard = unshard_leased, wait_leased
+
+
+def _bind(shard: Shard, place: TensorLocation) -> None:
+    """Have FSDP2's tensors at the shard's place. They share a storage, by which FSDP2 knows that they belong together."""
+    section, slot = place.section, place.slot
+    nbytes = shard.padded_numel * slot.spec.dtype.itemsize
+    whole = own_storage(section.memory[slot.offset : slot.offset + nbytes]) if nbytes else section.memory[:0]
+    data = whole.view(slot.spec.dtype)
+    shard.fsdp_param._sharded_param_data = data
+    shard.parameter._local_tensor = data[: slot.spec.numel].view(slot.spec.shape)  # type: ignore[attr-defined]
+
+
+def _take_gradient(shard: Shard) -> Callable[[Any], None]:
+    """FSDP2 calls this after a reduce-scatter: the gradient goes to its place, and FSDP2's DTensor shows it there."""
+    of = weakref.ref(shard)
+
+    def hook(parameter: Any) -> None:
+        if (alive := of()) is None:
+            return
+        local = alive.local
+        local.grad = parameter.grad._local_tensor
+        for take in (local._post_accumulate_grad_hooks or {}).values():
+            take(local)
+        if local.grad is not None:
+            parameter.grad._local_tensor = local.grad
+
+    return hook
+
+
+def _refuse(async_op: bool = False) -> None:
+    raise StateError("the manager that has the shards of this model is closed: the model can be used no more")
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,57 @@
+"""Shows the optimizer's state of a sharded model as plain torch has it: for the model's parameters, as DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.optimizer.state_view import StateView
+from swapper.train.sharded.shards import Shards, local_state, sharded_like
+
+
+class ShardedState:
+    """The state of the shards of one model.
+
+    Args:
+        owner: has it.
+        shards: of this rank.
+        optimizer: the user's, over the model's parameters.
+    """
+
+    def __init__(self, owner: OptimizerState, shards: Shards, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._owner = owner
+        self._shards = shards
+        self._parameters = {id(shard.local): shard.parameter for shard in shards.all}
+        self.view = StateView(self)
+
+    def save(self) -> dict[int, dict[str, Any]]:
+        """See OptimizerState.save."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return {
+            number: {key: sharded_like(value, parameters[number]) for key, value in state.items()}
+            for number, state in self._owner.save().items()
+        }
+
+    def load(self, state: dict[int, dict[str, Any]]) -> None:
+        """See OptimizerState.load."""
+        self._owner.load({number: local_state(values) for number, values in state.items()})
+
+    # --- see StateStore -------------------------------------------------------------------------------------------------
+
+    def with_state(self) -> list[torch.Tensor]:
+        return [self._parameters[id(local)] for local in self._owner.with_state()]
+
+    def keys(self, parameter: torch.Tensor) -> list[str]:
+        shard = self._shards.of.get(id(parameter))
+        return [] if shard is None else self._owner.keys(shard.local)
+
+    def read(self, parameter: torch.Tensor, key: str) -> Any:
+        return sharded_like(self._owner.read(self._shards.of[id(parameter)].local, key), parameter)
+
+    def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        self._owner.put({self._shards.of[id(p)].local: local_state(state) for p, state in states.items()})

@@ -1,0 +1,246 @@
+"""Shows a model that FSDP2 (torch.distributed.fsdp.fully_shard) has sharded as what this rank pages: its local shards.
+
+[Note: the parts of a shard] FSDP2 keeps a rank's part of a parameter as `FSDPParam._sharded_param_data`, flat and padded to the
+size of the largest rank's, and gathers from that. `FSDPParam.sharded_param`, the model's parameter, is a DTensor whose
+`_local_tensor` is the part without padding, on the same storage. Autograd saves the gathered parameter, never the shard. So the
+shard must be in memory while FSDP2 copies it into the all-gather's input, and at no other time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.errors import UnsupportedError
+from swapper.train.optimizer.optimizer_probe import StateForm
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of one parameter.
+
+    Attributes:
+        name: the parameter's qualified name in the model.
+        fsdp_param: FSDP2's books of it.
+        local: the part, as a plain parameter that is paged.
+        padded_numel: elements that FSDP2 gathers from, at least as many as `local` has.
+    """
+
+    name: str
+    fsdp_param: Any
+    local: nn.Parameter
+    padded_numel: int
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's parameter, a DTensor."""
+        sharded: nn.Parameter = self.fsdp_param.sharded_param
+        return sharded
+
+
+class _Group(nn.Module):
+    """The shards of one FSDPParamGroup, which are gathered together."""
+
+    def forward(self) -> None:
+        raise NotImplementedError("it holds shards, and computes nothing")
+
+
+class Shards(nn.Module):
+    """The shards of a rank as a module that is never called. Each FSDPParamGroup is one group of swapper's.
+
+    Args:
+        model: the root that `fully_shard` was called on.
+
+    Attributes:
+        groups: a child for each FSDPParamGroup.
+        by_group: for each FSDPParamGroup its shards.
+        of: the shard of each of the model's parameters, by the parameter's id.
+
+    Raises:
+        UnsupportedError: a parameter is not sharded by rows, or by FSDP2 at all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = [model]  # no child: its parameters are not paged as they are
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        _begin(model)
+        names.update({id(parameter): name for name, parameter in model.named_parameters()})
+        self.groups = nn.ModuleList()
+        self.by_group: list[tuple[Any, list[Shard]]] = []
+        self.of: dict[int, Shard] = {}
+        for group in param_groups_of(model):
+            shards = [_shard(names[id(one.sharded_param)], one) for one in group.fsdp_params]
+            self.by_group.append((group, shards))
+            self.of.update({id(shard.parameter): shard for shard in shards})
+            child = _Group()
+            for index, shard in enumerate(shards):
+                child.register_parameter(str(index), shard.local)
+            self.groups.append(child)
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self.of:
+                raise UnsupportedError(
+                    f"parameter {name} is not sharded, and others of the model are: call fully_shard(model) on the whole model "
+                    "before manager.offload"
+                )
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model[0]
+
+    @property
+    def all(self) -> list[Shard]:
+        return [shard for _, shards in self.by_group for shard in shards]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if recurse:
+            yield from ((shard.name, shard.local) for shard in self.all)
+
+    def check_optimizer(self, forms: Iterable[StateForm], name: str) -> None:
+        """Raise UnsupportedError if the optimizer looks at more than one element: it would see a shard for the whole."""
+        if not all(form.may_cut for form in forms):
+            raise UnsupportedError(
+                f"{name} does not treat each element by itself, and a rank has only a shard of each parameter: use an elementwise "
+                "optimizer (AdamW, SGD, ...) with a model that fully_shard has sharded"
+            )
+
+    @property
+    def padded_numel(self) -> dict[int, int]:
+        """How many elements FSDP2 gathers of each shard, by the id of its `local`."""
+        return {id(shard.local): shard.padded_numel for shard in self.all}
+
+
+def is_sharded(model: Any) -> bool:
+    """Return whether torch's fully_shard was called on `model`."""
+    return isinstance(model, nn.Module) and hasattr(model, "_get_fsdp_state")
+
+
+def param_groups_of(model: nn.Module) -> list[Any]:
+    """Return the FSDPParamGroups of `model`, each once, in the order of its modules."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if is_sharded(module):
+            state = module._get_fsdp_state()  # type: ignore[operator]
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # before torch 2.11
+                groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            found.update({id(group): group for group in groups})
+    return list(found.values())
+
+
+def _begin(model: nn.Module) -> None:
+    """Have FSDP2 do what the first forward would do: shards may get other memory there."""
+    if not is_sharded(model):
+        raise UnsupportedError(
+            "parts of the model are sharded by fully_shard, and the model itself is not: call fully_shard(model) last"
+        )
+    model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+
+
+def _shard(name: str, fsdp_param: Any) -> Shard:
+    spec = fsdp_param.sharded_param._spec
+    placed = [placement for placement in spec.placements if not placement.is_replicate()]
+    if len(placed) != 1 or not placed[0].is_shard(0) or type(placed[0]).__name__ != "Shard":
+        raise UnsupportedError(
+            f"parameter {name} is placed as {spec.placements}: swapper pages shards by rows, Shard(0), of fully_shard alone or "
+            "with replicas (HSDP)"
+        )
+    if fsdp_param.offload_to_cpu:
+        raise UnsupportedError(
+            f"parameter {name} has a CPUOffloadPolicy, which keeps all shards in host memory: leave it out, swapper decides"
+        )
+    part = fsdp_param.sharded_param._local_tensor
+    if part.device.type != "cpu":
+        raise UnsupportedError(
+            f"parameter {name} is sharded on {part.device}: so far swapper pages the shards of models on the CPU"
+        )
+    local = nn.Parameter(part.detach(), requires_grad=fsdp_param.sharded_param.requires_grad)
+    return Shard(name, fsdp_param, local, fsdp_param._sharded_param_data.numel())
+
+
+# --- the optimizer ------------------------------------------------------------------------------------------------------
+
+
+class _GroupOfShards(MutableMapping[str, Any]):
+    """A group of the user's optimizer, with shards in place of the model's parameters. What is set is set there."""
+
+    def __init__(self, group: dict[str, Any], shards: Shards) -> None:
+        self._group = group
+        self._shards = shards
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._group[key]
+        of = self._shards.of
+        return [of[id(p)].local if id(p) in of else p for p in value] if key == "params" else value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key == "params":
+            of = {id(shard.local): shard.parameter for shard in self._shards.all}
+            value = [of[id(local)] for local in value]
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._group)
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+
+class _GroupsOfShards(Sequence[Any]):
+    def __init__(self, optimizer: Optimizer, shards: Shards) -> None:
+        self._optimizer = optimizer
+        self._shards = shards
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        groups: Any = self._optimizer.param_groups[index]
+        if isinstance(index, slice):
+            return [_GroupOfShards(group, self._shards) for group in groups]
+        return _GroupOfShards(groups, self._shards)
+
+    def __len__(self) -> int:
+        return len(self._optimizer.param_groups)
+
+
+def optimizer_of(optimizer: Optimizer, shards: Shards) -> Optimizer:
+    """Return an optimizer of the same class, settings and state, which has the shards where `optimizer` has the parameters."""
+    inner: Optimizer = object.__new__(type(optimizer))
+    inner.__dict__.update(vars(optimizer))
+    inner.__dict__["param_groups"] = _GroupsOfShards(optimizer, shards)
+    inner.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        inner.state[shards.of[id(parameter)].local] = local_state(state)
+    return inner
+
+
+def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an optimizer keeps for a parameter with the local parts of DTensors."""
+    return {key: getattr(value, "_local_tensor", value) for key, value in state.items()}
+
+
+def sharded_like(value: Any, parameter: Any) -> Any:
+    """Return a tensor of a shard's shape as the DTensor that plain torch would keep for `parameter`; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.shape == parameter._local_tensor.shape and value.dim():
+        return type(parameter.data).from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return value

@@ -1,0 +1,169 @@
+"""One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import swapper
+from e2e.twins import named_budget
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width + 1)  # not a multiple of any number of ranks
+        self.down = nn.Linear(3 * width + 1, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 256, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 50, bias=False)
+        self.checkpoints = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        return self.head(x)
+
+
+def tied(model: Model) -> None:
+    model.head.weight = model.embedding.weight
+
+
+def frozen(model: Model) -> None:
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+
+
+def checkpointed(model: Model) -> None:
+    model.checkpoints = True
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused": {"optimizer": lambda model: adamw(model, fused=True)},
+    "foreach": {"optimizer": lambda model: adamw(model, foreach=True)},
+    "sgd": {"optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
+    "bf16 compute": {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+    "bf16 reduce": {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)},
+    "clipped": {"clip": True},
+    "accumulated": {"passes": 2},
+    "accumulated without sync": {"passes": 2, "no_sync": True},
+    "tied": {"change": tied},
+    "frozen": {"change": frozen},
+    "checkpointing": {"change": checkpointed},
+    "scheduled": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)},
+    "not resharded": {"reshard": False},
+    "replicated": {"mesh": "replicated"},
+}
+
+
+def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model()
+    case.get("change", lambda model: None)(model)
+    options: dict[str, Any] = {"reshard_after_forward": case.get("reshard", True)}
+    if "policy" in case:
+        options["mp_policy"] = case["policy"]
+    size = dist.get_world_size()
+    shape = (size // 2, 2) if case.get("mesh") == "replicated" and size % 2 == 0 else (size,)
+    options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model, case.get("optimizer", adamw)(model)
+
+
+def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int) -> torch.Tensor:
+    losses = []
+    for number in range(passes := case.get("passes", 1)):
+        generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
+        tokens = torch.randint(50, (2, 9), generator=generator)
+        if case.get("no_sync"):
+            model.set_requires_gradient_sync(number == passes - 1)
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        losses.append(loss.detach())
+    if case.get("clip"):
+        losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
+    optimizer.step()
+    optimizer.zero_grad()
+    if scheduler is not None:
+        scheduler.step()
+    return torch.stack(losses)
+
+
+def same(one: Any, other: Any, what: str) -> None:
+    one, other = (getattr(value, "_local_tensor", value) for value in (one, other))
+    assert torch.equal(one, other), what
+
+
+def dist_objects(own: Any) -> list[Any]:
+    """Return what each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def run(directory: Path, name: str) -> None:
+    case = CASES[name]
+    plain, plain_optimizer = make(case)
+    swapped, optimizer = make(case)
+    make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
+    placement = {"params": "nvme", "optimizer_state": "nvme"}
+    with swapper.SwapManager(directory, host_memory=1) as manager:
+        try:
+            manager.plan(swapped, optimizer, **placement)
+        except swapper.BudgetError as error:
+            budget = max(dist_objects(named_budget(error)))
+    with swapper.SwapManager(directory, host_memory=budget, resume="discard") as manager:
+        _, optimizer = manager.offload(swapped, optimizer, **placement)
+        schedulers = make_scheduler(plain_optimizer), make_scheduler(optimizer)
+        for step in range(4):
+            expected = train(plain, plain_optimizer, case, schedulers[0], step)
+            same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
+        with torch.no_grad():
+            tokens = torch.arange(16).view(2, 8)
+            same(swapped(tokens), plain(tokens), f"{name}: evaluation")
+        pairs = dict(plain.named_parameters())
+        for key, parameter in swapped.named_parameters():
+            same(parameter.full_tensor(), pairs[key].full_tensor(), f"{name}: {key}")  # type: ignore[attr-defined]
+        ours, theirs = optimizer.state_dict()["state"], plain_optimizer.state_dict()["state"]
+        assert ours.keys() == theirs.keys()
+        for number, state in theirs.items():
+            assert ours[number].keys() == state.keys()
+            for key, value in state.items():
+                assert type(ours[number][key]) is type(value), (number, key)
+                same(ours[number][key], value, f"{name}: {key} of {number}")
+        assert manager.counters.bytes_read > 0
+    os.write(1, f"rank {dist.get_rank()}, {name}: same\n".encode())  # at once: both ranks write there
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for name in sys.argv[2:] or CASES:
+        run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name)
+    dist.destroy_process_group()
