@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import swapper
@@ -148,6 +148,9 @@ def run(directory: Path, name: str) -> None:
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
             same(swapped(tokens), plain(tokens), f"{name}: evaluation")
+        for module in [*swapped.modules(), *plain.modules()]:
+            if isinstance(module, FSDPModule):
+                module.reshard()
         pairs = dict(plain.named_parameters())
         for key, parameter in swapped.named_parameters():
             same(parameter.full_tensor(), pairs[key].full_tensor(), f"{name}: {key}")  # type: ignore[attr-defined]
