@@ -281,7 +281,7 @@ class SwapManager:
             parameters = list(target)
         if write:
             self.current.check_to_write()
-        with run.model.gathering.gather(parameters, write):
+        with run.model.gathering.gather(run.model.paged(parameters), write):
             yield target
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -301,14 +301,14 @@ class SwapManager:
         self.current.check()
         model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
-        return model.gradients.clip_norm(model.model.parameters(), max_norm, norm_type)
+        return model.gradients.clip_norm(model.given_parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
         self.current.check()
         model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
-        model.gradients.clip_value(model.model.parameters(), clip_value)
+        model.gradients.clip_value(model.given_parameters(), clip_value)
 
     def snapshot(
         self,

@@ -256,6 +256,15 @@ class OffloadedModel:
             raise StateError("the model is not offloaded yet")
         return self._gradients
 
+    def given_parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the user's model, which has shards of ours where it is sharded."""
+        return self.model.model.parameters() if isinstance(self.model, Shards) else self.model.parameters()
+
+    def paged(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return what is paged of `parameters` of the user's model."""
+        of = self.model.of if isinstance(self.model, Shards) else {}
+        return [of[id(parameter)].local if id(parameter) in of else parameter for parameter in parameters]
+
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
         """Give the optimizer's groups the settings that a commit has, and the parameters by name, where the run had edited that."""
         self.undoing.restore_settings(settings)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -151,18 +154,88 @@ def run(directory: Path, name: str) -> None:
         for module in [*swapped.modules(), *plain.modules()]:
             if isinstance(module, FSDPModule):
                 module.reshard()
-        pairs = dict(plain.named_parameters())
-        for key, parameter in swapped.named_parameters():
-            same(parameter.full_tensor(), pairs[key].full_tensor(), f"{name}: {key}")  # type: ignore[attr-defined]
-        ours, theirs = optimizer.state_dict()["state"], plain_optimizer.state_dict()["state"]
-        assert ours.keys() == theirs.keys()
-        for number, state in theirs.items():
-            assert ours[number].keys() == state.keys()
-            for key, value in state.items():
-                assert type(ours[number][key]) is type(value), (number, key)
-                same(ours[number][key], value, f"{name}: {key} of {number}")
+        same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        if name == "plain":
+            look_and_load(manager, swapped, optimizer, plain, plain_optimizer)
+            for step in range(4, 6):
+                expected = train(plain, plain_optimizer, case, None, step)
+                same(train(swapped, optimizer, case, None, step), expected, f"after loading: step {step}")
+    if name == "plain":
+        resume(directory, budget, placement, case, plain, plain_optimizer)
     os.write(1, f"rank {dist.get_rank()}, {name}: same\n".encode())  # at once: both ranks write there
+
+
+def same_state(swapped: Any, optimizer: Any, plain: Any, plain_optimizer: Any, what: str) -> None:
+    pairs = dict(plain.named_parameters())
+    for key, parameter in swapped.named_parameters():
+        same(parameter, pairs[key], f"{what}: shard of {key}")
+        same(parameter.full_tensor(), pairs[key].full_tensor(), f"{what}: {key}")
+    ours, theirs = optimizer.state_dict()["state"], plain_optimizer.state_dict()["state"]
+    assert ours.keys() == theirs.keys()
+    for number, state in theirs.items():
+        assert ours[number].keys() == state.keys()
+        for key, value in state.items():
+            assert type(ours[number][key]) is type(value), (number, key)
+            same(ours[number][key], value, f"{what}: {key} of {number}")
+
+
+def look_and_load(manager: Any, swapped: Any, optimizer: Any, plain: Any, plain_optimizer: Any) -> None:
+    """What torch.distributed.checkpoint sees is what it sees of the plain model; loading and gather change what is paged."""
+    ours, theirs = get_state_dict(swapped, optimizer), get_state_dict(plain, plain_optimizer)
+    assert flat(ours).keys() == flat(theirs).keys()
+    for key, value in flat(theirs).items():
+        if isinstance(value, torch.Tensor):
+            same(flat(ours)[key], value, f"get_state_dict: {key}")
+        else:
+            assert flat(ours)[key] == value, key
+    saved = copy.deepcopy(theirs)
+    for model, used in ((swapped, optimizer), (plain, plain_optimizer)):
+        train(model, used, {}, None, 99)
+        set_state_dict(model, used, model_state_dict=saved[0], optim_state_dict=copy.deepcopy(saved[1]))
+    same_state(swapped, optimizer, plain, plain_optimizer, "loaded")
+    for parameter in swapped.parameters():
+        with manager.gather(parameter, write=True), torch.no_grad():
+            parameter.mul_(1.5)
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+    same_state(swapped, optimizer, plain, plain_optimizer, "gathered")
+    norms = []
+    for model, used in ((swapped, optimizer), (plain, plain_optimizer)):
+        model(torch.arange(16).view(2, 8)).sum().backward()
+        clip = manager.clip_grad_norm_ if model is swapped else partial(nn.utils.clip_grad_norm_, model.parameters())
+        norms.append(clip(0.5).full_tensor())
+        used.step()
+        used.zero_grad()
+    same(norms[0], norms[1], "norms")
+    same_state(swapped, optimizer, plain, plain_optimizer, "clipped")
+    for call in (
+        lambda: manager.snapshot("x.pt"),
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    ):
+        try:
+            call()
+        except swapper.UnsupportedError:
+            continue
+        raise AssertionError("not refused")
+
+
+def flat(tree: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict | list | tuple):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        return {key: value for part, child in items for key, value in flat(child, f"{name}/{part}").items()}
+    return {name: tree}
+
+
+def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, plain_optimizer: Any) -> None:
+    """The run goes on from its last commit in a model that was never trained."""
+    model, optimizer = make(case)
+    with swapper.SwapManager(directory, host_memory=budget, resume="auto") as manager:
+        _, optimizer = manager.offload(model, optimizer, **placement)
+        for step in range(6, 8):
+            expected = train(plain, plain_optimizer, case, None, step)
+            same(train(model, optimizer, case, None, step), expected, f"gone on: step {step}")
 
 
 if __name__ == "__main__":

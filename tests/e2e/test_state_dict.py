@@ -191,3 +191,22 @@ def test_it_can_be_read_after_the_manager_is_closed_but_not_in_a_forked_child(tw
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     pair.close()
     assert_same(shown["state"], expected["state"])
+
+
+@pytest.mark.parametrize(
+    "rename", [lambda number: -number, lambda number: f"module.{number}"], ids=["numbers", "names"]
+)
+def test_parameters_are_numbered_as_the_state_dict_says(twins: MakeTwins, rename: Callable[[int], Any]) -> None:
+    """torch.distributed.checkpoint numbers them by name; torch's load_state_dict goes by the groups' order."""
+    both = twins(layers(64, 2))
+    step(both.plain, both.plain_optimizer)
+    saved = copy.deepcopy(both.plain_optimizer.state_dict())
+    saved["state"] = {rename(number): state for number, state in saved["state"].items()}
+    for group in saved["param_groups"]:
+        group["params"] = [rename(number) for number in group["params"]]
+    both.optimizer.load_state_dict(copy.deepcopy(saved))
+    assert_same_state(both.optimizer.state_dict(), both.plain_optimizer.state_dict())
+    before = both.optimizer.state_dict()
+    with pytest.raises(ValueError, match="'stranger', which is in none of its groups"):
+        both.optimizer.load_state_dict({**saved, "state": {**saved["state"], "stranger": {}}})
+    assert_same_state(both.optimizer.state_dict(), before)

@@ -169,8 +169,12 @@ class PagedOptimizer(Optimizer):
                 "the state_dict's parameter groups differ from this optimizer's: "
                 f"{[len(g['params']) for g in theirs]} parameters against {[len(g['params']) for g in ours]}"
             )
+        numbers = {key: number for number, key in enumerate(key for group in theirs for key in group["params"])}
+        unknown = state_dict["state"].keys() - numbers.keys()
+        if unknown:
+            raise ValueError(f"the state_dict has state for {min(unknown, key=str)!r}, which is in none of its groups")
         with defer_sigint:
-            self._bound.load(state_dict["state"])
+            self._bound.load({numbers[key]: state for key, state in state_dict["state"].items()})
             for saved, group in zip(theirs, ours, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
         for after in self._optimizer_load_state_dict_post_hooks.values():

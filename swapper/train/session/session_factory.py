@@ -9,7 +9,7 @@ from swapper.durability.commit import CommitRecord, check_group_count, check_sam
 from swapper.durability.directory import RunDirectory
 from swapper.durability.fallback import Commit
 from swapper.durability.recovery import follow_placement, page_bytes_of
-from swapper.errors import ConfigError, StateError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import find_tuning_of
 from swapper.runtime.stats import StepClock
 from swapper.train.layout.content import GivenSource
@@ -191,6 +191,11 @@ class SessionFactory:
         current, optimizer = self._current, self._optimizer
         with current.turns.turn():
             current.check()
+            if isinstance(current.running("add_param_group").model.model, Shards):
+                raise UnsupportedError(
+                    "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
+                    "groups, before"
+                )
             change = Relayout(current.running("add_param_group"), self._directory, self._open_run)
             assert optimizer is not None
             current.run = None

@@ -27,7 +27,7 @@ from swapper.durability.recovery import restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import CheckpointError, StateError, SwapperError
+from swapper.errors import CheckpointError, StateError, SwapperError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Schedule
 from swapper.paging.section import Section
@@ -47,6 +47,7 @@ from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks
 from swapper.train.session.session_resources import SessionResources, stored_pieces
+from swapper.train.sharded.shards import Shards
 
 log = logging.getLogger("swapper")
 
@@ -298,6 +299,11 @@ class TrainingSession:
             has_frozen: with parameters that are not trained.
             start: called when somebody waits for it; has it started at once.
         """
+        if isinstance(self.model.model, Shards):
+            raise UnsupportedError(
+                "manager.snapshot does not know sharded models yet: save torch.distributed.checkpoint.state_dict's get_state_dict("
+                "model, optimizer) by torch.distributed.checkpoint.save. Commits and resume='auto' work"
+            )
         if self.model.gathering.is_open:
             raise StateError("snapshot inside manager.gather: leave the gather first")
         self.publisher.raise_failure()
