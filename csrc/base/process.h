@@ -1,8 +1,8 @@
-// What a fork and a new thread need to know. A forked child (a DataLoader worker) has copies of our objects
-// but not our threads, and not the memory marked MADV_DONTFORK: destroying those objects there would join a
-// thread that does not exist or unmap someone else's memory. `Creator` remembers which process made an
-// object, so that its destructor can leak instead. `SignalsBlocked` keeps signals away from threads started
-// in its scope: Python handles them.
+// Handles forks and signals. A forked child (a DataLoader worker) has copies of our objects but not our
+// threads, and not the memory marked MADV_DONTFORK: destroying those objects there would join a thread that
+// does not exist, or unmap memory of another owner. `Creator` remembers which process made an object, so that
+// its destructor can leak instead. `SignalsBlocked` keeps signals away from threads started in its scope:
+// Python handles them.
 #pragma once
 
 #include <pthread.h>

@@ -219,7 +219,7 @@ def test_locked_memory_is_locked() -> None:
 def test_an_arena_that_is_not_to_be_locked_is_not() -> None:
     arena = _C.Arena(MIB, lock=False)
     assert not arena.locked
-    assert arena.lock_reason == "locking was not asked for"
+    assert arena.lock_reason == "locking was not requested"
 
 
 def taken_bytes() -> dict[int, int]:
