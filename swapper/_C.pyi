@@ -43,8 +43,7 @@ class Arena:
         """
 
     def take_the_rest(self) -> None:
-        """Starts a thread of low priority that populates the memory beyond the head, and returns at once. Call it once.
-        """
+        """Starts a thread of low priority that populates the memory beyond the head. Call it once."""
 
     @property
     def taken_bytes(self) -> int:
