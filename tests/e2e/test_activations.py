@@ -199,12 +199,12 @@ def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) ->
     with activations:
         model(value).sum().backward()
     gc.collect()
-    activations._shelf._find_engine().drain()
+    activations._cache._find_engine().drain()
     with activations:
         pass
     assert activations.counters.held_bytes == 0
-    assert activations._shelf._file.used_bytes == 0
-    assert activations._shelf._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
+    assert activations._cache._file.used_bytes == 0
+    assert activations._cache._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
 
 
 def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManager) -> None:
@@ -215,9 +215,9 @@ def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManag
             model(value).sum().backward()
     with activations:
         pass
-    shelf = activations._shelf
+    cache = activations._cache
     assert activations.counters.storages > 3 and activations.counters.written_bytes == 0
-    assert (len(shelf._live), len(shelf._here), shelf._here_bytes) == (0, 0, 0)
+    assert (len(cache._live), len(cache._here), cache._here_bytes) == (0, 0, 0)
 
 
 def test_no_more_in_memory_than_asked_for(manager: swapper.SwapManager) -> None:

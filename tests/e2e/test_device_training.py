@@ -14,6 +14,7 @@ from torch import nn
 
 import swapper
 from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, lose, on_device, short_of_memory
+from e2e.keywords import for_offload
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, scalers_of, smallest_device_budget
@@ -116,7 +117,7 @@ def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_de
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
 

@@ -103,7 +103,7 @@ def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate:
     times = iter([0.5, rate])
     monkeypatch.setattr("swapper.train.updates.update_rates._seconds", lambda act: next(times, 0.5))
     pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
-    assert pair.manager.current.run.plan.update_on == place
+    assert pair.manager.current.run.plan.request.updates_there == (place == "device")
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
 

@@ -19,6 +19,7 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, assert_can_be_closed, lose, on_device, short_of_memory
 from e2e.early import train, updated_early
+from e2e.keywords import for_offload
 from e2e.models import Halves, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns, scalers_of, scheduled
 
@@ -204,7 +205,7 @@ def test_a_run_that_is_closed_goes_on(on_device: MakeTwins, update: str, update_
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
 
@@ -297,7 +298,7 @@ def test_a_step_in_backward_that_is_never_taken_is_undone(backward: MakeTwins) -
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=1)
         pair.finish(paged=False)
 

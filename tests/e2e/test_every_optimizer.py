@@ -216,7 +216,7 @@ def test_a_budget_for_whole_parameters_is_named_where_they_cannot_be_cut(twins: 
     budgets = {}
     for make in (partial(Adafactor, lr=1e-2), partial(SGD, lr=0.1, momentum=0.9)):
         pair = twins(nn.Linear(1024, 4096), make)
-        budgets[make.func] = pair.manager._host_bytes
+        budgets[make.func] = pair.manager._options.host_bytes
         pair.close()
     weight_bytes = 1024 * 4096 * 4
     assert budgets[Adafactor] >= 3 * weight_bytes > budgets[SGD]  # its gradient, and two slices at one time

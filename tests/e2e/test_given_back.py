@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import os
 import subprocess
@@ -145,6 +146,42 @@ def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> 
         )  # they have the gradients, and what was being updated
         assert bytes_at(addresses) <= kept_bytes(model) + frames
         assert kept.tb is not None
+
+
+@pytest.mark.parametrize("kept", ["nothing", "a gradient"])
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_a_backward_that_failed_leaves_nothing_mapped(tmp_path: Path, way: Any, kept: str) -> None:
+    """Autograd's engine has the rest of such a graph until the next backward of the thread."""
+
+    def fail_in_backward() -> None:
+        model = Net()
+        manager = swapper.SwapManager(tmp_path, host_memory="64MiB")
+        _, optimizer = manager.offload(model, adamw(model.parameters()), **way)
+        run(model, optimizer)
+        pager, name = manager.current.run.pager, "blocks.1.up.weight"
+
+        def fail(access: Any = None) -> None:
+            if access is None or (access.key is not None and access.key[:2] == ("grad", name)):
+                raise swapper.IoError("read", "scratch", 0, 4096, 5)
+            type(pager).acquire(pager, access)
+
+        if way.get("gradients") == "nvme":
+            vars(pager)["acquire"] = fail
+        else:
+            model.get_parameter(name).register_hook(lambda gradient: fail())
+        with pytest.raises(swapper.IoError):
+            loss_of(model, tokens()).backward()
+        vars(pager).pop("acquire", None)
+        if kept == "nothing":
+            optimizer.zero_grad()
+        with contextlib.suppress(swapper.SwapperError):  # of a step that was begun in the backward
+            manager.close()
+        assert arena_bytes() == 0
+
+    with no_collector():
+        fail_in_backward()
+        gc.collect()
+        assert arena_addresses() == []
 
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)

@@ -15,8 +15,8 @@ from pathlib import Path
 from torch import nn
 
 from swapper.errors import ConfigError, StateError
-from swapper.formats.concatenated import ConcatenatedFile
 from swapper.formats.sources import FileStamp, Source
+from swapper.formats.stored import ConcatenatedFile
 from swapper.infer.mapping.matching import Match
 
 

@@ -82,7 +82,7 @@ class DeviceGroup(GroupWeights):
             changed = self._changed()
             self._dematerialize()
         self._tier.release(self.image)
-        self._refuse_change(changed)
+        self.refuse_change(changed)
 
     def forget_leases(self) -> None:
         if self._leases and self.paged:
@@ -97,6 +97,9 @@ class DeviceGroup(GroupWeights):
         self.image.let_go = _nothing  # or the two would keep each other, and the memory
         if not is_settled:
             self._tier.drop(self.image)
+
+    def _forget_change(self) -> None:
+        self._tier.invalidate(self.image)
 
     def _let_go(self) -> None:
         """The image was to stay and must go."""

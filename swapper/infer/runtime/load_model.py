@@ -43,6 +43,7 @@ def load(
 
     The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
     what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
+    This runs a model whose weights stay in their file; `swapper.checkpoint.load` reads a file into memory, as torch.load does.
 
     Args:
         model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its

@@ -83,6 +83,8 @@ class Streaming:
                 for run, section in zip(group.runs, sections, strict=True):
                     self._files.place(section, run.path)
             self._pool = Pool(arena.address, pool_offset, placement.page_bytes, placement.frame_count, growth=arena)
+            for section in (section for sections in self.sections for section in sections):
+                section.guards_writes = device is None  # else nobody sees its memory
             if device is not None:
                 self._frames = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
                 parts = slabs(pool_offset, placement.frame_count * placement.page_bytes, placement.page_bytes)

@@ -19,6 +19,7 @@ from swapper.infer.mapping.matching import Recipe
 from swapper.modules.cold import FaultHandler, guard, leave_cold, materialize, set_cold, unguard
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
 
 CPU = torch.device("cpu")
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
@@ -134,8 +135,8 @@ class GroupWeights:
         return self._kept.pages
 
     def stream_all(self) -> int:
-        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use."""
-        if self._leases or not self._was_used or not self._kept.pages:
+        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use, or was changed."""
+        if self._leases or not self._was_used or not self._kept.pages or self._pager.written_at(self._kept):
             return 0
         if self.settled:
             self._dematerialize()
@@ -164,7 +165,7 @@ class GroupWeights:
             changed = self._changed()
             self._dematerialize()
             self._pager.release(self.streamed)
-            self._refuse_change(changed)
+            self.refuse_change(changed)
 
     def forget_leases(self) -> None:
         """What held them is gone. The pager is told by itself."""
@@ -192,10 +193,36 @@ class GroupWeights:
                 return weight.name
         return None
 
-    @staticmethod
-    def _refuse_change(name: str | None) -> None:
-        if name is not None:
-            raise StateError(f"parameter {name} was changed in a forward: {FOR_INFERENCE}")
+    def refuse_change(self, name: str | None = None) -> None:
+        """Forget what was written to weights that nobody leases, but for those that stay as they are for good.
+
+        Args:
+            name: of one that is known to have been changed.
+
+        Raises:
+            StateError: something was written; says where.
+        """
+        written = [] if self._leases or self.settled else self._pager.written_at(self._all_pages)
+        if name is None and not written:
+            return
+        name = name or self._owner(*written[0])
+        self._forget_change()
+        raise StateError(
+            f"parameter {name} was changed in a forward, or past its guard while it was away: {FOR_INFERENCE}. The change is undone"
+        )
+
+    def _owner(self, page: Page, at: int) -> str:
+        """Return the name of the parameter that has byte `at` of the page's section, or the first one's."""
+        address = page.section.memory.data_ptr() + at
+        parts = [(weight.name, part) for weight in self.weights for part in weight.parts]
+        found = (name for name, part in parts if 0 <= address - part.data_ptr() < max(part.nbytes, 1))
+        return next(found, self.weights[0].name)
+
+    def _forget_change(self) -> None:
+        if self.kept_accesses:
+            self._pager.release(self._kept)
+        self._was_used, self.access = False, self._all_pages
+        self._pager.forget_written(self.pages)
 
     def _note_first_use(self) -> None:
         """All pages are in memory and leased. Those that stay keep that lease; the next access is what is streamed."""

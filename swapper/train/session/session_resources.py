@@ -75,8 +75,8 @@ class SessionResources:
             pages = [page for section in paged_grads for page in section.pages]
             self.scratch = ScratchFile(self.engine, drives, pages, check_reads)
         self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
-        if plan.device is not None:
-            self.host_side = HostSide(plan.device.device, arena, frames_offset, self._pool)
+        if plan.request.device is not None:
+            self.host_side = HostSide(plan.request.device.device, arena, frames_offset, self._pool)
 
     @property
     def store(self) -> Store:

@@ -1,6 +1,6 @@
-"""Run: what one offloaded model has at run time (its backing, pager, the model's own part), opened and closed as one.
+"""TrainingSession: what one offloaded model has at run time (its resources, pager, the model's own part), opened and closed as one.
 
-[Note: order of opening and closing] Opened: the manager's directory and lock; then the backing (arena, engine, store, scratch
+[Note: order of opening and closing] Opened: the manager's directory and lock; then the resources (arena, engine, store, scratch
 file, pool), publisher, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that
 nobody asks for pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's
 lock. The arenas' memory goes back; what tensors still show of resident sections becomes ordinary memory (paging/host_memory.py).
@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
@@ -35,6 +34,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.scratch import Stores
 from swapper.runtime.heap import Watch, watch_free_memory
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock
 from swapper.runtime.teardown import close_all
@@ -45,28 +45,10 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.session_guard import Callbacks
 from swapper.train.session.session_resources import SessionResources, stored_pieces
-from swapper.train.updates.step_rollback import UndoSections
 
 log = logging.getLogger("swapper")
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a run asks of its manager.
-
-    Attributes:
-        entrance: where the user comes in.
-        begin_step: called before a backward updates the first group of a step.
-        undo_sections: see UndoSections.
-        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
-    """
-
-    session_guard: SessionGuard
-    begin_step: Callable[[], None]
-    undo_sections: UndoSections
-    describe: Callable[[int], CommitRecord]
 
 
 @dataclass(frozen=True)
@@ -100,16 +82,11 @@ class TrainingSession:
     """Everything that one offloaded model has at run time. Where opening fails, what was opened is closed.
 
     Args:
-        model, optimizer: the user's.
         plan: where everything shall live.
         directory: of the swap files, on each drive.
         origin: what to go on from.
         clock: divides the run into steps and phases; has the counters to keep.
         manager: whom to ask.
-        backend: of the engine.
-        fsync: commits survive a power loss.
-        check_reads: what is read from swap files is compared with what was written.
-        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
 
     Attributes:
         sections: of parameters and optimizer state.
@@ -127,18 +104,11 @@ class TrainingSession:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
         plan: Plan,
         directory: RunDirectory,
         origin: Origin,
         clock: StepClock,
         manager: Callbacks,
-        *,
-        backend: str,
-        fsync: bool,
-        check_reads: bool,
-        stall_s: float | None,
     ) -> None:
         self._manager = manager
         self._clock = clock
@@ -150,31 +120,33 @@ class TrainingSession:
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_backing(plan, origin, backend, check_reads)
-            self._open_model(model, optimizer, plan, origin, fsync)
+            self._open_backing(plan, origin)
+            self._open_model(plan, origin)
             self._note_sizes(plan)
             if origin.record is not None:
                 self._restore(origin.record)
-            self._watchdog = Watchdog(self._counters, self._make_describe(), stall_s)
+            if not is_off("watchdog"):
+                self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
         except BaseException:
             self.close()
             raise
 
-    def _open_backing(self, plan: Plan, origin: Origin, backend: str, check_reads: bool) -> None:
+    def _open_backing(self, plan: Plan, origin: Origin) -> None:
         paged_grads = [section for section in self._grad_sections if section.pages]
         files, first_file = origin.files, origin.first_file
         needed = None if origin.record is None else files_of(origin.record)
+        options = plan.request.manager
         self._backing.open(
-            plan, self._directory, self.sections, paged_grads, files, needed, first_file, backend, check_reads
-        )
+            plan, self._directory, self.sections, paged_grads, files, needed, first_file, options.backend, options.check_reads
+        )  # fmt: skip
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
             self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
             plan.inventory.check_files,
         )  # fmt: skip
 
-    def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
-        inventory, page_bytes = plan.inventory, plan.budget.page_bytes
+    def _open_model(self, plan: Plan, origin: Origin) -> None:
+        inventory, fsync = plan.inventory, plan.request.manager.fsync
         everything = [*self.sections, *self._grad_sections]
         trainables = find_trainables(inventory, find_places(inventory, everything))
         self.pager = Pager(
@@ -188,10 +160,8 @@ class TrainingSession:
             max_deferred_writes=plan.max_deferred_writes,
         )
         model_part = OffloadedModel(
-            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
-            self._manager.session_guard, plan.update, self._manager.begin_step, self._manager.undo_sections,
-            self._open_on_device(plan),
-        )  # fmt: skip
+            plan, self.sections, self._grad_sections, self.pager, self._clock, self._manager, self._open_on_device(plan)
+        )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         ranks = self._directory.ranks if plan.commit_every is not None else None
         way_back = WayBack(self._directory.path, fsync, self._backing.store, ranks, last, origin.fallback)
@@ -205,11 +175,11 @@ class TrainingSession:
 
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
         host_side = self._backing.host_side
-        if plan.device is not None and plan.on_device is not None and host_side is not None:
-            updates = plan.update_on == "device"
+        request = plan.request
+        if request.device is not None and plan.on_device is not None and host_side is not None:
             self.on_device = TrainingDevice(
-                plan.device, plan.on_device, host_side, self.pager, self._counters, updates, plan.kernel
-            )
+                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel
+            )  # fmt: skip
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
@@ -306,7 +276,7 @@ class TrainingSession:
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
         # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
-        self._free_memory = watch_free_memory(self.plan.host_bytes)
+        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
         self._backing.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:
