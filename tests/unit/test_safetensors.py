@@ -149,7 +149,7 @@ def test_missing_shards_are_named(tmp_path):
 def test_an_index_cannot_lead_out_of_its_directory(tmp_path, shard):
     make_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(CheckpointError, match="not a file beside it"):
+    with pytest.raises(CheckpointError, match="not a file in its directory"):
         open_source(tmp_path)
 
 
