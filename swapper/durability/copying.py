@@ -1,7 +1,7 @@
-"""Copying runs of bytes from file to file through the engine, checked against the checksums that were taken when they were written.
+"""Copies runs of bytes from file to file through the engine, and checks them against the checksums of their writes.
 
-Runs in a snapshot's own thread and touches nothing but the engine, which any thread may use, files that nobody else has
-open in Python, and COPY_BYTES of memory of its own, which goes when the copy is done.
+Runs in a snapshot's own thread and touches only the engine, which any thread may use, files that nobody else has open
+in Python, and COPY_BYTES of its own memory, freed after the copy.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from swapper.io.waiting import drain
 PIECE_BYTES = 4 << 20
 PIECES = 4
 COPY_BYTES = PIECES * PIECE_BYTES
-"""Memory that a copy takes beside the budget, while it lasts."""
+"""Memory of a copy, in addition to the budget, while it lasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """Bytes of a file that shall be copied into another one."""
+    """Bytes of a file to be copied into another one."""
 
     source: Any  # swapper._C.File
-    offset: int  # bytes from the start of the file that they are copied into
+    offset: int  # bytes from the start of the target file
     nbytes: int
-    crc32: int | None  # with which they were written; None: nobody took it
+    crc32: int | None  # of their write; None: unknown
     name: str  # for a person
-    shift: int = 0  # in the source they are so much further on
+    shift: int = 0  # offset in the source minus offset in the target
 
 
 def copy(engine: Any, runs: Iterable[CopyRange], target: Any) -> dict[int, int]:
-    """Copy `runs` into `target`, an open file; returns when all is written: the checksum of each by its offset.
+    """Copy `runs` into `target`, an open file; return the checksum of each by its offset when all is written.
 
     Raises:
         IoError: a transfer failed.
-        CheckpointError: what was read has not its checksum.
+        CheckpointError: the bytes read do not have their checksum.
     """
     return _read(engine, runs, target)
 
@@ -68,8 +68,8 @@ def _read(engine: Any, runs: Iterable[CopyRange], target: Any) -> dict[int, int]
         if end == run.offset + run.nbytes:
             if run.crc32 is not None and checksum != run.crc32:
                 raise CheckpointError(
-                    f"{run.name}: bytes {run.offset + run.shift} to {end + run.shift} of {run.source.path} have not the "
-                    "checksum with which they were written: the drive or memory changed them. Do not trust this run; go back to "
+                    f"{run.name}: bytes {run.offset + run.shift} to {end + run.shift} of {run.source.path} do not have the "
+                    "checksum of their write: the drive or memory changed them. Do not trust this run; return to "
                     "an earlier snapshot"
                 )
             checksums[run.offset], checksum = checksum, 0

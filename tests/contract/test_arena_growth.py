@@ -59,7 +59,7 @@ def test_memory_that_the_system_refuses_is_named_with_a_remedy() -> None:
     (descriptor,) = descriptors() - others
     os.ftruncate(descriptor, 8 * MIB)  # from here on the kernel has no memory for it
     arena.take_the_rest()
-    with pytest.raises(IoError, match=r"(?s)take memory.*lower the budget \(host_memory=\)"):
+    with pytest.raises(IoError, match=r"(?s)populate memory.*lower the budget \(host_memory=\)"):
         arena.wait_taken(40 * MIB)
     arena.wait_taken(2 * MIB)
     assert arena.taken_bytes < 40 * MIB

@@ -224,7 +224,7 @@ def test_what_is_damaged_is_not_carried_into_another_layout(twins: MakeTwins) ->
     send_away(manager)
     changed_bytes.change(manager, "param", changed_bytes.flip_bits)
     pair.swapped.blocks.requires_grad_(True)
-    with pytest.raises(swapper.CheckpointError, match="have not the checksum with which they were written"):
+    with pytest.raises(swapper.CheckpointError, match="do not have the checksum of their write"):
         pair.optimizer.add_param_group({"params": pair.swapped.blocks.parameters()})
     record = read_commit(pair.directory / "rank-0-of-1")
     assert record is not None and record.step == 2

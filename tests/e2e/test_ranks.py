@@ -51,7 +51,7 @@ def test_a_rank_without_its_run_is_named_on_all(tmp_path: Path) -> None:
     kept = tmp_path / "rank-1-of-2"
     kept.rename(tmp_path / "elsewhere")
     for said in launch(tmp_path, ok=False):
-        assert "DirectoryError" in said and "some ranks have no run to go on from" in said
+        assert "DirectoryError" in said and "some ranks have no run to resume" in said
         assert "rank 0: step 2" in said and "rank 1: no commit" in said and "Put the missing directories back" in said
     shutil.rmtree(kept)
     (tmp_path / "elsewhere").rename(kept)

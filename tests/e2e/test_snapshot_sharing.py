@@ -251,7 +251,7 @@ def test_a_damaged_record_of_the_commit_before_stops_no_run(tmp_path: Path, capl
     (first.swap_files / FALLBACK_NAME).write_bytes(b"torn")
     second = Run(tmp_path)
     assert second.manager.step == 4
-    assert "there is no way back" in caplog.text
+    assert "the previous commit is not usable" in caplog.text
     losses += second.train(1)
     second.manager.close()
     assert not (second.swap_files / FALLBACK_NAME).exists()

@@ -210,5 +210,5 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     with pytest.raises(CheckpointError, match="was changed while"):
         source.check_unchanged()
     (tmp_path / "one.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be looked at"):
+    with pytest.raises(CheckpointError, match="cannot be checked any more"):
         source.check_unchanged()
