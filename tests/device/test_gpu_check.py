@@ -31,6 +31,7 @@ def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
     assert (ran.returncode, "there is no CUDA device" in ran.stdout) == (3, True), ran.stderr
 
 
+@pytest.mark.slow
 def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All measurements in one process, which the tool would give one each."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -49,6 +50,7 @@ def test_a_rehearsal_gives_every_figure(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == [], "something was left on the drive"
 
 
+@pytest.mark.slow
 def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path: Path) -> None:
     """And a measurement that fails is told, and costs no other; nor does what a library prints, as cuFile does."""
     stub, out, drive = tmp_path / "triton", tmp_path / "out", tmp_path / "drive"

@@ -102,6 +102,7 @@ def test_right_after_a_step_each_read_gives_what_plain_torch_has(make: MakeTwins
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("placement", [{}, {"optimizer_state": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("master", [False, True])
 def test_wherever_the_rest_lies(make: MakeTwins, placement: dict[str, str], master: bool) -> None:

@@ -264,11 +264,13 @@ def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **o
     raise AssertionError("a budget of one byte was enough")
 
 
-def smallest_device_budget(directory: Path, model: nn.Module, **options: Any) -> int:
-    """Return the smallest budget of the device's memory that works, in bytes."""
+def smallest_device_budget(
+    directory: Path, model: nn.Module, optimizer: Optimizer | None = None, **options: Any
+) -> int:
+    """Return the smallest budget of the device's memory that works, in bytes; of an AdamW where there is no optimizer."""
     with swapper.SwapManager(directory, host_memory="64GiB") as manager:
         try:
-            manager.plan(model, adamw(model.parameters()), **for_offload({**options, "device_memory": 1}))
+            manager.plan(model, optimizer or adamw(model.parameters()), **for_offload({**options, "device_memory": 1}))
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")
