@@ -30,7 +30,7 @@ from swapper.train.layout.slices import TensorLocation
 from swapper.train.optimizer.state_view import ShownState
 
 COPIED_BYTES = 1 << 16
-"""Bytes. Tensors smaller than this are copied: a mapping costs more."""
+"""Bytes. Smaller tensors are copied, so that they need no mapping each: a choice."""
 
 MAP_NORESERVE = 0x4000
 """A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
