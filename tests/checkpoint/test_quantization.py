@@ -146,7 +146,7 @@ def test_the_command_reports_the_error_by_layer(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_layouts_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="does not say how a tensor is quantised"):
+    with pytest.raises(CheckpointError, match="does not describe the quantization of a tensor"):
         layouts_of({"swapper.quantized.x": text}, "file")
 
 
