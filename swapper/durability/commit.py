@@ -249,7 +249,7 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         CheckpointError: the record is damaged, or of another version.
     """
     path = directory / name
-    remedy = "go on from a snapshot with resume='discard'"
+    remedy = "start from a snapshot with resume='discard'"
     try:
         data = beneath.read_small(path, MOST_BYTES)
         seal = find_seal(data[-MAX_END_BYTES:], len(data))

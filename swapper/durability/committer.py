@@ -393,10 +393,8 @@ class Committer:
 
     def _ways_on(self) -> str:
         if self._way_back.step is not None:
-            return (
-                f"End this process and begin again with resume='auto': the run goes on from step {self._way_back.step}"
-            )
-        return "Restore the snapshot, or go on from another one with resume='discard'"
+            return f"End this process and restart with resume='auto': the run resumes from step {self._way_back.step}"
+        return "Restore the snapshot, or start from another one with resume='discard'"
 
     def _places(self) -> list[SectionRecord]:
         records = []

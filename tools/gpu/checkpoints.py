@@ -18,9 +18,9 @@ from swapper import AioHandle, checkpoint
 SAVES = (
     "checkpoint.save of CUDA tensors",
     "the same, use_pinned_memory_for_d2h",
-    "torch.save beside it (to the page cache)",
+    "torch.save (to the page cache)",
 )
-LOADS = ("checkpoint.load to CUDA", "torch.load beside it (from the page cache)")
+LOADS = ("checkpoint.load to CUDA", "torch.load (from the page cache)")
 
 
 def saves_and_loads(bench: Bench) -> Iterator[Row]:

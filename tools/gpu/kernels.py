@@ -11,7 +11,7 @@ from gpu.bench import Bench, Row, ratio
 from swapper.device.kernels import adamw, quantized
 
 COPY = "a copy on the device"
-ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32, beside it")
+ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32")
 QUANTISED = tuple(f"{verb} {bits} bits" for bits in (8, 4) for verb in ("quantise", "dequantise"))
 
 

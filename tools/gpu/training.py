@@ -189,7 +189,7 @@ def four_times_the_budget(bench: Bench) -> Iterator[Row]:
             found.append(loss.item())
     same = found == wanted
     number = (
-        f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB beside {budget / 1e9:.2f})"
+        f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB against {budget / 1e9:.2f})"
     )
     yield Row(LARGE, "equal", number, same)
 

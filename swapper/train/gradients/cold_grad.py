@@ -16,7 +16,7 @@ import torch
 from swapper.errors import ColdParameterError
 from swapper.modules.cold_tables import METADATA
 
-ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or let go of it with zero_grad"
+ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
