@@ -26,11 +26,11 @@ from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.bench.plain import PlainTraining, make_optimizer
 from swapper.errors import CheckpointError, StateError
 
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
 COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
-TIMED_PLAIN_STEPS = 3
+TIMED_PLAIN_STEPS = 3  # the fastest of them counts
 FILES_OF_STATE = 3  # two alternating swap files, and the snapshot
-DRIVE_FILES_BYTES = 2 * (256 << 20)
+DRIVE_FILES_BYTES = 2 * (256 << 20)  # the two files of measure_drive
 RESUME_SCRIPT = Path(__file__).with_name("plain_resume.py")
 
 

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-THREADS = 8
-PIECE_BYTES = 1 << 20
-HUGE_PAGE_BYTES = 2 << 20
+THREADS = 8  # transfers in flight each way: a choice
+PIECE_BYTES = 1 << 20  # a choice
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64
 _Lane = tuple[Callable[[int, memoryview, int], int], int]
 """A transfer and its file."""
 START_S = 0.2  # not counted: threads start, and a cap lets its first slice through

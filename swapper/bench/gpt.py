@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-HEAD_WIDTH = 64
+HEAD_WIDTH = 64  # as in GPT-2
 
 
 @dataclass(frozen=True)

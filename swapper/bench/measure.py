@@ -26,7 +26,7 @@ from swapper import _C
 
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
-START_S = 0.2
+START_S = 0.2  # not counted: programs and caps start
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys of the model's state dict in a training state."""
-SHARD_BYTES = 5 * 10**9
-_RESERVE_BYTES = 16 << 20
+SHARD_BYTES = 5 * 10**9  # a usual size of Hugging Face shards
+_RESERVE_BYTES = 16 << 20  # space for headers and metadata: a choice
 
 Progress = Callable[[int], None]
 

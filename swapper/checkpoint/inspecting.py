@@ -12,7 +12,7 @@ from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 
-_MOST_ALIGNMENT = 1 << 21
+_MAX_ALIGNMENT = 1 << 21  # bytes; larger ones say nothing more
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def _describe(tensor: StoredTensor) -> dict[str, Any]:
         "file": tensor.path.name,
         "offset": tensor.offset,
         "bytes": tensor.nbytes,
-        "alignment": min(tensor.offset & -tensor.offset, _MOST_ALIGNMENT) if tensor.offset else _MOST_ALIGNMENT,
+        "alignment": min(tensor.offset & -tensor.offset, _MAX_ALIGNMENT) if tensor.offset else _MAX_ALIGNMENT,
     }
 
 

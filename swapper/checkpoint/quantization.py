@@ -29,7 +29,7 @@ KEY = "swapper.quantized."
 """The prefix of a quantized tensor's entry in a file's metadata, before its name."""
 BLOCKS = {8: 128, 4: 64}
 """Columns that share a scale, by the number of bits."""
-LEAST_BLOCK = 32
+MIN_BLOCK = 32
 CHUNK_ELEMENTS = 1 << 21
 """Elements dequantized at once: intermediate results stay small, and mostly in the cache."""
 NOT_FINITE = "it has values that are not finite"
@@ -58,9 +58,9 @@ class QuantizedLayout:
         """Return the quantization of a tensor; None if it is not suitable."""
         step = 1 if bits == 8 else 2
         block = BLOCKS[bits]
-        while block >= LEAST_BLOCK and columns % (step * block):
+        while block >= MIN_BLOCK and columns % (step * block):
             block //= 2
-        return cls(bits, block, columns, _NAMES[dtype]) if block >= LEAST_BLOCK and dtype in FLOATS else None
+        return cls(bits, block, columns, _NAMES[dtype]) if block >= MIN_BLOCK and dtype in FLOATS else None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -176,7 +176,7 @@ def _codes(values: torch.Tensor, scales: torch.Tensor, least: int, most: int) ->
 
 
 SCHEMES = {"int8": 8, "int4": 4}
-LEAST_ELEMENTS = 1 << 16
+MIN_ELEMENTS = 1 << 16
 """Elements. A smaller tensor stays as it is: inference keeps it in memory anyway."""
 PIECE_ELEMENTS = 1 << 20
 
@@ -244,7 +244,7 @@ def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str])
 
 
 def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTensor:
-    is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= LEAST_ELEMENTS
+    is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= MIN_ELEMENTS
     is_kept = any(fnmatchcase(tensor.name, pattern) for pattern in keep)
     in_order = all(part.stride is None for part in tensor.parts)
     if is_kept or not is_large or not in_order or tensor.dtype not in FLOATS:

@@ -19,8 +19,8 @@ from typing import Any
 from swapper import _C
 from swapper.io.waiting import drain
 
-BLOCK_BYTES = 2 << 20
-BLOCKS = 12
+BLOCK_BYTES = 2 << 20  # a choice
+BLOCKS = 12  # 24 MiB in all: a choice
 READING = BLOCKS // 2
 
 

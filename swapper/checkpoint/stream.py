@@ -17,9 +17,9 @@ from swapper import _C
 from swapper.io.elements import device_errors
 from swapper.io.waiting import drain
 
-UNIT = 4096
+UNIT = 4096  # bytes; suits direct I/O on every drive
 BLOCK_BYTES = 1 << 20
-BLOCKS = 16
+BLOCKS = 16  # 16 MiB in all: a choice
 LARGE_BYTES = 256 << 10
 """Bytes from which a run of host memory is written from where it lies."""
 STEP_BYTES = 64 << 20

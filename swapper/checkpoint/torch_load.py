@@ -41,13 +41,13 @@ MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str
 
 MAPPED_BYTES = 1 << 20
 """Bytes from which a storage gets its own mapping, aligned like its place in the file."""
-STEP_BYTES = 16 << 20
-UNIT = 4096
-_MADV_POPULATE_WRITE = 23
-MOST_AHEAD_BYTES = 256 << 20
+STEP_BYTES = 16 << 20  # populated at once: a choice
+UNIT = 4096  # bytes; suits direct I/O on every drive
+_MADV_POPULATE_WRITE = 23  # of madvise(2), Linux 5.14
+MAX_AHEAD_BYTES = 256 << 20
 """Bytes that are being read and not yet requested by torch."""
-_MOST_AHEAD_READS = 1024
-_MOST_TRIES = 20
+_MAX_AHEAD_READS = 1024  # bounds their number for small storages: a choice
+_MAX_TRIES = 20  # to open a file that keeps changing: a choice
 _OLD_PICKLES = 5
 """Number of pickles in an old file: magic number, version, the system's sizes, the object, the keys of its storages."""
 _NEEDS_PLAIN_LOCATION = (b"_rebuild_wrapper_subclass", b"_rebuild_device_tensor_from")
@@ -97,7 +97,7 @@ def load(
 
 def _open(path: Path) -> tuple[TorchFile, _C.File]:
     """Return a checkpoint's directory and the open file, both of one file: its name may be replaced meanwhile."""
-    for _ in range(_MOST_TRIES):
+    for _ in range(_MAX_TRIES):
         checkpoint = read_torch_file(path, calculate=bool(config.load.calculate_storage_offsets))
         file = open_for(path, read_only=True)
         if FileStamp.of(path) == checkpoint.stamp:
@@ -311,7 +311,7 @@ class _Loader:
 
     def _read_ahead(self) -> None:
         """Begin reads that will be requested next."""
-        while self._order and self._bytes_ahead < MOST_AHEAD_BYTES and len(self._reads) < _MOST_AHEAD_READS:
+        while self._order and self._bytes_ahead < MAX_AHEAD_BYTES and len(self._reads) < _MAX_AHEAD_READS:
             self._begin(self._order.popleft())
 
     def _begin(self, storage: StorageId) -> None:

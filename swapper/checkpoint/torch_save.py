@@ -41,7 +41,7 @@ ALIGNED = 4096
 SMALL_MEAN_BYTES = 32 << 10
 """Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file.
 """
-MOST_ALIGNMENT = 1 << 16
+MAX_ALIGNMENT = 1 << 16  # bytes; a choice
 
 
 def save(
@@ -68,8 +68,8 @@ def save(
         Any error of pickling your objects.
     """
     alignment = config.save.storage_alignment
-    if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MOST_ALIGNMENT}")
+    if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MAX_ALIGNMENT}")
     pickled = _pickle(obj, pickle_protocol)
     sizes = tuple(storage.nbytes() for storage in pickled.storages)
     if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):

@@ -36,9 +36,9 @@ from swapper.formats.torch_zip.zip_writer import (
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
-ALIGNMENT = 4096
-PIECES_AHEAD = 2
-PIECE_ELEMENTS = 4 << 20
+ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
+PIECES_AHEAD = 2  # reads in flight while one is converted
+PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -297,7 +297,7 @@ def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
     return places
 
 
-BOX_BYTES = 4 << 20
+BOX_BYTES = 4 << 20  # bounds the memory of an assembly: a choice
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from swapper.checkpoint.quantization import Loss
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code, 128 + SIGINT
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _show_tensors(found: dict[str, Any]) -> None:
         console.print(escape(f"{name}: {value}"), highlight=False, soft_wrap=True)
 
 
-SHOWN_TENSORS = 3
+SHOWN_TENSORS = 3  # of a fault
 
 
 def verify(

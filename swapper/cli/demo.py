@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from swapper.bench.demo_run import DemoRecord, DemoTask
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code, 128 + SIGINT
 STAGES = {
     "drive": "measuring the drive",
     "offload": "moving the model to the drive",

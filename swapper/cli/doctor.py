@@ -33,7 +33,7 @@ from swapper.options import parse_host_memory
 from swapper.runtime.sizes import format_bytes
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
-LOCK_BYTES = 64 << 20
+LOCK_BYTES = 64 << 20  # tried: more than the usual limit of 8 MiB
 MARKS = {GOOD: "[green]good[/green]", SLOW: "[yellow]slow[/yellow]", BAD: "[red]bad[/red]"}
 
 

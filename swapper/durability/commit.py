@@ -30,7 +30,7 @@ from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 
-FORMAT = 2
+FORMAT = 2  # of the record; other numbers are refused
 MOST_BYTES = 4 << 30
 """Bytes of a record, which includes the registered objects' state and `extra`."""
 

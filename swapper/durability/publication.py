@@ -28,7 +28,7 @@ from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.paging.store.swap_file import FileStatus, status_of
 
-ZEROS_BYTES = 1 << 20
+ZEROS_BYTES = 1 << 20  # written at once
 PUNCH_HOLE = 0x03
 """fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 FICLONE = 0x40049409

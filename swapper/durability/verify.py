@@ -49,7 +49,7 @@ from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Section
 from swapper.paging.store.swap_file import is_frozen
 
-MAX_TAIL_BYTES = 1 << 30
+MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 

@@ -21,7 +21,7 @@ from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
 
 METADATA_NAME = ".metadata"
-MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30  # of a sane file; it is read whole
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from swapper.runtime import records
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEX_SUFFIX = ".index.json"
 SUFFIXES = (".safetensors", ".bin")
-MOST_INDEX_BYTES = 100_000_000
+MAX_INDEX_BYTES = 100_000_000  # of a sane file; it is read whole
 
 
 def read(path: Path) -> Source:
@@ -67,7 +67,7 @@ def _sharded(index: Path) -> Source:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = parse_object(str(index), read_whole(index, MOST_INDEX_BYTES)).get("weight_map")
+    weight_map = parse_object(str(index), read_whole(index, MAX_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     try:

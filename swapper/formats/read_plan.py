@@ -19,8 +19,8 @@ from pathlib import Path
 from swapper.formats.stored import StoredTensor
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 
-LOOSE_ITEM_BYTES = 2
-MOST_GAP_BYTES = 64 << 10
+LOOSE_ITEM_BYTES = 2  # see [Note: alignment]
+MAX_GAP_BYTES = 64 << 10
 """Bytes. Tensors closer than this are read together, with the gap: reading it costs less than another transfer."""
 
 
@@ -57,7 +57,7 @@ def plan_runs(tensors: Iterable[StoredTensor]) -> list[FileRange]:
 
 def _fits(members: list[tuple[int, StoredTensor]], tensor: StoredTensor) -> bool:
     end = max(member.offset + member.nbytes for _, member in members)
-    if tensor.path != members[0][1].path or tensor.offset - end > MOST_GAP_BYTES:
+    if tensor.path != members[0][1].path or tensor.offset - end > MAX_GAP_BYTES:
         return False
     return _begin([*(member for _, member in members), tensor]) is not None
 

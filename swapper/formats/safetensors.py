@@ -18,10 +18,10 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, opened, parse_object, read_at
 from swapper.formats.stored import StoredTensor
 
-SIZE_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000
+SIZE_BYTES = 8  # of the header's size, by the format
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-MAX_DIMENSIONS = 64
+MAX_DIMENSIONS = 64  # torch's limit
 METADATA_KEY = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -65,10 +65,10 @@ def read(path: Path) -> Source:
 def _check_header_size(path: Path, size_bytes: int, header_bytes: int, file_bytes: int) -> None:
     if size_bytes < SIZE_BYTES:
         raise CheckpointError(f"{path} is cut off: {file_bytes} bytes are less than a safetensors file has")
-    if header_bytes > MOST_HEADER_BYTES:
+    if header_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path} is not a safetensors file: it states a header of {header_bytes} bytes, more than the format's "
-            f"limit of {MOST_HEADER_BYTES}"
+            f"limit of {MAX_HEADER_BYTES}"
         )
     if header_bytes > file_bytes - SIZE_BYTES:
         raise CheckpointError(f"{path} is cut off: its header has {header_bytes} bytes, the file {file_bytes}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-SECTOR_BYTES = 4096
+SECTOR_BYTES = 4096  # suits direct I/O on every drive
 TENSOR_ALIGNMENT_BYTES = 64
 """Every tensor starts at a multiple of this: kernels give other bits at addresses that cut a cache line."""
 LARGE_TENSOR_BYTES = 1 << 16

@@ -19,8 +19,8 @@ from swapper import _C
 from swapper.errors import CheckpointError, IoError
 from swapper.io.waiting import drain
 
-PIECE_BYTES = 4 << 20
-PIECES = 4
+PIECE_BYTES = 4 << 20  # a choice
+PIECES = 4  # in flight: a choice
 COPY_BYTES = PIECES * PIECE_BYTES
 """Memory of a copy, in addition to the budget, while it lasts."""
 

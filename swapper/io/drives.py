@@ -19,7 +19,7 @@ from swapper.io import beneath
 from swapper.runtime import records
 
 RECORD_NAME = "drives.json"
-_FORMAT = 2
+_FORMAT = 2  # of drives.json; other numbers are refused
 _SHAPE = records.fields(
     {
         "format": records.exactly(_FORMAT),

@@ -28,8 +28,8 @@ from swapper.errors import IoError
 
 logger = logging.getLogger("swapper.io")
 
-SLAB_BYTES = 256 << 20
-THREADS = 2
+SLAB_BYTES = 256 << 20  # a choice
+THREADS = 2  # a choice
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 

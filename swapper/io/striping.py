@@ -21,17 +21,17 @@ from swapper.io import beneath
 from swapper.io.files import OpenFile, OpenFiles, Segment
 from swapper.runtime import records
 
-STRIPE_BYTES = 4 << 20
-MOST_PATTERN = 64
-MOST_RECORD_BYTES = 4096
-FORMAT = 2
+STRIPE_BYTES = 4 << 20  # a choice
+MAX_PATTERN = 64  # stripes; a choice
+MOST_RECORD_BYTES = 4096  # of a sane record; it is read whole
+FORMAT = 2  # of the record; other numbers are refused
 _SHAPE = records.fields(
     {
         "format": records.exactly(FORMAT),
         "id": records.text,
-        "index": records.whole(most=MOST_PATTERN - 1),
+        "index": records.whole(most=MAX_PATTERN - 1),
         "stripe_bytes": records.whole(least=4096),
-        "pattern": records.listing(records.whole(most=MOST_PATTERN - 1), 1, MOST_PATTERN),
+        "pattern": records.listing(records.whole(most=MAX_PATTERN - 1), 1, MAX_PATTERN),
     }
 )
 
@@ -45,9 +45,9 @@ class StripeLayout:
 
     @staticmethod
     def by_weight(stripe_bytes: int, weights: Sequence[float]) -> StripeLayout:
-        """Return the shortest pattern, of at most MOST_PATTERN stripes, that is nearest to the weights."""
+        """Return the shortest pattern, of at most MAX_PATTERN stripes, that is nearest to the weights."""
         shares = [weight / sum(weights) for weight in weights]
-        patterns = [_dealt(shares, length) for length in range(len(weights), MOST_PATTERN + 1)]
+        patterns = [_dealt(shares, length) for length in range(len(weights), MAX_PATTERN + 1)]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
         return StripeLayout(
             stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
@@ -176,7 +176,7 @@ class Stripes:
         weights = [1.0] * len(self.directories) if weights is None else list(weights)
         if len(weights) != len(self.directories) or any(not 0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"weights={weights!r} must be a number above 0 for each of the directories")
-        if sum(weights) > MOST_PATTERN / 2 * min(weights):
+        if sum(weights) > MAX_PATTERN / 2 * min(weights):
             raise ConfigError(
                 f"weights={weights!r}: a drive that much slower than another only delays it; leave it out"
             )

@@ -18,7 +18,7 @@ from swapper.cli import app
 from swapper.errors import CheckpointError
 from swapper.formats.sources import open_source
 
-MOST_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
+MAX_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
 """Of a value, to the largest one of its block: half a step, in 4 bits a whole one at the end of the range; and rounding to bf16."""
 
 
@@ -44,7 +44,7 @@ def test_values_are_near_what_they_were(bits: int, dtype: torch.dtype, columns: 
     assert found.dtype == dtype
     blocks = values.float().view(37, -1, layout.block)
     error = (found.float().view_as(blocks) - blocks).abs()
-    assert (error <= MOST_ERROR[bits] * blocks.abs().amax(-1, keepdim=True) * 1.05).all()
+    assert (error <= MAX_ERROR[bits] * blocks.abs().amax(-1, keepdim=True) * 1.05).all()
     assert not found[5].any()
 
 

@@ -73,5 +73,5 @@ def test_modules_open_with_what_they_do() -> None:
 @pytest.mark.parametrize("folder", PENDING)
 def test_a_folder_is_pending_only_until_it_is_rewritten(folder: str) -> None:
     names = [name for name in _files() if name.startswith(folder)]
-    is_left = any(_banned_lines(name) or name.endswith(".py") and OPENINGS.match(_opening(name)) for name in names)
+    is_left = any(_banned_lines(name) or (name.endswith(".py") and OPENINGS.match(_opening(name))) for name in names)
     assert is_left, f"{folder} is clean: remove it from PENDING"

@@ -23,8 +23,8 @@ from swapper.formats.torch_zip.zip_writer import (
     serialization_id,
 )
 
-_ALIGNMENT = 64
-_FILE_ALIGNMENT = 4096
+_ALIGNMENT = 64  # bytes; torch's own
+_FILE_ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
 
 
 @dataclass(frozen=True)

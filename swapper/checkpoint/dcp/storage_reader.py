@@ -105,7 +105,7 @@ class StorageReader(FileSystemReader):
 class _OpenFile:
     """One file of a checkpoint, with reads in flight. A context: at its end all is read and delivered."""
 
-    MOST_READS = 64
+    MAX_READS = 64
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -146,7 +146,7 @@ class _OpenFile:
             planner.commit_tensor(request, target)
         else:
             self._begin(request, target, stored)
-            self._finish(self.MOST_READS)
+            self._finish(self.MAX_READS)
 
     def _begin(self, request: ReadItem, target: torch.Tensor, stored: StoredTensor) -> None:
         lengths = tuple(request.lengths)

@@ -36,7 +36,7 @@ from swapper.io.engines import open_for, reserve, shared_engine
 
 VERSION = "1.0.0"
 SUFFIX = ".distcp"
-_LEAST_BLOCKS = 4
+_MIN_BLOCKS = 4
 
 
 class StorageWriter(FileSystemWriter):
@@ -154,7 +154,7 @@ class StorageWriter(FileSystemWriter):
             raise IoError("open", str(path), 0, 0, error.errno or 0) from error
         file = open_for(path, read_only=False)
         try:
-            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
+            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
             checksums = bool(config.save.compute_crc32)
             writer = StreamWriter(shared_engine(path), file, checksums=checksums, blocks=blocks)
             try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from swapper.errors import CheckpointError
 
 MANIFEST_NAME = "swapper/manifest.json"
-FORMAT = 1
+FORMAT = 1  # of the manifest; other numbers are refused
 END_RECORD_BYTES = 22
 """Bytes of a zip's end record without its comment (APPNOTE 4.3.16)."""
 MAX_END_BYTES = END_RECORD_BYTES + 0xFFFF

@@ -28,8 +28,8 @@ MAX_DEPTH = 1000
 """Nested containers. Python's own pickler writes no deeper nesting."""
 MAX_NAME_CHARS = 16384
 """Characters of the path of one tensor or value."""
-MAX_DIMENSIONS = 64
-MAX_TENSOR_BYTES = 1 << 62
+MAX_DIMENSIONS = 64  # torch's limit
+MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
 _MAX_ARGUMENTS = 16
 """Arguments of torch's functions that rebuild tensors."""
 _FREE_CHARS = 1_000_000

@@ -17,7 +17,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton, StorageId, TensorView, read_skeleton
 from swapper.formats.torch_zip.zip_reader import ZipIndex, ZipRecord, read_index
 
-_MAX_PICKLE_BYTES = 1 << 30
+_MAX_PICKLE_BYTES = 1 << 30  # of a sane file; it is read whole
 _MAX_SETTING_BYTES = 100
 """Bytes of a record that is a word or a number."""
 

@@ -22,13 +22,13 @@ _DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")  # 4.3.12
 _ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
 _END = struct.Struct("<4s4H2IH")  # 4.3.16
-_LONGEST_COMMENT = 0xFFFF
+_LONGEST_COMMENT = 0xFFFF  # bytes; its size is a u16
 _FLAGS_REFUSED = 0x2061
 """Encrypted, patch data, strongly encrypted, masked: torch refuses them too."""
-_IS_DIRECTORY = 0x10
+_IS_DIRECTORY = 0x10  # MS-DOS attribute bit of an entry
 _STORED, _DEFLATED = 0, 8
-_UNPACKED_BYTES = 1 << 20
-_MOST_DIRECTORY_BYTES = 1 << 30
+_UNPACKED_BYTES = 1 << 20  # unpacked at once
+_MAX_DIRECTORY_BYTES = 1 << 30  # of a sane directory; it is read whole
 _END_BYTES = 2048
 
 
@@ -108,7 +108,7 @@ def read_index(
     ends = _ends(descriptor, path, base, file_nbytes) if span else []
     part = _Part(descriptor, path, base, ends)
     begin, nbytes, count = _find_directory(part, file_nbytes)
-    if nbytes > _MOST_DIRECTORY_BYTES:
+    if nbytes > _MAX_DIRECTORY_BYTES:
         raise _bad(path, f"its directory claims {nbytes} bytes")
     listing = part.read(begin, nbytes)
     records: dict[str, ZipRecord] = {}

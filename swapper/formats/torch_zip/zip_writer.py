@@ -30,9 +30,9 @@ _END = struct.Struct("<4s4H2IH")
 
 _HAS_DESCRIPTOR = 0x0008  # general purpose bit 3: CRC and sizes follow the data
 _UTF8_NAME = 0x0800  # bit 11
-_ZIP64_EXTRA = 0x0001
+_ZIP64_EXTRA = 0x0001  # header id of the zip64 extra field (APPNOTE 4.5.3)
 _MADE_BY = 0x031E  # the value of torch's zip writer in the zip64 end record: Unix, version 3.0
-_ZIP64_VERSION = 45
+_ZIP64_VERSION = 45  # version needed for zip64: 4.5 (APPNOTE 4.4.3)
 
 
 @dataclass(frozen=True, slots=True)

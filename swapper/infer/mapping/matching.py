@@ -17,7 +17,7 @@ from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.scripted import refuse_scripted
 
-SHOWN_NAMES = 8
+SHOWN_NAMES = 8  # in a message
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 """Makes a tensor from its parts in the checkpoint. Its result may be a view of them."""

@@ -30,7 +30,7 @@ from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import FaultHandler, materialize, set_cold
 from swapper.paging.pager import Pager
 
-MOST_WEIGHTS = 1 << 20
+MAX_WEIGHTS = 1 << 20
 """More weights than any group has."""
 
 
@@ -296,7 +296,7 @@ class OnDemandGroup(GroupWeights):
 
 def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:
     """Return each recipe of a group with its number in the cache; ids of objects are larger than 0."""
-    return [(-1 - group * MOST_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
+    return [(-1 - group * MAX_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
 
 
 def _is_number(index: Any) -> bool:

@@ -30,7 +30,7 @@ from swapper.runtime.interrupts import defer_sigint
 
 PARTS_IN_MEMORY = 4
 """Parts that are read or in use at once: a choice."""
-MOST_PART_BYTES = 2 << 20
+MAX_PART_BYTES = 2 << 20  # a choice
 ROWS_MULTIPLE = 64
 """Rows. Kernels process rows in groups of this many, or a divisor of it: other cuts would treat the last ones
 differently."""
@@ -88,7 +88,7 @@ def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> RowPartitione
     if type(module) is not nn.Linear or weight.rows(0, 1) is None or (bias is not None and bias.rows(0, 1) is None):
         return None
     row_bytes = max(weight.stored_bytes // module.out_features, 1)
-    rows = max(min(MOST_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
+    rows = max(min(MAX_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
     number = -(-module.out_features // rows)  # of about equal size, so that the last part is not a small one
     part_rows = min(round_up(-(-module.out_features // number), ROWS_MULTIPLE), module.out_features)
     return RowPartitionedLinear(module, weight, bias, part_rows)

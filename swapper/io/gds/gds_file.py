@@ -19,7 +19,7 @@ from swapper.io.gds.cufile import CuFile
 from swapper.io.gds.gds_handle import GdsHandle
 from swapper.io.handle.operation import Operation
 
-THREADS = 8
+THREADS = 8  # a choice
 Storage = torch.UntypedStorage | torch.TypedStorage
 
 

@@ -26,7 +26,7 @@ from swapper.io.staging import StagedTransfer, event_of
 
 logger = logging.getLogger("swapper.io")
 
-MOST_THREADS = 32
+MAX_THREADS = 32  # a choice
 
 
 class GdsHandle(AioHandle):
@@ -78,7 +78,7 @@ class GdsHandle(AioHandle):
             block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, strict=strict, **options
         )
         if self._cufile is not None:
-            self._threads = ThreadPoolExecutor(min(self.get_intra_op_parallelism(), MOST_THREADS), "swapper-gds")
+            self._threads = ThreadPoolExecutor(min(self.get_intra_op_parallelism(), MAX_THREADS), "swapper-gds")
 
     @property
     def is_gds(self) -> bool:
@@ -207,7 +207,7 @@ class GdsHandle(AioHandle):
             return None
 
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20  # a choice
 
 Stage = Callable[[int, int], StagedTransfer]
 """(begin, bytes) -> begins to transfer that part of the tensor through host memory."""

@@ -32,9 +32,9 @@ from swapper.options import parse_choice
 logger = logging.getLogger("swapper.io")
 
 BACKENDS = ("auto", "uring", "aio", "threads")
-PIECE = 4096
-MOST_PIECE_BYTES = 1 << 30
-MOST_DEPTH = 4096
+PIECE = 4096  # bytes; the engine's unit of a kernel call
+MAX_PIECE_BYTES = 1 << 30  # the engine's limit
+MAX_DEPTH = 4096  # the engine's limit
 ALLOCATE_FROM_BYTES = 1 << 20
 """Bytes from which writes into new space allocate it first: ext4 serializes direct writes that extend a file."""
 
@@ -89,7 +89,7 @@ class AioHandle(DeepNvmeMethods):
         """
         if num_threads is not None:
             intra_op_parallelism = num_threads
-        block_size = _positive(block_size, "block_size", MOST_PIECE_BYTES)
+        block_size = _positive(block_size, "block_size", MAX_PIECE_BYTES)
         queue_depth = _positive(queue_depth, "queue_depth", 1 << 20)
         parallelism = _positive(intra_op_parallelism, "intra_op_parallelism", 1 << 16)
         super().__init__(block_size, queue_depth, bool(single_submit), bool(overlap_events), parallelism, bool(strict))
@@ -98,7 +98,7 @@ class AioHandle(DeepNvmeMethods):
         self._engines = Engines(
             {
                 "backend": parse_choice(backend, "backend", BACKENDS),
-                "depth": min(queue_depth * parallelism, MOST_DEPTH),
+                "depth": min(queue_depth * parallelism, MAX_DEPTH),
                 "piece_bytes": -(-block_size // PIECE) * PIECE,
                 "debug": self.debug,
                 "chaos": chaos,

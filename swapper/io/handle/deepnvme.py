@@ -19,7 +19,7 @@ from swapper.io.handle.operation import Operation
 
 logger = logging.getLogger("swapper.io")
 
-ALIGNMENT = 512
+ALIGNMENT = 512  # bytes; DeepNVMe's own
 
 
 class DeepNvmeMethods:

@@ -15,7 +15,7 @@ import torch
 from swapper import _C
 from swapper.errors import ConfigError, IoError
 
-_HUGE_BYTES = 2 << 20
+_HUGE_BYTES = 2 << 20  # a huge page of x86-64
 _locked_bytes: dict[int, int] = {}
 """Address -> bytes. Changed only by single dict operations: a finalizer may run between any two."""
 

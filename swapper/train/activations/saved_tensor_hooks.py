@@ -33,8 +33,8 @@ from swapper.train.activations.device_activations import DeviceStored, DeviceTen
 from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, SpillFile, Stored
 
 DESTINATIONS = ("auto", "host", "nvme")
-MOST_OF_STORAGE = 8
-"""A view of less than 1/MOST_OF_STORAGE of its storage is not moved: the rest is likely the user's own (a data set). A
+STORAGE_DIVISOR = 8
+"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely the user's own (a data set). A
 choice."""
 
 
@@ -216,7 +216,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         nbytes = storage.nbytes()
         if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
             return False
-        return tensor.nbytes * MOST_OF_STORAGE >= nbytes
+        return tensor.nbytes * STORAGE_DIVISOR >= nbytes
 
 
 def _unpack(packed: Kept | View) -> torch.Tensor:

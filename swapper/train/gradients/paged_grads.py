@@ -28,7 +28,7 @@ from swapper.train.gradients.cold_grad import Change, ColdGradient
 from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot, is_part, without_data
 from swapper.train.layout.slices import TensorLocation
 
-USUAL_NORM = 2.0
+USUAL_NORM = 2.0  # the default of clip_grad_norm_
 
 
 class PagedGradients:

@@ -27,7 +27,7 @@ from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.train.layout.inventory import MASTER
 from swapper.train.layout.slices import TensorLocation
 
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 4 << 20  # a choice
 
 
 class SectionSource(Protocol):

@@ -20,7 +20,7 @@ from swapper.formats.stored import StoredTensor
 from swapper.options import ExternalWeights
 from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 
-SHOWN_NAMES = 5
+SHOWN_NAMES = 5  # in a message
 REMEDY = "leave external= out, and the model's own values are copied to the swap files"
 
 

@@ -35,7 +35,7 @@ COPIED_BYTES = 1 << 16
 MAP_NORESERVE = 0x4000
 """A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
 
-MAP_FIXED = 0x10
+MAP_FIXED = 0x10  # of mmap(2)
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)

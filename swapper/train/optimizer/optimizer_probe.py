@@ -36,7 +36,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop, Spar
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
 
-STEPS = 4
+STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), ()),
     ((1031,), (613,)),

@@ -33,7 +33,7 @@ UPDATE_ELEMENTS = 1 << 19
 """Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
 
 
-NO_GROUP = -1
+NO_GROUP = -1  # the settings of a parameter in no group
 
 
 @dataclass

@@ -16,7 +16,7 @@ from swapper.device.device import Device
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 
-ELEMENTS = 1 << 22
+ELEMENTS = 1 << 22  # of the trial: 16 MiB in fp32, more than a cache
 
 
 def faster_place(optimizer: Optimizer, device: Device) -> str:
