@@ -61,7 +61,7 @@ def check_target(target: Path, overwrite: bool | None) -> None:
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a file"
         raise CheckpointError(f"{target} is {kind}: choose the name of a file")
     if not overwrite:
-        remedy = "or remove it" if overwrite is None else "remove it, or say overwrite=True"
+        remedy = "or remove it" if overwrite is None else "remove it, or pass overwrite=True"
         raise CheckpointError(f"{target} exists already: choose another name, {remedy}")
     if not status.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(f"{target} is write-protected, as snapshots are: choose another name, or remove it first")

@@ -48,7 +48,7 @@ class Finding:
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(help="A directory on the drive to look at.")] = Path(),
+    directory: Annotated[Path, typer.Argument(help="A directory on the drive to check.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Check kernel, memory, drive and GPU, and give remedies."""

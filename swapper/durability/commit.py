@@ -218,7 +218,7 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     except OSError as error:
         with contextlib.suppress(OSError):
             beneath.unlink(temporary)
-        detail = f"the last step is not committed yet: {remedy(error.errno)}, and go on: it is tried again"
+        detail = f"the last step is not committed yet: {remedy(error.errno)}, and continue: it is tried again"
         if name != COMMIT_NAME:
             detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error

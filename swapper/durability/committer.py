@@ -82,7 +82,7 @@ class Committer:
         last_step: what is to be committed.
         state: the optimizer's, which may be elsewhere than in its sections.
         publisher: takes snapshots.
-        committed: the step that is committed already, where a run goes on.
+        committed: the step that is committed already, if a run resumes.
         way_back: to the commit before.
 
     Attributes:

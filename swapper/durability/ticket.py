@@ -82,7 +82,7 @@ class SnapshotTicket:
         return self.result()
 
     def __repr__(self) -> str:
-        state = "on its way" if not self.done else "failed" if self._error is not None else "published"
+        state = "in progress" if not self.done else "failed" if self._error is not None else "published"
         return f"SnapshotTicket({str(self.path)!r}, step {self.step}, {state})"
 
     # --- for the publisher

@@ -357,7 +357,7 @@ def _changed_external(record: CommitRecord) -> list[Fault]:
             status = Path(name).stat()
         except OSError as error:
             faults.append(
-                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}")
+                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be checked: {error}")
             )
             continue
         if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):

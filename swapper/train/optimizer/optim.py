@@ -136,7 +136,7 @@ class PagedOptimizer(Optimizer):
                 loss = closure()
         with defer_sigint:
             self._run_step()
-        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
+        self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
 
     def state_dict(self) -> dict[str, Any]:
