@@ -362,7 +362,7 @@ class RunDirectory:
             if free < by_filesystem[device]:
                 raise DirectoryError(
                     f"{path} needs {format_bytes(by_filesystem[device])} and its filesystem has {format_bytes(free)} free: "
-                    "free some space, or choose another drive"
+                    "make room, or choose another drive"
                 )
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(tmp_path: Path) 
     bad = state()
     bad["embedding.weight"][3, 3] = torch.inf
     save_file(bad, tmp_path / "source")
-    with pytest.raises(CheckpointError, match=r"embedding\.weight cannot be quantised.*not finite.*--keep"):
+    with pytest.raises(CheckpointError, match=r"embedding\.weight cannot be quantized.*not finite.*--keep"):
         export(tmp_path / "source", tmp_path / "target", "safetensors", quantize="int8")
     with pytest.raises(CheckpointError, match="not torch"):
         export(tmp_path / "source", tmp_path / "target", "torch", quantize="int8")
@@ -154,5 +154,5 @@ def test_a_tensor_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) ->
     layout = layout_of(8, 256, torch.float32)
     for wrong in (torch.zeros(300, 256), torch.zeros(300, 17, dtype=torch.uint8), torch.tensor(1, dtype=torch.uint8)):
         save_file({"weight": wrong}, tmp_path / "wrong", metadata=metadata_of({"weight": layout}))
-        with pytest.raises(CheckpointError, match="quantised in 8 bits it would be"):
+        with pytest.raises(CheckpointError, match="quantized in 8 bits it would be"):
             swapper.load(torch.nn.Linear(256, 300, bias=False), tmp_path / "wrong", host_memory="8MiB")

@@ -188,7 +188,7 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
     empty = tmp_path / "empty"
     empty.mkdir()
     for given in ([first], first, [first, empty]):
-        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and that part .* in {second}.* is missing"):
+        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and its part .* in {second}.* is missing"):
             go(given, 2)
     with pytest.raises(
         swapper.DirectoryError, match=f"part .* in {second}/rank-0-of-1 is missing; {second}/none.* does not have it"

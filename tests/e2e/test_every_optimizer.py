@@ -186,7 +186,7 @@ def test_what_an_optimizer_counts_outside_of_its_state_advances_once_a_step(twin
         (third_party.Noisy, "or on chance"),
         (third_party.Wrapper, "'inner' is an optimizer of its own"),
         (third_party.Remembering, "'flat' holds parameters"),
-        (third_party.GlobalState, "as swapper would take it, failed with KeyError"),
+        (third_party.GlobalState, "as in swapper's sweep, failed with KeyError"),
         (third_party.NeedsClosure, "failed with TypeError.*closure"),
         (partial(AdamW, capturable=True), "build it with capturable=False"),
         (partial(AdamW, differentiable=True), "build it with differentiable=False"),

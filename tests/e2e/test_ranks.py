@@ -113,7 +113,7 @@ def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
 def test_a_rank_that_ended_is_noticed(tmp_path: Path) -> None:
     said = launch(tmp_path, "steps=1:3", "plain", ok=False)
     assert said[0] == "rank 0: began at 0, ended at 0"
-    assert "StateError" in said[1] and "another rank did not come to step 1" in said[1]
+    assert "StateError" in said[1] and "another rank did not arrive at step 1" in said[1]
 
 
 def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp
     orders = ["steps=3", "skips=0:2", "timeout=2", "stall_s=0.5"]
     done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders)
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert "StateError" in said[1] and "another rank did not come to step 2" in said[1]
+    assert "StateError" in said[1] and "another rank did not arrive at step 2" in said[1]
     assert "skips optimizer.step()" in said[1] and "resume='auto'" in said[1]
     assert "for a rank: to come to step 2" in done.stderr  # the watchdog, long before
     assert launch(tmp_path, "steps=1")[0] == "rank 0: began at 1, ended at 2"

@@ -196,7 +196,7 @@ def test_a_changed_snapshot_costs_a_run_that_goes_on_at_most_one_step(
     harm(path, how)
     second = Run(tmp_path)
     assert second.manager.step == 3
-    assert "goes on from step 3 instead of 4" in caplog.text
+    assert "resumes from step 3 instead of 4" in caplog.text
     losses[3:] = second.train(3)
     second.manager.close()
     assert len(second.names()) == 2
