@@ -254,9 +254,7 @@ def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
     else:
         header = _LOCAL_HEADER.unpack(part.read(entry.header_offset, _LOCAL_HEADER.size))
         if header[0] != b"PK\x03\x04":
-            raise _bad(
-                part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, its stated offset"
-            )
+            raise _bad(part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, its stated offset")
         offset = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
     return replace(entry, offset=offset)
 
