@@ -188,7 +188,7 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
     empty = tmp_path / "empty"
     empty.mkdir()
     for given in ([first], first, [first, empty]):
-        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and its part .* in {second}.* is missing"):
+        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and its part in {second}.* is missing"):
             go(given, 2)
     with pytest.raises(
         swapper.DirectoryError, match=f"part .* in {second}/rank-0-of-1 is missing; {second}/none.* does not have it"
@@ -281,7 +281,7 @@ def test_doctor_names_the_drives_of_a_run_and_those_that_are_away(pair_of_drives
     shutil.move(pair_of_drives[1] / PART, tmp_path / "away")
     found = [finding for finding in look(pair_of_drives[0]) if finding.what == "Run"]
     assert [finding.state for finding in found] == ["bad"]
-    assert f"{pair_of_drives[1] / PART} is not there" in found[0].found
+    assert f"{pair_of_drives[1] / PART} is missing" in found[0].found
 
 
 def test_the_plan_says_what_each_drive_takes(pair_of_drives: list[Path]) -> None:
