@@ -32,6 +32,7 @@ from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, 
 from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
+from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.staging import Staging
 from swapper.io.waiting import drain, wait_for_all
@@ -124,21 +125,15 @@ def _load(
 
 def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file: _C.File) -> None:
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
-    sizes = {record.nbytes for record in records.values()}
-    memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine = shared_engine(checkpoint.path)
-    for record in records.values():
-        if record.compressed:
-            with opened(checkpoint.path) as descriptor:
-                _check_checksum(checkpoint.path, record, unpacked_crc32(descriptor, checkpoint.path, record))
-            continue
-        checksum = 0
-        for begin in range(0, record.nbytes, max(memory.numel(), 1)):
-            step = min(memory.numel(), record.nbytes - begin)
-            ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, keep=memory, checksum=True)
-            ticket.wait()
-            checksum = _C.crc32_combine(checksum, ticket.crc32, step)
-        _check_checksum(checkpoint.path, record, checksum)
+    path = checkpoint.path
+    stored = [record for record in records.values() if not record.compressed]
+    runs = [CopyRange(file, record.offset, record.nbytes, None, record.name) for record in stored]
+    found = checksums_of(shared_engine(path), runs)
+    for record in stored:
+        _check_checksum(path, record, found[record.offset] if record.nbytes else 0)
+    for record in [record for record in records.values() if record.compressed]:
+        with opened(path) as descriptor:
+            _check_checksum(path, record, unpacked_crc32(descriptor, path, record))
 
 
 def _is_zip(path: Path) -> bool:

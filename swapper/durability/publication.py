@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from swapper import _C
-from swapper.durability.copying import CopyRange, checksums_of, copy
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.paging.store.swap_file import FileStatus, status_of
 
 ZEROS_BYTES = 1 << 20

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 
-from swapper.durability.copying import CopyRange
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
@@ -38,6 +37,7 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
+from swapper.io.copying import CopyRange
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
 

@@ -2,7 +2,7 @@
 
 A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a manifest
 is checked by the CRCs of its zip, which cover its records and not what lies between them; of that, the names are compared. Files
-are streamed through the engine into VERIFY_BYTES of memory, whatever their size; nothing of them is run but a commit record that
+are streamed through the engine in bounded memory, whatever their size; nothing of them is run but a commit record that
 is whole. What is called whole was read by the reader that `load`, `inspect` and `export` have too, so they accept it.
 """
 
@@ -11,18 +11,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import mmap
 import os
 import re
 import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,14 +42,12 @@ from swapper.formats.torch_zip.manifest import (
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, stream
 from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Section
 from swapper.paging.store.swap_file import is_frozen
 
-PIECE_BYTES = 4 << 20
-PIECES = 4
-VERIFY_BYTES = PIECES * PIECE_BYTES
 MAX_TAIL_BYTES = 1 << 30
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -456,8 +451,9 @@ def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Prog
                 faults.append(Fault(str(path), 0, 0, f"the file cannot be opened: {error}"))
                 continue
             with contextlib.closing(file):
-                ordered = sorted(parts, key=lambda part: part.chunk.offset)
-                for part, outcome in _stream(engine, file, ordered):
+                ordered = sorted((part for part in parts if part.chunk.nbytes), key=lambda part: part.chunk.offset)
+                runs = [CopyRange(file, part.chunk.offset, part.chunk.nbytes, None, part.record) for part in ordered]
+                for part, (_, outcome) in zip(ordered, stream(engine, runs), strict=True):
                     if isinstance(outcome, IoError):
                         faults.append(part.fault(path, f"cannot be read: {outcome}"))
                     elif outcome != part.chunk.crc32:
@@ -467,44 +463,3 @@ def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Prog
     finally:
         engine.close()
     return faults
-
-
-def _stream(engine: Any, file: Any, parts: Sequence[_Part]) -> Iterator[tuple[_Part, int | IoError]]:
-    """Yield each part with the CRC-32 of its bytes, or why they cannot be read."""
-    memory = mmap.mmap(-1, VERIFY_BYTES)
-    view = torch.frombuffer(memory, dtype=torch.uint8)
-    free = deque(view.data_ptr() + number * PIECE_BYTES for number in range(PIECES))
-    in_flight: deque[tuple[_Part, bool, Any]] = deque()
-    checksum, failure = 0, None
-
-    def take_one() -> tuple[_Part, int | IoError] | None:
-        nonlocal checksum, failure
-        part, is_last, (ticket, address) = in_flight.popleft()
-        error = ticket.exception()
-        free.append(address)
-        failure = failure or error
-        if error is None:
-            checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
-        if not is_last:
-            return None
-        outcome = checksum if failure is None else failure
-        checksum, failure = 0, None
-        return part, outcome
-
-    try:
-        for part in parts:
-            chunk = part.chunk
-            if chunk.nbytes == 0:
-                continue
-            for offset in range(chunk.offset, chunk.end, PIECE_BYTES):
-                if not free and (done := take_one()) is not None:
-                    yield done
-                address = free.popleft()
-                nbytes = min(PIECE_BYTES, chunk.end - offset)
-                ticket = engine.read(file, offset, address, nbytes, keep=view, checksum=True)
-                in_flight.append((part, offset + nbytes == chunk.end, (ticket, address)))
-        while in_flight:
-            if (done := take_one()) is not None:
-                yield done
-    finally:
-        engine.drain()

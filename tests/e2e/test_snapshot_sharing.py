@@ -20,10 +20,10 @@ import swapper
 from e2e import killed_run
 from e2e.processes import LONG_S
 from swapper.durability.commit import read_commit
-from swapper.durability.copying import copy
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.publication import Draft
 from swapper.durability.verify import verify
+from swapper.io.copying import copy
 
 
 def digest(path: Path) -> str:

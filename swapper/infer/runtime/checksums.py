@@ -6,19 +6,12 @@ were. Most formats have no checksum of their own, so the first look is what late
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from swapper import _C
 from swapper.errors import CheckpointError
 from swapper.formats.sources import Source
+from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_for, shared_engine
-
-PIECE_BYTES = 4 << 20
-PIECES = 4
 
 
 class Checksums:
@@ -29,7 +22,7 @@ class Checksums:
         self._known: dict[Path, int] = {}
 
     def check(self) -> dict[Path, int]:
-        """Read all files and return their CRC-32, by path. Takes PIECES * PIECE_BYTES of memory.
+        """Read all files and return their CRC-32, by path. Takes COPY_BYTES of memory.
 
         Raises:
             CheckpointError: a file is not what it was when its header was read, or at the last call.
@@ -49,24 +42,8 @@ class Checksums:
 
 
 def _crc32(path: Path, nbytes: int) -> int:
-    engine, file = shared_engine(path), open_for(path, read_only=True)
-    memory = [torch.empty(PIECE_BYTES, dtype=torch.uint8) for _ in range(PIECES)]
-    waiting: deque[Any] = deque()
-    crc32 = 0
+    file = open_for(path, read_only=True)
     try:
-        for number, offset in enumerate(range(0, nbytes, PIECE_BYTES)):
-            if len(waiting) == PIECES:
-                crc32 = _added(crc32, waiting.popleft())
-            here = min(PIECE_BYTES, nbytes - offset)
-            piece = memory[number % PIECES]
-            waiting.append(engine.read(file, offset, piece.data_ptr(), here, keep=piece, checksum=True))
-        while waiting:
-            crc32 = _added(crc32, waiting.popleft())
+        return checksums_of(shared_engine(path), [CopyRange(file, 0, nbytes, None, str(path))]).get(0, 0)
     finally:
         file.close()
-    return crc32
-
-
-def _added(crc32: int, ticket: Any) -> int:
-    ticket.wait()
-    return _C.crc32_combine(crc32, ticket.crc32, ticket.nbytes)

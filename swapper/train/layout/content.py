@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.durability.copying import CopyRange, checksums_of
 from swapper.errors import CheckpointError, InvariantError
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_engine
 from swapper.io.waiting import all_over
 from swapper.paging.pager import Pager
