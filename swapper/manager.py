@@ -196,6 +196,10 @@ class SwapManager:
             device=device, device_memory=device_memory, accelerator=accelerator, external=external,
         )  # fmt: skip
         if plan is not None:
+            if not isinstance(plan, Plan):
+                raise ConfigError(
+                    f"plan={plan!r} is not known: give what manager.plan returns, or keywords as params='nvme'"
+                )
             options.check_none_given()
             plan.request.check_is_for(model, optimizer, self._options)
 
