@@ -71,7 +71,7 @@ class WayBack:
 
     Args:
         directory: the run's.
-        durable: commits survive a power loss.
+        durable: the files are synced before a record, so that a commit survives a power loss.
         store: has the swap files.
         ranks: of the run; None where it never commits.
         last: the last commit, where a run goes on from its record.
@@ -87,9 +87,9 @@ class WayBack:
         last: Commit | None,
         before: Commit | None,
     ) -> None:
-        self._directory = directory
-        self._durable = durable
-        self._store = store
+        self.directory = directory
+        self.durable = durable
+        self.store = store
         self._ranks = ranks if ranks is not None and ranks.are_together else None
         self._last = self._agreed = last
         self._before = before
@@ -99,7 +99,7 @@ class WayBack:
     @property
     def step(self) -> int | None:
         """That can be gone back to by beginning again; None if there is none."""
-        is_there = self._before is not None and beneath.exists(self._directory / FALLBACK_NAME)
+        is_there = self._before is not None and beneath.exists(self.directory / FALLBACK_NAME)
         return self._before.step if self._before is not None and is_there else None
 
     @property
@@ -110,13 +110,13 @@ class WayBack:
     def prepare(self) -> None:
         """A new commit is about to be published. What all ranks have stays on disk beside it."""
         if self._ranks is not None and self._last is not None and self._last is self._agreed:
-            _keep_last(self._directory, self._last, self._durable)
+            _keep_last(self.directory, self._last, self.durable)
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
         """`commit` was published."""
         if self._ranks is None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             if self._last is not None and self._last.id != commit.id:
                 self._before = self._last
         self._last = commit
@@ -132,7 +132,7 @@ class WayBack:
         Ranks have no such way back: one of them could not go there alone.
         """
         if self._ranks is None and self._before is not None:
-            keep_fallback(self._directory, self._before, self._durable)
+            keep_fallback(self.directory, self._before, self.durable)
 
     def forbids_linking(self, number: int) -> bool:
         """Whether file `number` may not be completed to a snapshot: that would overwrite what all ranks may go back to."""
@@ -149,7 +149,7 @@ class WayBack:
             IoError: that takes another swap file, and there is no room for it.
         """
         if self._ranks is not None and self._agreed is not self._last:
-            self._store.leave_spared()
+            self.store.leave_spared()
 
     def before_step(self, step: int) -> bool:
         """Wait until all ranks have come to this: what they all have is what they can go back to. Returns whether they have the
@@ -179,10 +179,10 @@ class WayBack:
             self.before_change()
             return False
         if self._before is not None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             self._before = None
-            self._store.spare(frozenset())
-            self._store.release_frozen()
+            self.store.spare(frozenset())
+            self.store.release_frozen()
         self._agreed = self._last
         return True
 

@@ -166,8 +166,8 @@ class TrainingSession:
         ranks = self._directory.ranks if plan.commit_every is not None else None
         way_back = WayBack(self._directory.path, fsync, self._backing.store, ranks, last, origin.fallback)
         self.committer = Committer(
-            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._backing.store,
-            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, way_back,
+            model_part, self.sections, self.pager, self.publisher, way_back, self._manager.describe, plan.commit_every,
+            origin.committed,
         )  # fmt: skip
         self.committer.edits = origin.edits
         model_part.fault_handler.changed_in_pass = self.committer.changed_in_pass
