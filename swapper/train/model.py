@@ -420,7 +420,7 @@ class OffloadedModel:
             yield from zip(trainable.parameters, trainable.places, strict=True)
 
     def _refresh_masters(self, groups: Iterable[GroupParameters]) -> None:
-        indices = {group.group.index for group in groups}
+        indices = {group.index for group in groups}
         for trainable in self._trainables:
             if trainable.group in indices and any(places.has_master for places in trainable.places):
                 self._sweep.refresh_masters(trainable)

@@ -44,6 +44,7 @@ from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, refuse_gradient
 from swapper.modules.cold import Run
 from swapper.modules.cold_tables import Function
+from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.sizes import format_bytes
@@ -371,10 +372,10 @@ class LoadedModel:
             self._streaming.pager.expect(cycle)
         self._expect_images(expected)
 
-    def _drop_leases(self) -> None:
+    def _drop_leases(self, kept: Iterable[Access]) -> None:
         if self._on_device is not None:
             self._on_device.tier.finish()
-        self._streaming.pager.drop_leases([access for group in self._groups for access in group.kept_accesses])
+        self._streaming.pager.drop_leases(kept)
 
     def _make_room(self, wanted: GroupWeights, refusal: BudgetError) -> None:
         if self._on_device is not None:  # the tier has given up what stays already

@@ -112,7 +112,7 @@ class PassLifecycle:
     def forget_leases(self) -> None:
         """As `abandon`; and the pager and the device forget what was leased, whether a pass is open or not. Gathered ones stay."""
         self.abandon()
-        self._drop_leases([access for parameters in self._groups for access in parameters.holds])
+        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
 
     def _enter_forward(self) -> None:
         is_backward = torch._C._current_graph_task_id() != -1  # or a forward within one

@@ -15,9 +15,10 @@ from torch import nn
 
 from swapper.modules.cold import is_aliasing
 from swapper.modules.groups import Unit
+from swapper.modules.leased_group import storage_of
 from swapper.modules.own_hook import OwnHook
 from swapper.runtime.teardown import close_all
-from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+from swapper.train.parameters.parameter_group import GroupParameters
 
 
 class LoadHooks:
@@ -42,7 +43,7 @@ class LoadHooks:
         self._written = written
         self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # what is being loaded and held, outermost first
         self._handles: list[Any] = []
-        self._homes = {home for group in groups for home in group.homes}
+        self._storages = {storage for group in groups for storage in group.storages}
         for owner in {owner: None for unit in units for owner in unit.module.modules()}:
             copy = OwnHook(self._copy)
             self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
@@ -92,5 +93,5 @@ class LoadHooks:
             tensor = state_dict.get(prefix + name)
             if tensor is None or tensor is parameter:  # keep_vars: the guarded parameter itself
                 continue
-            if storage_of(tensor) in self._homes:
+            if storage_of(tensor) in self._storages:
                 state_dict[prefix + name] = tensor.clone()
