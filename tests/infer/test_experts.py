@@ -166,7 +166,7 @@ def test_an_expert_that_could_not_be_read_is_read_again(tmp_path):
     reference, path = saved(tmp_path)
     model = swapper.load(empty(), path, host_memory="6MiB")
     loaded = swapper.loaded(model)
-    files, batch = loaded._streaming._files, rows(3, 5)
+    files, batch = loaded._streaming.store, rows(3, 5)
     engine, files._engine = files._engine, _C.Engine(chaos={"seed": 1, "eio": 1})
     with torch.no_grad():
         for _ in range(2):

@@ -175,9 +175,14 @@ class Experts:
                 part.leases -= 1
             raise
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: Sequence[int], changed: bool) -> None:
+        """Nobody uses them any more. What was `changed` in memory is read again when it is used next."""
         for key in keys:
-            self._cache[key, 0].leases -= 1
+            part = self._cache[key, 0]
+            part.leases -= 1
+            if changed and not part.leases:
+                del self._cache[key, 0]
+                self._used_bytes -= part.recipe.stored_bytes
 
     def forget(self) -> None:
         for part in self._cache.values():
@@ -248,22 +253,21 @@ class OnDemandGroup(GroupWeights):
             materialize(parameter)
             with torch.inference_mode(False):
                 parameter.data = value
+        self._versions = [parameter._version for parameter in self.parameters]
         return False  # the pager was not asked
 
     def _give_back(self, changed: bool) -> None:
-        self._dematerialize()
-
-    def forget_leases(self) -> None:
-        if self._leases:
-            super().forget_leases()
-
-    def _dematerialize(self) -> None:
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
                 weight.parameter.data = weight.away()
             set_cold(weight.parameter)
-        self._experts().release([key for key, _ in self._recipes])
+        self._experts().release([key for key, _ in self._recipes], changed)
+
+    def forget_leases(self) -> None:
+        if self._leases:
+            self._leases, self._versions = 0, []
+            self._give_back(changed=False)
 
 
 def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:

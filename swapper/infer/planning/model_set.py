@@ -18,10 +18,7 @@ from swapper.errors import ConfigError, StateError
 from swapper.formats.concatenated import ConcatenatedFile
 from swapper.formats.sources import FileStamp, Source
 from swapper.infer.mapping.matching import Match
-
-
-class ModelSet(nn.Module):
-    """Holds the models that share memory. Never run itself."""
+from swapper.modules.models import Models
 
 
 class SharedBudget:
@@ -47,15 +44,15 @@ class SharedBudget:
 
     def whole(self) -> tuple[nn.Module, Source, Match, str]:
         """Return all of it as one model, its source, what matches, and the I/O backend."""
-        together = ModelSet()
+        models: dict[str, nn.Module] = {}
         weights, buffers = [], []
         stamps: dict[Path, FileStamp] = {}
         joined: dict[Path, ConcatenatedFile] = {}
         for model, source, matched, _ in self._loads:
             name = type(model).__name__
-            while name in together._modules:
+            while name in models:
                 name += "'"
-            together.add_module(name, model)
+            models[name] = model
             weights += [replace(weight, name=f"{name}.{weight.name}") for weight in matched.weights]
             buffers += matched.buffers
             stamps.update(source.stamps)
@@ -65,7 +62,7 @@ class SharedBudget:
         if len(backends) > 1:
             raise ConfigError(f"models that share memory have one backend, not {', '.join(sorted(backends))}")
         source = Source(first.path, first.kind, {}, stamps, {}, joined)
-        return together, source, Match(weights, buffers), backends.pop()
+        return Models(models), source, Match(weights, buffers), backends.pop()
 
 
 _room: ContextVar[SharedBudget | None] = ContextVar("room", default=None)

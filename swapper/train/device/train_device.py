@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +21,15 @@ from swapper.device.device_budget import DeviceBudget
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
-from swapper.device.image_layout import Span, place_in_storage, spans_of_page
+from swapper.device.image_layout import Span
 from swapper.device.registered_frames import HostSide
 from swapper.device.stream_order import StreamOrder
-from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.device.uploads import PageCopy, Uploads
+from swapper.device.tier import DeviceCopy
+from swapper.device.uploads import PageCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Group
+from swapper.modules.model_device import ModelDevice
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -63,7 +63,7 @@ class Kernel(Protocol):
         ...
 
 
-class TrainingDevice:
+class TrainingDevice(ModelDevice):
     """Owns the device's part of one run.
 
     Args:
@@ -76,7 +76,6 @@ class TrainingDevice:
         kernel: makes it in place of the optimizer.
 
     Attributes:
-        tier: has the images.
         downloads: bring gradients down, and what was changed on the device.
         order: of the streams that gradients come on, and those that use them.
 
@@ -94,44 +93,33 @@ class TrainingDevice:
         updates: bool,
         kernel: Kernel | None = None,
     ) -> None:
+        _check_others(budget)
+        super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
+        device = budget.device
         self.updates = updates
         self.kernel = kernel
-        self.device = device = budget.device
         self._budget = budget
-        _check_others(budget)
-        self.host = host
-        self._resident_set = placement.resident_set
         self._pager = pager
-        self._uploads = Uploads(device, pager, host.of, counters)
-        self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, is_cyclic=False)
         self.downloads = Downloads(device, counters, placement.down_bytes)
         self.order = StreamOrder(device)
         self._images: list[DeviceCopy] = []
         self._image_of: dict[int, DeviceCopy] = {}  # by id of a parameter
         self._used: list[DeviceCopy] = []  # in this step, in order
-        self._buffers: list[tuple[nn.Module, str]] = []
         _open.add(self)
 
     def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceCopy, list[torch.Tensor]]:
         """Return the image of a group whose parameters have their place there, and each as a view of it."""
         storage, views, spans = self.lay_out(places)
-        copies = [
-            copy
-            for section, of in spans.items()
-            for copy in page_copies(section, of, partial(page_access, group.index))
-        ]
-        image = DeviceCopy(group.name, storage, copies, group.index in self._resident_set)
+        image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
         self._image_of.update((id(parameter), image) for _, parameter in group.parameters)
-        self.tier.add(image)
         return image, views
 
     def lay_out(
         self, places: Sequence[tuple[Section, Slot]]
     ) -> tuple[DeviceStorage, list[torch.Tensor], dict[Section, list[Span]]]:
         """Return a storage without memory for what has its place there, each as a view of it, and what fills it, by section."""
-        offsets, nbytes = place_in_storage(slot.spec.nbytes for _, slot in places)
-        storage = DeviceStorage(self.device, nbytes)
+        storage, offsets = self.reserve(slot.spec.nbytes for _, slot in places)
         views = [
             storage.memory[offset : offset + slot.spec.nbytes].view(slot.spec.dtype).view(slot.spec.shape)
             for offset, (_, slot) in zip(offsets, places, strict=True)
@@ -145,15 +133,6 @@ class TrainingDevice:
     def start(self) -> None:
         """All images are made: expect a forward and a backward."""
         self.tier.expect([*self._images, *reversed(self._images)])
-
-    def move(self, model: nn.Module) -> None:
-        """Have the model's buffers on the device."""
-        done: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device.device:
-                    module._buffers[name] = done.setdefault(id(buffer), buffer.to(self.device.device))
-                    self._buffers.append((module, name))
 
     # --- what passes tell -------------------------------------------------------------------------------------------
 
@@ -286,21 +265,10 @@ class TrainingDevice:
     # ----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nobody uses an image any more. Waits for all copies; the buffers are on the CPU again."""
         _open.discard(self)
         self.finish()
-        self._move_back()
-        self.tier.close()
+        super().close()
         self._images, self._used, self._image_of = [], [], {}
-
-    def _move_back(self) -> None:
-        """The model's buffers are on the CPU again, unless the device failed."""
-        with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
-            for module, name in self._buffers:
-                buffer = module._buffers.get(name)
-                if buffer is not None and buffer.device == self.device.device:
-                    module._buffers[name] = buffer.cpu()
-        self._buffers.clear()
 
 
 def _check_others(budget: DeviceBudget) -> None:
@@ -312,22 +280,3 @@ def _check_others(budget: DeviceBudget) -> None:
             f"may use {format_bytes(sum(others))}: device_memory={format_bytes(budget.nbytes)} is more than the rest. Lower one of "
             "them, or close the other manager"
         )
-
-
-def page_copies(section: Section, spans: Sequence[Span], access: Callable[[int], Access]) -> list[PageCopy]:
-    """Return how a section comes to the device: page by page, or where it stays in memory, at one time.
-
-    Args:
-        access: makes the use of a page.
-    """
-    if section.resident:
-        whole = Access(None, ())
-        return [PageCopy(section.piece, whole, tuple(spans), stays=True, is_held=True)]
-    return [
-        PageCopy(page, access(page.index), spans_of_page(spans, page.offset, page.nbytes)) for page in section.pages
-    ]
-
-
-def page_access(group: int, page: int) -> Access:
-    """Return the use of one page of a group's parameters, which goes on to the device."""
-    return Access(("param", group, page), (page,))

@@ -1,40 +1,23 @@
-"""What a run's pages lie in and go through: host memory and its frames, swap files, a scratch file, the engine between them."""
+"""What a run's pages lie in and go through: swap files and a scratch file beside what all models have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-from swapper.device.registered_frames import HostSide
 from swapper.durability.directory import RunDirectory
-from swapper.io.engines import open_engine
-from swapper.paging.host_memory import HostMemory
-from swapper.paging.pool import Pool
+from swapper.io.engines import Engine
+from swapper.modules.resources import Resources
+from swapper.paging.planning.schedule import Schedule
 from swapper.paging.section import Page, Section, pieces_of
-from swapper.paging.store.scratch import ScratchFile
+from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
 from swapper.train.session.plan import Plan
 
 
-class SessionResources:
-    """Owns all that, from `open` until the last of its `endings`; also what an `open` that failed has left.
+class SessionResources(Resources[Stores]):
+    """Owns all that. Its store is swap files, and a scratch file of gradients where they are on NVMe."""
 
-    Attributes:
-        engine: None before it is opened and when it is closed.
-        scratch: of gradients, where they are on NVMe.
-        host_side: of the memory, where there is an accelerator.
-    """
-
-    engine: Any = None
-    scratch: ScratchFile | None = None
-    host_side: HostSide | None = None
-    _store: Store | None = None
-    _pool: Pool | None = None
-
-    def __init__(self) -> None:
-        self._memory = HostMemory()
-
-    def open(
+    def open_session(
         self,
         plan: Plan,
         directory: RunDirectory,
@@ -45,8 +28,9 @@ class SessionResources:
         first_file: int,
         backend: str,
         check_reads: bool,
+        schedule: Schedule,
     ) -> None:
-        """Open everything in order: memory, engine, swap files, scratch file, frames.
+        """Open everything in order.
 
         Args:
             plan: how much.
@@ -58,57 +42,42 @@ class SessionResources:
             first_file: number of the first one, where there is none.
             backend: of the engine.
             check_reads: see Store.
+            schedule: the order of use.
 
         Raises:
             DirectoryError: the drive has not enough room.
         """
         drives = directory.drives
-        directory.require_space(plan.space_by_drive(plan.turns - len(files)))
-        arena, frames_offset = self._memory.attach([*sections, *paged_grads], plan.budget.pool_bytes)
-        self.engine = open_engine(drives.directories, backend=backend, arena=arena)
-        headers, tail_offset = plan.layout.headers(), plan.layout.tail_offset
-        pieces = stored_pieces(sections)
-        self._store = Store(
-            self.engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file, needed, check_reads
-        )
-        if paged_grads:
+
+        def open_stores(engine: Engine) -> Stores:
+            headers, tail_offset = plan.layout.headers(), plan.layout.tail_offset
+            pieces = stored_pieces(sections)
+            store = Store(
+                engine, drives, headers, tail_offset, files, plan.turns, pieces, first_file, needed, check_reads
+            )
             pages = [page for section in paged_grads for page in section.pages]
-            self.scratch = ScratchFile(self.engine, drives, pages, check_reads)
-        self._pool = Pool(arena.address, frames_offset, plan.budget.page_bytes, plan.budget.frame_count)
-        if plan.device is not None:
-            self.host_side = HostSide(plan.device.device, arena, frames_offset, self._pool)
+            return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
 
-    @property
-    def store(self) -> Store:
-        """The swap files."""
-        assert self._store is not None
-        return self._store
-
-    @property
-    def pool(self) -> Pool:
-        """The frames."""
-        assert self._pool is not None
-        return self._pool
+        directory.require_space(plan.space_by_drive(plan.turns - len(files)))
+        self.open(
+            [*sections, *paged_grads],
+            plan.budget,
+            drives.directories,
+            backend,
+            open_stores,
+            schedule,
+            None if plan.device is None else plan.device.device,
+            window_pages=plan.window_pages,
+            lazy=plan.lazy,
+            max_deferred_writes=plan.max_deferred_writes,
+        )
 
     def add_memory(self, sections: Sequence[Section]) -> None:
         """Give resident sections their memory."""
-        arena, nbytes = self._memory.attach(sections, 0)
+        arena, nbytes = self.memory.attach(sections, 0)
+        self._sections += sections
         if self.host_side is not None:
             self.host_side.add(arena, nbytes)
-
-    def describe(self) -> str:
-        """Return how transfers are made and what the memory is like, for a person."""
-        transfers = f"{self.engine.backend} ({self.engine.reason}), {self.store.io_mode}"
-        return f"transfers by {transfers}; memory {self._memory.describe()}"
-
-    @property
-    def endings(self) -> list[Callable[[], object]]:
-        """What closes it, in order. Nobody may ask for pages any more."""
-        opened = (self.engine, self.host_side, self._store, self.scratch, self._memory)
-        return [*(part.close for part in opened if part is not None), self._forget]
-
-    def _forget(self) -> None:
-        self.host_side = self.engine = self._store = self.scratch = self._pool = None
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:
