@@ -50,7 +50,7 @@ class Pager:
         window_pages: how many pages may be brought in before they are needed at the cost of others' frames. None: as many
             as there are frames. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
-        most_owed: how many pages may wait for their write in spare memory. [Note: deferred writes], paging/frames.py
+        max_deferred_writes: how many pages may wait for their write in spare memory. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each write that nobody announced, whoever's page it was in.
 
     [Note: what stays] A step is a cycle, and of a cycle that does not fit the best is to keep a fixed part and to stream the

@@ -40,11 +40,11 @@ from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.optimizer.other_optimizers import OtherOptimizers
-from swapper.train.parameters.checkpoint_form import state_dict_of
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.parameters.state_loading import state_dict_of
 from swapper.train.session.session_guard import SessionGuard
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
@@ -66,7 +66,7 @@ class OffloadedModel:
         pager: what leases go to.
         page_bytes: size of a page.
         clock: is told what phase a step is in; has the counters to keep.
-        entrance: where the user comes in.
+        session_guard: where the user comes in.
         update: when parameters are updated.
         begin_step: called before a backward updates the first group of a step.
         undo_sections: see UndoSections.
@@ -74,7 +74,7 @@ class OffloadedModel:
 
     Attributes:
         optimizer_state: of all that is trained.
-        keeper: answers for parameters that are away.
+        fault_handler: answers for parameters that are away.
         undoing: has what a step is undone to.
         updates: when groups are updated.
         passes: forwards, backwards and loads.

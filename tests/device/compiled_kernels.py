@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from swapper.device.kernels.triton import triton_adamw, triton_gradients, triton_packing, triton_quantized
+from swapper.device.kernels.triton import triton_adamw, triton_quantized
 
 Types = dict[str, Any]
 """Of a kernel's arguments, in order: Triton's names of types, and for constants ("constant", value)."""
@@ -72,15 +72,10 @@ def kernels() -> dict[str, tuple[Any, Types]]:
         "adamw fp32": (triton_adamw._update, adamw_types("*fp32", "*fp32", False)),
     }
     for name, pointer in words.items():
-        sizes: Types = {"found": "*fp32", "count": "i64", **constants(ELEMENTS=triton_gradients.ELEMENTS, STEPS=8)}
-        found[f"norm {name}"] = (triton_gradients._partials, {"gradient": pointer, **sizes})
         for bits, block in ((8, 128), (4, 64)):
             for kernel in (triton_quantized._quantise, triton_quantized._dequantise):
                 types = quantized_types(kernel, pointer, bits, block)
                 found[f"{kernel.__name__} {bits} bits {name}"] = (kernel, types)
-    for into_page in (True, False):
-        types = {"pieces": "*i64", "page": "*u8", **constants(into_page=into_page, PIECE_BYTES=8192, WORD=8)}
-        found["gather" if into_page else "scatter"] = (triton_packing._move, types)
     return found
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from swapper import ConfigError, UnsupportedError
-from swapper.device.kernels import adamw, gradients, quantized
+from swapper.device.kernels import adamw, quantized
 from swapper.device.kernels.compiler import kernel
-from swapper.device.kernels.packing import Packing
 from swapper.device.kernels.random_words import philox, random_words
 
 
@@ -67,39 +66,6 @@ def test_stochastic_rounding_is_right_on_average_and_leaves_what_needs_none() ->
     assert adamw.stochastically_rounded(torch.tensor([torch.nan]), words[:1]).isnan().all()
 
 
-def test_clipping_and_unscaling_are_torchs() -> None:
-    torch.manual_seed(2)
-    tensors = [torch.randn(50) * 64, torch.randn(7) * 64]
-    parameters = [torch.nn.Parameter(torch.zeros_like(tensor)) for tensor in tensors]
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        parameter.grad = tensor / 64
-    wanted = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
-    norm, overflown = gradients.total([gradients.partials(tensor) for tensor in tensors])
-    torch.testing.assert_close(norm / 64, wanted)
-    factor = gradients.factor(norm, 0.5, scale=64)
-    for parameter, tensor in zip(parameters, tensors, strict=True):
-        torch.testing.assert_close(tensor * factor, parameter.grad)
-    assert overflown.item() == 0
-    assert gradients.total([gradients.partials(torch.tensor([1.0, torch.nan]))])[1].item() == 1
-    assert gradients.factor(norm, None, scale=4).item() == 0.25
-
-
-def test_packing_on_a_cpu() -> None:
-    first, second = torch.arange(5, dtype=torch.bfloat16), torch.arange(3)
-    page = torch.full((64,), 7, dtype=torch.uint8)
-    packing = Packing([first, second], [0, 16])
-    packing.gather(page)
-    assert page[:10].view(torch.bfloat16).tolist() == [0, 1, 2, 3, 4] and page[10:16].eq(7).all()
-    first.zero_(), second.zero_()
-    packing.scatter(page)
-    assert first.tolist() == [0, 1, 2, 3, 4] and second.tolist() == [0, 1, 2]
-    assert packing.bytes_moved == 2 * (10 + 24)
-    first.data = torch.ones(5, dtype=torch.bfloat16)  # what is packed is what it was planned for
-    packing.scatter(page.fill_(0))
-    packing.gather(page.fill_(7))
-    assert page[:10].eq(0).all() and first.eq(1).all()
-
-
 @pytest.mark.parametrize(
     "act, message",
     [
@@ -111,12 +77,6 @@ def test_packing_on_a_cpu() -> None:
         (lambda: adamw.update_(slice_of(4, gradient=torch.zeros(4, device="meta")), adamw.AdamWStep(1)), "one device"),
         (lambda: adamw.AdamWStep(0), "step"),
         (lambda: adamw.AdamWStep(1, seed=-1), "seed"),
-        (lambda: gradients.partials(torch.zeros(4, dtype=torch.int32)), "bf16, fp16 or fp32"),
-        (lambda: Packing([torch.zeros(4), torch.zeros(4)], [0, 15]), "begins before"),
-        (lambda: Packing([torch.zeros(4, 4).t()], [0]), "contiguous"),
-        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(15, dtype=torch.uint8)), "no room"),
-        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(17, dtype=torch.uint8)[1:]), "multiple"),
-        (lambda: Packing([torch.zeros(4)], [0]).gather(torch.zeros(4)), "run of bytes"),
         (lambda: quantized.quantise(torch.zeros(2, 33), 8, 32), "whole blocks"),
         (lambda: quantized.quantise(torch.zeros(2, 64), 5, 32), "bits"),
         (lambda: quantized.quantise(torch.zeros(2, 64), 8, 0), "power of two"),

@@ -182,7 +182,7 @@ def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
     source = open_source(path)
     gate, other_end = os.pipe()
     engines = [_C.Engine(), _C.Engine(chaos={"until": gate})]
-    files = [WeightFiles(engine, source) for engine in engines]
+    files = [WeightFiles(engine, source, {}) for engine in engines]
     owners = []
 
     def read(stored, offset, memory):
@@ -206,7 +206,7 @@ def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):
     _, path = saved(tmp_path)
     source = open_source(path)
     engine = _C.Engine()
-    files = WeightFiles(engine, source)
+    files = WeightFiles(engine, source, {})
 
     def read(stored, offset, memory):
         if "layers.1" in stored.name:

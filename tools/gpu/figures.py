@@ -30,13 +30,11 @@ FIGURES: dict[str, Figures] = {
         130,
     ),
     "placed": Figures(placed.placed, (placed.BY_KERNEL, *placed.PLACED), 60),
-    "norm": Figures(kernels.norm_kernel, (kernels.NORM,), 30),
     "quantised": Figures(kernels.quantised_kernels, kernels.QUANTISED, 40),
-    "pages": Figures(kernels.page_kernels, kernels.PAGES, 30),
     "cufile": Figures(drive.by_cufile, drive.DIRECT, 40),
     "gdsfile": Figures(drive.by_gds_file, drive.FILE, 45),
     "checkpoints": Figures(checkpoints.saves_and_loads, (*checkpoints.SAVES, *checkpoints.LOADS), 60),
 }
-TESTS, TESTS_BEFORE, TESTS_S = "tests", "norm", 150
+TESTS, TESTS_BEFORE, TESTS_S = "tests", "quantised", 150
 ORDER = [name for before in FIGURES for name in ((TESTS, before) if before == TESTS_BEFORE else (before,))]
 """Of what must not be lost when time runs out."""

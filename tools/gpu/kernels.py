@@ -8,14 +8,11 @@ from functools import partial
 import torch
 
 from gpu.bench import Bench, Row, ratio
-from swapper.device.kernels import adamw, gradients, quantized
-from swapper.device.kernels.packing import Packing
+from swapper.device.kernels import adamw, quantized
 
 COPY = "a copy on the device"
 ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32, beside it")
-NORM = "gradient norm and overflow"
 QUANTISED = tuple(f"{verb} {bits} bits" for bits in (8, 4) for verb in ("quantise", "dequantise"))
-PAGES = ("gather small tensors into a page", "scatter a page", "the same by one copy each")
 
 
 def copy_bandwidth(bench: Bench) -> float:
@@ -41,13 +38,6 @@ def adamw_kernel(bench: Bench) -> Iterator[Row]:
     yield ratio(ADAMW[2], count * 28, bench.queued_seconds(optimizer.step), limit, COPY, None)
 
 
-def norm_kernel(bench: Bench) -> Iterator[Row]:
-    limit = copy_bandwidth(bench)
-    gradient = torch.randn(bench.size(1 << 30, 8192), device=bench.device, dtype=torch.bfloat16)
-    taken = bench.queued_seconds(lambda: gradients.total([gradients.partials(gradient)]))
-    yield ratio(NORM, gradients.bytes_moved(gradient), taken, limit, COPY, None)
-
-
 def quantised_kernels(bench: Bench) -> Iterator[Row]:
     limit, columns = copy_bandwidth(bench), bench.size(8192, 256)
     rows = torch.randn(bench.size(1 << 16, 4), columns, device=bench.device, dtype=torch.bfloat16)
@@ -61,16 +51,3 @@ def quantised_kernels(bench: Bench) -> Iterator[Row]:
         yield ratio(f"quantise {bits} bits", nbytes, taken, limit, COPY, None)
         taken = bench.queued_seconds(partial(quantized.dequantise_, stored, out, bits, block))
         yield ratio(f"dequantise {bits} bits", nbytes, taken, limit, COPY, None)
-
-
-def page_kernels(bench: Bench) -> Iterator[Row]:
-    limit, count = copy_bandwidth(bench), bench.size(2000, 3)
-    tensors = [torch.randn(4096, device=bench.device, dtype=torch.bfloat16) for _ in range(count)]
-    packing = Packing(tensors, [n * 8192 for n in range(count)])
-    page = torch.zeros(count * 8192, dtype=torch.uint8, device=bench.device)
-    taken = bench.queued_seconds(lambda: packing.gather(page))
-    yield ratio(PAGES[0], packing.bytes_moved, taken, limit, COPY, None)
-    taken = bench.queued_seconds(lambda: packing.scatter(page))
-    yield ratio(PAGES[1], packing.bytes_moved, taken, limit, COPY, None)
-    taken = bench.queued_seconds(lambda: packing.reference(page, into_page=True), rounds=3)
-    yield ratio(PAGES[2], packing.bytes_moved, taken, limit, COPY, None)

@@ -175,7 +175,7 @@ class Experts:
                 part.leases -= 1
             raise
 
-    def release(self, keys: Sequence[int], changed: bool) -> None:
+    def release(self, keys: Sequence[int], changed: bool = False) -> None:
         """Nobody uses them any more. What was `changed` in memory is read again when it is used next."""
         for key in keys:
             part = self._cache[key, 0]

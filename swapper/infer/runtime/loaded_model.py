@@ -31,7 +31,6 @@ from swapper.infer.planning.fitting import Fit
 from swapper.infer.planning.infer_placement import Placement
 from swapper.infer.planning.pass_predictor import PassPredictor, is_cyclic
 from swapper.infer.planning.streaming_plan import StreamingPlan
-from swapper.infer.planning.unplanned import make_room
 from swapper.infer.runtime.batched_pass import BatchedPass
 from swapper.infer.runtime.checksums import Checksums
 from swapper.infer.runtime.device_weights import DeviceGroup
@@ -40,7 +39,7 @@ from swapper.infer.runtime.infer_device import InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks
 from swapper.infer.runtime.refusals import allow_changes, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, refuse_gradient
+from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
 from swapper.modules.cold import Run
 from swapper.modules.cold_tables import Function
 from swapper.modules.models import Models

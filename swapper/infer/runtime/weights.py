@@ -15,12 +15,15 @@ import torch
 from torch import nn
 
 from swapper.device.tier import DeviceCopy
-from swapper.errors import StateError
+from swapper.errors import BudgetError, StateError
 from swapper.infer.mapping.matching import Recipe
+from swapper.io.alignment import round_up
 from swapper.modules.cold import FaultHandler, guard, materialize, set_cold
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
+from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
 from swapper.paging.planning.schedule import Access
+from swapper.runtime.sizes import format_bytes
 
 CPU = torch.device("cpu")
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
@@ -189,3 +192,34 @@ class GroupWeights(LeasedGroup):
                     materialize(weight.parameter)
                     weight.parameter.data = weight.data()
             set_cold(weight.parameter)
+
+
+def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count: int, page_bytes: int) -> None:
+    """Have weights that were to stay leave, as many as `wanted` needs; they are streamed from then on.
+
+    Planned is what each module's own forward looks at. A forward may also take the weight of a child as a whole, of which
+    single rows were to be read (`x @ self.embedding.weight.T`), or the weights of several children at one time.
+
+    Args:
+        wanted: could not be leased: all frames are leased.
+        groups: all of the model's.
+        frame_count, page_bytes: of the pool.
+
+    Raises:
+        BudgetError: nothing is left that could leave; says how much more is needed.
+    """
+    needed = len(wanted.pages)
+    freed = 0
+    for group in sorted(groups, key=lambda group: len(group.kept_pages), reverse=True):
+        if freed >= needed:
+            return
+        freed += group.stream_all()
+    if freed:
+        return
+    in_use = sum(len(group.pages) for group in groups if group.is_leased)
+    missing_bytes = round_up(max(needed + in_use - frame_count, 1) * page_bytes, ARENA_ALIGNMENT_BYTES)
+    raise BudgetError(
+        f"parameter {wanted.weights[0].name} is used as a whole, {format_bytes(needed * page_bytes)} of memory, while "
+        f"{format_bytes(in_use * page_bytes)} of other weights are in use, and host_memory has room for "
+        f"{format_bytes(frame_count * page_bytes)}: raise it by at least {format_bytes(missing_bytes)} ({missing_bytes} bytes)"
+    )

@@ -4,6 +4,12 @@ Forwards and backwards run there. Parameters come page by page from host memory 
 kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, or slice by slice here
 (device_sweep.py), and puts the images of all that is trained out of date. What the device's budget can hold stays from one use to
 the next within a step.
+
+[Note: streams of a backward] Autograd runs each node on the stream on which its operation was in the forward, and hooks on the
+stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when the forward
+first used the parameter; it is good on that stream only, until the backward is over: then torch has the stream of whoever called it
+wait for all of those. So who uses gradients before (`update="backward"`), on the stream of whatever hook comes next, has that
+stream wait for the parameters' streams; and what it queues there is waited for by the caller's stream when the backward is over.
 """
 
 from __future__ import annotations
@@ -16,14 +22,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from swapper.device.device import OUT_OF_MEMORY
+from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_budget import DeviceBudget
 from swapper.device.device_placement import DevicePlacement
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
 from swapper.device.image_layout import Span
 from swapper.device.registered_frames import HostSide
-from swapper.device.stream_order import StreamOrder
 from swapper.device.tier import DeviceCopy
 from swapper.device.uploads import PageCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
@@ -280,3 +285,26 @@ def _check_others(budget: DeviceBudget) -> None:
             f"may use {format_bytes(sum(others))}: device_memory={format_bytes(budget.nbytes)} is more than the rest. Lower one of "
             "them, or close the other manager"
         )
+
+
+class StreamOrder:
+    """Knows the streams on which there is something that the next user has to wait for. With one stream it records nothing.
+
+    Args:
+        device: whose streams.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._noted: set[Any] = set()
+
+    def note(self) -> None:
+        """What is queued on the current stream will be used, perhaps on another one."""
+        self._noted.add(self._device.current_stream())
+
+    def follow(self) -> None:
+        """Have the current stream wait for all that was noted, and what is queued on it from now on is noted."""
+        current = self._device.current_stream()
+        for stream in self._noted - {current}:
+            self._device.let_wait(current, self._device.record(stream))
+        self._noted = {current}

@@ -34,8 +34,8 @@ class PassLifecycle:
         updates: told what passes do.
         sweep: its leases go with those of a pass that is abandoned.
         pager: what leases go to.
-        keeper: brings parameters in for the forward that runs.
-        entrance: where the user comes in.
+        fault_handler: brings parameters in for the forward that runs.
+        session_guard: where the user comes in.
         clock: told what phase of a step begins.
         on_device: where forwards and backwards run on an accelerator.
         check_files: raises where files that parameters are read from were changed.
