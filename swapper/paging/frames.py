@@ -349,7 +349,7 @@ class Frames:
 
     def settle(self) -> None:
         """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
-        finished = [p for p in self.in_flight.values() if p.ticket is not None and p.ticket.done]
+        finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # they all have one
         if not finished:
             return
         for page in [page for page in finished if page.residency is Residency.WRITING]:

@@ -219,20 +219,17 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     def _lease_more(self, call: InferenceCall, group: GroupWeights) -> None:
         if self._convoy is not None:
             self._convoy.arrive(group)
-        asked = self._leased(group)
+        while True:
+            try:
+                is_asked = group.lease()
+                break
+            except BudgetError as refusal:
+                self._make_room(group, refusal)
         call.groups.append(group.index)
-        if asked:
+        if is_asked:
             self._order.append(group.index)
         if self._convoy is not None:
             self._convoy.hold(group)
-
-    def _leased(self, group: GroupWeights) -> bool:
-        """Lease a group, as its `lease` does."""
-        while True:
-            try:
-                return group.lease()
-            except BudgetError as refusal:
-                self._make_room(group, refusal)
 
     def _owned(self, output: Any) -> Any:
         """Return an output that keeps nothing of weights that leave. A gradient cannot come back."""
