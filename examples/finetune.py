@@ -59,12 +59,12 @@ def main() -> None:
         model = get_peft_model(model, LoraConfig(r=options.lora, task_type="CAUSAL_LM", target_modules="all-linear"))
     optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
-    options.directory.mkdir(parents=True, exist_ok=True)
     with swapper.SwapManager(options.directory, options.budget, resume="auto") as manager:
         placement = {"params": "nvme", "optimizer_state": "nvme"}  # then each step is committed at no cost
         masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
-        print(manager.plan(model, optimizer, master_weights=masters, **placement))
-        model, optimizer = manager.offload(model, optimizer, init=values, master_weights=masters, **placement)
+        plan = manager.plan(model, optimizer, master_weights=masters, **placement)
+        print(plan)
+        model, optimizer = manager.offload(model, optimizer, plan, init=values)
         left = options.steps - manager.step
         if left > 0:
             arguments = TrainingArguments(

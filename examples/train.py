@@ -38,7 +38,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
 
-    options.directory.mkdir(parents=True, exist_ok=True)
     with swapper.SwapManager(options.directory, host_memory=options.budget, resume="discard") as manager:
         model, optimizer = manager.offload(
             model, optimizer, params="nvme", optimizer_state="nvme", master_weights=torch.float32

@@ -21,31 +21,36 @@ from swapper.errors import (
     SwapperError,
     UnsupportedError,
 )
+from swapper.runtime import process as _process  # noqa: F401 - refuses an environment that says what is not known
 from swapper.runtime.counters import Counters
 
 if TYPE_CHECKING:
     from swapper import checkpoint
     from swapper.durability.ticket import SnapshotTicket
-    from swapper.infer.mapping.empty import without_weights
+    from swapper.infer.mapping.adoption import without_weights
     from swapper.infer.runtime.load_model import load, shared_memory
     from swapper.infer.runtime.loaded_model import LoadedModel, loaded
     from swapper.io import AioHandle, GdsFile, GdsHandle, Operation, gds_deregister_buffer, gds_register_buffer
     from swapper.manager import SwapManager
+    from swapper.options import Accelerator, CommitPolicy, ExternalWeights
     from swapper.runtime.stats import StepStats
     from swapper.train.activations.saved_tensor_hooks import offload_activations
     from swapper.train.optimizer.optim import PagedOptimizer
     from swapper.train.session.plan import Plan
 
 __all__ = [
+    "Accelerator",
     "AioHandle",
     "BudgetError",
     "CheckpointError",
     "ChecksumError",
     "ColdParameterError",
+    "CommitPolicy",
     "ConfigError",
     "Counters",
     "DeviceError",
     "DirectoryError",
+    "ExternalWeights",
     "GdsFile",
     "GdsHandle",
     "InvariantError",
@@ -72,7 +77,10 @@ __all__ = [
 ]
 
 _LATER = {
+    "Accelerator": "swapper.options",
     "AioHandle": "swapper.io",
+    "CommitPolicy": "swapper.options",
+    "ExternalWeights": "swapper.options",
     "GdsFile": "swapper.io",
     "GdsHandle": "swapper.io",
     "LoadedModel": "swapper.infer.runtime.loaded_model",
@@ -88,7 +96,7 @@ _LATER = {
     "loaded": "swapper.infer.runtime.loaded_model",
     "offload_activations": "swapper.train.activations.saved_tensor_hooks",
     "shared_memory": "swapper.infer.runtime.load_model",
-    "without_weights": "swapper.infer.mapping.empty",
+    "without_weights": "swapper.infer.mapping.adoption",
 }
 
 

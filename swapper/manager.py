@@ -20,19 +20,19 @@ from torch.optim import Optimizer
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.device.device import Device
 from swapper.durability.directory import RESUME_CHOICES
+from swapper.durability.fallback import begin_run
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError
-from swapper.formats.naming import Rename
-from swapper.io.tuning import find_tuning_of, weigh
-from swapper.options import parse_choice, parse_host_memory
+from swapper.io.tuning import weigh
+from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MOST_SPANS, Trace, asked_for
-from swapper.train.session.begin_run import begin
 from swapper.train.session.plan import Plan
-from swapper.train.session.request import Request
+from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
 from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.user_state import UserState
@@ -42,7 +42,7 @@ class SwapManager:
     """Pages a model's parameters and its optimizer's state between host memory and NVMe, within one budget.
 
     Args:
-        directory: an existing directory on the drive that shall hold the run. The run lives in a directory of its own
+        directory: on the drive that shall hold the run; it is made where its parent exists. The run lives in a directory of its own
             below it, `rank-R-of-W`, by the environment's RANK and WORLD_SIZE. Or a list of them, one a drive: pages are dealt to
             the drives by the speeds that `swapper tune` measured, equally where it did not.
         host_memory: every host byte that swapper may hold, in bytes or as "8GiB"; "auto" takes half of what is free.
@@ -50,12 +50,8 @@ class SwapManager:
             none; "discard" throws that run away.
         ranks: "together": where torch.distributed is initialized, all its ranks make a manager each, go on from the newest step
             that all have committed, and take the same steps. "alone": each rank is a run for itself.
-        commit_every: after how many steps the run can be gone on from, whatever kills it. "free": each step where that
-            costs no extra write, that is where parameters and optimizer state live on NVMe, else never; a number: every so
-            many steps, writing what is in memory too; None: never.
-        crash_resume: False takes half the space, one file that is written in place: the run is never committed, and cannot be
-            gone on from but from a snapshot.
-        fsync: commits survive a power loss too.
+        commits: after how many steps the run can be gone on from, whatever kills it: a swapper.CommitPolicy(...). By default
+            after each where parameters and optimizer state live on NVMe, else never.
         check_reads: compare what is read from the swap files with the checksum of what was written there, so that bytes that the
             drive, memory or another program changed are a ChecksumError and not part of a step. False saves a few percent of a step
             that computing alone fills.
@@ -74,7 +70,8 @@ class SwapManager:
 
     Raises:
         ConfigError: an option is not known.
-        DirectoryError: the directory is missing, not writable, in use, or holds a run; or ranks hold what does not fit together.
+        DirectoryError: the directory's parent is missing; the directory is not writable, in use, or holds a run; or ranks hold
+            what does not fit together.
         CheckpointError: the last commit of the run to go on from cannot be read.
         StateError: another rank could not make its manager.
     """
@@ -85,9 +82,7 @@ class SwapManager:
         host_memory: int | str = "auto",
         *,
         resume: str = "error",
-        commit_every: str | int | None = "free",
-        crash_resume: bool = True,
-        fsync: bool = False,
+        commits: CommitPolicy | None = None,
         check_reads: bool = True,
         rng: bool = False,
         backend: str = "auto",
@@ -95,32 +90,30 @@ class SwapManager:
         stall_s: float | None = 60.0,
         ranks: str = "together",
     ) -> None:
-        self._host_bytes = parse_host_memory(host_memory)
+        host_bytes = parse_host_memory(host_memory)
         parse_choice(resume, "resume", RESUME_CHOICES)
-        if commit_every is not None and commit_every != "free" and (type(commit_every) is not int or commit_every < 1):
-            raise ConfigError(f"commit_every={commit_every!r} is not known: use 'free', a number of steps, or None")
-        if not crash_resume and commit_every not in ("free", None):
-            raise ConfigError(f"commit_every={commit_every!r} needs crash_resume=True: leave one of them out")
-        self._commit_every = commit_every if crash_resume else None
+        commits = CommitPolicy() if commits is None else commits
+        if not isinstance(commits, CommitPolicy):
+            raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
         parse_choice(backend, "backend", ("auto", "uring", "threads"))
         parse_choice(cold, "cold", ("read", "raise"))
+        parse_choice(ranks, "ranks", RANKS_CHOICES)
         if stall_s is not None and not stall_s > 0:
             raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
         self._recording = ExitStack()  # of the trace that the environment asks for
-        self._counters = Counters()
-        self._clock = StepClock(self._counters)
-        parse_choice(ranks, "ranks", RANKS_CHOICES)
+        self._clock = StepClock(Counters())
+        self._counters = self._clock.counters
         self._ranks = Ranks.find(ranks)
-        self._directory, self._resumed, fallback = begin(directory, resume, self._ranks, weigh)
+        self._directory, self._resumed, fallback = begin_run(directory, resume, self._ranks, weigh)
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
-        self._terms = self._host_bytes, self._commit_every, self._directory.drives.weights
-        self.current = SessionSlot(self._directory, backend)
-        self._opening = SessionFactory(
-            self.current, self._directory, self._clock, self._user, self._resumed, fallback,
-            fsync=fsync, check_reads=check_reads, stall_s=stall_s, operates=cold == "read",
+        self._options = ManagerOptions(
+            host_bytes=host_bytes, commit_every=commits.every if commits.crash_resume else None, fsync=commits.fsync,
+            drives=self._directory.drives, backend=backend, check_reads=check_reads, operates=cold == "read", stall_s=stall_s,
         )  # fmt: skip
-        self._opening.remove_strays()
+        self.current = SessionSlot(self._directory, backend, self._clock, self._user)
+        self._factory = SessionFactory(self.current, self._directory, self._clock, self._user, self._resumed, fallback)
+        self._factory.remove_strays()
 
     # --- the user's verbs -----------------------------------------------------------------------------------------
 
@@ -128,6 +121,7 @@ class SwapManager:
         self,
         model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
         optimizer: Optimizer | None = None,
+        plan: Plan | None = None,
         *,
         params: str = "auto",
         optimizer_state: str = "auto",
@@ -136,12 +130,9 @@ class SwapManager:
         update: str = "step",
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
-        update_on: str = "cpu",
-        update_with: str = "optimizer",
-        stochastic_rounding: int | None = None,
+        accelerator: Accelerator | None = None,
+        external: ExternalWeights | None = None,
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
-        frozen_from: str | os.PathLike[str] | None = None,
-        rename: Rename = None,
     ) -> tuple[Any, Any]:
         """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
 
@@ -151,6 +142,8 @@ class SwapManager:
                 they share the budget.
             optimizer: over parameters of `model`. It is not used any more; the returned one takes its place. None where nothing
                 is trained.
+            plan: what `manager.plan` has returned for these: it is done as planned. It says all that follows but `init`, so leave
+                that out.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes). `params` may be "device":
                 see `device_memory`. For a model that is on a device and updated there, so may `optimizer_state`: all of it stays
                 there and is never streamed, and with "auto" that of as many groups as `device_memory` has room for when all
@@ -169,23 +162,12 @@ class SwapManager:
                 `parameter.grad` has no data to look at then, unless gradients stay there.
             device_memory: bytes, or "8GiB", of parameters on the device at one time; "auto" is half of what is free there. What it
                 can hold stays from forward to backward; params="device" refuses a budget that cannot hold all of them.
-            update_on: for a model on a device, where the optimizer's arithmetic is done: on the "cpu", where the state is; on the
-                "device", to which slices of it go and from which they come back (as plain torch's, its results may differ from
-                the CPU's in the last bits); or "auto", where that is faster by a trial of both.
-            update_with: "optimizer" does what yours does, bit for bit. "kernel", for torch.optim.AdamW with fp32 masters that is
-                updated on the device, is swapper's own AdamW: one pass over a slice, the same formula in another order, so that
-                results differ from torch's in the last bits. They are the same on every device.
-            stochastic_rounding: with update_with="kernel" and bf16 parameters, a seed: masters are rounded up or down by chance, in
-                proportion to what is nearer, instead of to nearest.
+            accelerator: how a model on a device is updated: a swapper.Accelerator(...). By default on the CPU, by your optimizer.
+            external: files of yours that have the frozen parameters, which are read in place: a swapper.ExternalWeights(path=...).
+                By default all parameters are copied to the run's directory.
             init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
                 module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
                 made group by group at their places: the model is never whole in memory. A run that goes on has them already.
-            frozen_from: where the frozen parameters (requires_grad=False) are, all of them: a safetensors file, a Hugging Face
-                directory, a torch checkpoint. They are read from there, in place, and never copied to the run's directory; the
-                files are not written, and must stay as they are for as long as there is a run that reads them. The model may be
-                on the meta device; values that it has are compared with the file's.
-            rename: for `frozen_from`, a map from its names to the model's, or a function that gives the model's name or None
-                (leave out).
 
         Returns:
             `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
@@ -195,11 +177,12 @@ class SwapManager:
             BudgetError: the budget is too small; says the smallest that works.
             UnsupportedError: this model or optimizer cannot be offloaded exactly.
             DirectoryError: the drive has not enough room.
-            CheckpointError: the run to go on from is another one; what `init` or `frozen_from` names is no checkpoint, or damaged;
-                `frozen_from` does not fit the model.
+            CheckpointError: the run to go on from is another one; what `init` or `external` names is no checkpoint, or damaged;
+                `external` does not fit the model.
             DeviceError: there is no such device, or it fails.
             IoError: a transfer failed.
-            StateError: the manager is closed or has a model already, or the model has another manager.
+            StateError: the manager is closed or has a model already, or the model has another manager; `plan` is of something
+                else, or of how it was.
         """
         self.current.check()
         self._ranks.check_still_so()
@@ -208,18 +191,27 @@ class SwapManager:
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
             )
-        asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        request = Request.parse(
-            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding, frozen_from, rename
+        options = OffloadOptions(
+            params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
         )  # fmt: skip
-        inventory = request.inventory(may_be_meta=init is not None or self._resumed is not None)
+        has_init = init is not None
+        if plan is not None:
+            options.check_none_given()
+            plan.request.check_is_for(model, optimizer, self._options)
+
+        def make() -> Plan:
+            if plan is not None:
+                return self._factory.check_fresh(plan, has_init)
+            return self._factory.plan(Request.of(model, optimizer, options, self._options), has_init)
+
         try:
-            paged = self._opening.open(request, inventory, init)
+            paged = self._factory.open(self._factory.agree(make), init)
             if (path := asked_for(self._directory.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else paged
         except BaseException:
-            self._opening.give_up()
+            self._factory.give_up()
             raise
 
     def plan(
@@ -234,24 +226,24 @@ class SwapManager:
         update: str = "step",
         device: str | torch.device | Device = "cpu",
         device_memory: int | str = "auto",
-        update_on: str = "cpu",
-        update_with: str = "optimizer",
-        stochastic_rounding: int | None = None,
-        frozen_from: str | os.PathLike[str] | None = None,
-        rename: Rename = None,
+        accelerator: Accelerator | None = None,
+        external: ExternalWeights | None = None,
     ) -> Plan:
-        """Return what `offload` with these arguments would do: placement, memory, space, bytes a step, wear. Nothing is changed.
+        """Return what `offload` will do: placement, memory, space, bytes a step, wear. Nothing is changed. `print` it.
 
-        Of a new run: one that is gone on from stays as it was divided.
+        Give it to `offload` to have just that, or give `offload` the same keywords. A run that is gone on from stays as it was
+        divided.
+
+        Args: as of `offload`; parameters may be on the meta device.
 
         Raises: as `offload` does, but for what only files, drives and `init` can tell.
         """
         self.current.check_usable()
-        asked = params, optimizer_state, gradients, master_weights, update, *self._terms
-        request = Request.parse(
-            model, optimizer, *asked, device, device_memory, update_on, update_with, stochastic_rounding, frozen_from, rename
+        options = OffloadOptions(
+            params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
+            device=device, device_memory=device_memory, accelerator=accelerator, external=external,
         )  # fmt: skip
-        return request.plan(request.inventory(may_be_meta=True), tuning=find_tuning_of(self._directory.drives))
+        return self._factory.plan(Request.of(model, optimizer, options, self._options), may_be_meta=True)
 
     def register(self, **objects: Any) -> None:
         """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler).
@@ -359,8 +351,9 @@ class SwapManager:
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
         ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
-        atexit.unregister(self.close)
-        atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
+        if not is_off("atexit"):
+            atexit.unregister(self.close)
+            atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
         return ticket
 
     def _finish_snapshots(self) -> None:
@@ -467,7 +460,7 @@ class SwapManager:
                 with defer_sigint:
                     self.current.end()
                     atexit.unregister(self.close)
-                    self._opening.forget()
+                    self._factory.forget()
                     if run is not None:
                         run.close()
                     self._directory.close()

@@ -5,16 +5,20 @@ The models are tiny, the machines of CI are small, and threads that wait for eac
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from durations import Durations
+from sampling import Case, choose, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -27,20 +31,71 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of tests that are marked `large_table`, leave a quarter of the cases where everything is run: see tools/test."""
-    if "SWAPPER_TEST_SAMPLE" not in os.environ or "SWAPPER_TEST_ALL" in os.environ:
+ROOM_BYTES = 6 << 30
+"""What the files of a whole run take at one time, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
+
+
+def runs_a_sample() -> bool:
+    return "SWAPPER_TEST_SAMPLE" in os.environ and "SWAPPER_TEST_ALL" not in os.environ
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("SWAPPER_TEST_SEED", seed_of_commit())  # and so for xdist's processes too
+    config.pluginmanager.register(Durations())
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say what is run, and end here where there is no room for its files."""
+    config = session.config
+    if hasattr(config, "workerinput") or config.option.collectonly:
         return
-    kept: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
-    seen: set[tuple[object, ...]] = set()
+    cases = "a sample of large tables" if runs_a_sample() else "all cases of what is named"
+    config.get_terminal_writer().line(f"{cases}, SWAPPER_TEST_SEED={os.environ['SWAPPER_TEST_SEED']}")
+    directory = config.option.basetemp or tempfile.gettempdir()
+    free = shutil.disk_usage(directory).free if Path(directory).is_dir() else ROOM_BYTES
+    if free < ROOM_BYTES and not config.option.file_or_dir:
+        raise pytest.UsageError(
+            f"the tests' files take up to {ROOM_BYTES >> 30} GiB at one time, and {directory} has {free / 2**30:.1f} GiB "
+            "free: delete what is old there, or set TMPDIR to a directory on another drive"
+        )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave some of what is marked `large_table` or `slow`: see tools/test and sampling.py."""
+    if not runs_a_sample():
+        return
+    tables: dict[object, dict[str, Case]] = {}
     for item in items:
-        test = (item.path, getattr(item, "originalname", item.name))
-        in_sample = item.get_closest_marker("large_table") is None or zlib.crc32(item.name.encode()) % 4 == 0
-        (kept if in_sample or test not in seen else left_out).append(item)
-        seen.add(test)
-    items[:] = kept
+        if (table := table_of(item)) is not None:
+            tables.setdefault(table, {})[item.nodeid] = case_of(item)
+    kept: set[str] = set()
+    for table, cases in tables.items():
+        count = len(cases) // 3 if table == "slow" else math.isqrt(len(cases) - 1) + 1
+        kept |= choose(cases, count, os.environ["SWAPPER_TEST_SEED"])
+    left_out = [item for item in items if table_of(item) is not None and item.nodeid not in kept]
+    items[:] = [item for item in items if item not in set(left_out)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def table_of(item: pytest.Item) -> object:
+    """Return what a test is one of many of, or None."""
+    if item.get_closest_marker("slow") is not None:
+        return "slow"
+    if item.get_closest_marker("large_table") is not None:
+        return item.nodeid.partition("[")[0]
+    return None
+
+
+def case_of(item: pytest.Item) -> Case:
+    """Return what a case has: of each parameter its value, or what is in it, or its number where it has no short name."""
+    found: list[tuple[str, object]] = []
+    for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
+        if isinstance(value, dict):
+            found += value.items()
+        else:
+            is_short = isinstance(value, str | int | float | None)
+            found.append((name, value if is_short else f"number {item.callspec.indices[name]}"))
+    return frozenset(found)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

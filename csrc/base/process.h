@@ -2,14 +2,33 @@
 // but not our threads, and not the memory marked MADV_DONTFORK: destroying those objects there would join a
 // thread that does not exist or unmap someone else's memory. `Creator` remembers which process made an
 // object, so that its destructor can leak instead. `SignalsBlocked` keeps signals away from threads started
-// in its scope: Python handles them.
+// in its scope: Python handles them. `is_off` says what of the process is to be left as it is.
 #pragma once
 
 #include <pthread.h>
 #include <signal.h>
 #include <unistd.h>
 
+#include <cstdlib>
+#include <string>
+#include <string_view>
+
 namespace swapper {
+
+// Whether SWAPPER_OFF in the environment names a change of the process, to have it left out.
+// swapper/runtime/process.py has the words, and refuses others.
+inline bool is_off(std::string_view change) {
+  static const std::string said = [] {
+    const char* value = std::getenv("SWAPPER_OFF");
+    return std::string(",") + (value == nullptr ? "" : value) + ",";
+  }();
+  constexpr std::string_view kBetween = ", \t\n";
+  for (std::size_t at = said.find(change); at != std::string::npos; at = said.find(change, at + 1)) {
+    const char before = said[at - 1], after = said[at + change.size()];
+    if (kBetween.find(before) != kBetween.npos && kBetween.find(after) != kBetween.npos) return true;
+  }
+  return false;
+}
 
 class Creator {
  public:

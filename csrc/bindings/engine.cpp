@@ -303,7 +303,9 @@ void bind_engine(nb::module_& module) {
         close_engine(*self.engine);
       });
 
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_live_engines));
+  if (!is_off("atexit")) {
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&close_live_engines));
+  }
 }
 
 }  // namespace swapper

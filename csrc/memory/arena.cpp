@@ -14,6 +14,7 @@
 #include "base/align.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "base/process.h"
 namespace swapper {
 
 void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages) {
@@ -35,8 +36,8 @@ Arena::Arena(const ArenaOptions& options)
     throw ConfigError("an arena of " + std::to_string(options.nbytes) + " bytes is beyond any machine");
   }
   map();
-  if (!options.lock) {
-    lock_reason_ = "locking was not asked for";
+  if (!options.lock || is_off("mlock")) {
+    lock_reason_ = options.lock ? "locking is off (SWAPPER_OFF=mlock)" : "locking was not asked for";
   } else if (::mlock2(address(), nbytes_, MLOCK_ONFAULT) != 0) {
     unlock(errno);  // said before any memory is taken
   }

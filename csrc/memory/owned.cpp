@@ -33,7 +33,7 @@ alignas(Ranges) std::byte ranges_memory[sizeof(Ranges)];
 
 Ranges& ranges() {
   static Ranges* made = [] {
-    pthread_atfork(nullptr, nullptr, [] { new (ranges_memory) Ranges; });
+    if (!is_off("fork")) pthread_atfork(nullptr, nullptr, [] { new (ranges_memory) Ranges; });
     return new (ranges_memory) Ranges;
   }();
   return *made;

@@ -136,7 +136,6 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
     corpus = Corpus(task.config.vocabulary)
     watch("offload", record)
     run_directory = directory / "run"
-    run_directory.mkdir()
     with swapper.SwapManager(run_directory, host_memory=task.budget_bytes) as manager:
         torch.manual_seed(task.seed)
         gpt = make_gpt(task.config, task.dtype)

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from swapper.checkpoint import zero
-from swapper.checkpoint.assembling import AssembledTensor
-from swapper.checkpoint.quantizing import Loss, losses, metadata, quantised
+from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.relay import Relay
-from swapper.checkpoint.replacing import check_target, replacing
+from swapper.checkpoint.replacing import replacing
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
 from swapper.checkpoint.writers import (
+    AssembledTensor,
     ExportTensor,
     Payloads,
     safetensors_header,
@@ -35,10 +35,9 @@ from swapper.checkpoint.writers import (
     write_torch,
 )
 from swapper.errors import CheckpointError, IoError
-from swapper.formats.chunks import ChunkedTensor
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import FileStamp, Source, open_source
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
@@ -351,6 +350,3 @@ def _write_dcp(
         planner[tensor.name] = (tensor.name,)
     whole = described.Metadata(entries, planner, storage, described.StorageMeta(), "1.0.0")
     (folder / METADATA_NAME).write_bytes(pickle.dumps(whole))
-
-
-__all__ = ["FORMATS", "WHAT", "Selection", "check_target", "export", "select"]

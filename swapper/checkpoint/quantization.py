@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: the arithmetic, and what a safetensors file says about them.
+"""Weights in 8 or 4 bits: the arithmetic, what a safetensors file says about them, and quantising on the way into such a file.
 
 A matrix of shape (..., columns) becomes one of bytes, (..., row_bytes): each row is its codes, then its scales. Codes are whole
 numbers of `bits` bits, one scale in bf16 for each block of columns; a value is its code times its block's scale. All that a row
@@ -12,11 +12,14 @@ is its code times 16. bf16 holds all codes exactly, so that dequantising rounds 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 
 import torch
 
+from swapper.checkpoint.writers import ExportTensor, Payloads
 from swapper.device.kernels.compiler import has_triton, uses_kernel
 from swapper.device.kernels.quantized import dequantise_, quantise
 from swapper.errors import CheckpointError
@@ -104,13 +107,13 @@ class QuantizedLayout:
         tail = scales.squeeze(-1).bfloat16().contiguous().view(torch.uint8)
         return torch.cat([stored, tail], dim=1)
 
-    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
+    def dequantise(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
 
         `stored` and the result are on one device; where that is a GPU with Triton, a kernel does it, with the same bits.
         """
         shape = (*stored.shape[:-1], self.columns)
-        values = torch.empty(shape, dtype=dtype, device=stored.device) if out is None else out
+        values = torch.empty(shape, dtype=dtype, device=stored.device)
         rows, flat = stored.reshape(-1, self.row_bytes), values.view(-1, self.columns)
         if self._has_kernel(flat):
             dequantise_(rows.contiguous(), flat, self.bits, self.block)
@@ -170,3 +173,95 @@ def _not_below(scales: torch.Tensor) -> torch.Tensor:
 def _codes(values: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
     safe = torch.where(scales == 0, torch.ones_like(scales), scales)
     return (values / safe).round_().clamp_(least, most)
+
+
+SCHEMES = {"int8": 8, "int4": 4}
+LEAST_ELEMENTS = 1 << 16
+"""A smaller tensor stays as it is: inference keeps it in memory anyway."""
+PIECE_ELEMENTS = 1 << 20
+
+
+@dataclass
+class Loss:
+    """How far a quantised tensor is from what it was."""
+
+    squared_error: float = 0.0
+    squared: float = 0.0
+    largest_error: float = 0.0
+
+    def add(self, values: torch.Tensor, found: torch.Tensor) -> None:
+        difference = found.float() - values.float()
+        self.squared_error += difference.double().square().sum().item()
+        self.squared += values.double().square().sum().item()
+        self.largest_error = max(self.largest_error, difference.abs().max().item())
+
+    @property
+    def relative(self) -> float:
+        """The root of the mean square of the error, to that of the values."""
+        return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedTensor(ExportTensor):
+    """A tensor that becomes codes and scales as it is written, piece by piece, in bounded memory.
+
+    Attributes:
+        dtype, shape: those of the file.
+        layout: how.
+        original: the tensor before.
+        loss: filled as it is written.
+    """
+
+    layout: QuantizedLayout | None = None
+    original: ExportTensor | None = None
+    loss: Loss = field(default_factory=Loss)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape)
+
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
+        """Yield the file's bytes in their order."""
+        if self.layout is None or self.original is None:
+            raise AssertionError("a quantised tensor without its layout")
+        columns = self.layout.columns
+        rows_a_piece = max(PIECE_ELEMENTS // columns, 1)
+        for elements in payloads.elements(self.original, rows_a_piece * columns):
+            values = elements.view(-1, columns)
+            try:
+                stored = self.layout.quantise(values)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.name} cannot be quantised: {error}; leave it with --keep") from error
+            self.loss.add(values, self.layout.dequantise(stored, values.dtype))
+            yield stored.view(-1)
+
+
+def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str]) -> list[ExportTensor]:
+    """Return `tensors` with every matrix that is worth it quantised, but those whose name fits a pattern in `keep`."""
+    if scheme not in SCHEMES:
+        raise CheckpointError(f"there is no way to quantise called {scheme!r}: use one of {', '.join(SCHEMES)}")
+    return [_quantised(tensor, SCHEMES[scheme], keep) for tensor in tensors]
+
+
+def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTensor:
+    is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= LEAST_ELEMENTS
+    is_kept = any(fnmatchcase(tensor.name, pattern) for pattern in keep)
+    in_order = all(part.stride is None for part in tensor.parts)
+    if is_kept or not is_large or not in_order or tensor.dtype not in FLOATS:
+        return tensor
+    layout = QuantizedLayout.of(bits, tensor.shape[-1], tensor.dtype)
+    if layout is None:
+        return tensor
+    shape = (*tensor.shape[:-1], layout.row_bytes)
+    return QuantisedTensor(tensor.name, torch.uint8, shape, tensor.parts, layout, tensor)
+
+
+def metadata(tensors: Sequence[ExportTensor]) -> dict[str, str]:
+    """What a safetensors file says of those of `tensors` that are quantised."""
+    found = {t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor) and t.layout is not None}
+    return metadata_of(found)
+
+
+def losses(tensors: Sequence[ExportTensor]) -> dict[str, Loss]:
+    """By name, how far each quantised tensor is from what it was; once they are written."""
+    return {tensor.name: tensor.loss for tensor in tensors if isinstance(tensor, QuantisedTensor)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.io.device_errors import device_errors
+from swapper.io.elements import device_errors
 from swapper.io.waiting import drain
 
 UNIT = 4096

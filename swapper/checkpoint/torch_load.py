@@ -64,7 +64,9 @@ def load(
     *,
     verify: bool = False,
 ) -> Any:
-    """Load any torch checkpoint as torch.load does; the result is the same, bit for bit.
+    """Load any torch checkpoint as torch.load does, all of it, into memory; the result is the same, bit for bit.
+
+    This reads a file; `swapper.load` runs a model whose weights are read from their file as they are needed.
 
     `torch.utils.serialization.config.load` is honoured (`mmap`, `mmap_flags`, `endianness`, `calculate_storage_offsets`). Storages
     of 1 MiB and more cannot be resized, as those of `mmap=True` cannot.
@@ -350,7 +352,7 @@ class _Loader:
         if self._staging is None:
             self._staging = Staging()
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
-        self._staging.read(view, record.offset, str(self._path), move).wait()
+        self._staging.begin("read", view, record.offset, str(self._path), move).wait()
         if self._verify and storage.nbytes == record.nbytes:
             _check_checksum(self._path, record, _combined(checksums))
         return memory

@@ -7,12 +7,10 @@ many transfers at a time, while their checksums are taken; and the file gets its
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import pickle
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -26,12 +24,15 @@ from swapper.checkpoint.stream import StreamWriter
 from swapper.errors import CheckpointError, ConfigError
 from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
 from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
     Entry,
     descriptor,
     descriptor_nbytes,
     directory,
+    leading_records,
     local_header,
     payload_offset,
+    serialization_id,
 )
 from swapper.io.engines import open_for, reserve, shared_engine
 
@@ -41,17 +42,9 @@ SMALL_MEAN_BYTES = 32 << 10
 """With storages smaller than this on average, torch's own alignment is kept: gaps would be more than 6 % of the file."""
 MOST_ALIGNMENT = 1 << 16
 
-ROOT = "archive"
-"""The folder in the zip that holds all records."""
-
 
 def save(
-    obj: object,
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool = True,
-    pickle_protocol: int = 2,
-    durable: bool = True,
+    obj: object, path: str | os.PathLike[str], *, overwrite: bool = True, pickle_protocol: int = 2, durable: bool = True
 ) -> None:
     """Save `obj` as torch.save does: `torch.load(path)` gives it back, with views and shared storages as they were.
 
@@ -166,14 +159,6 @@ def _plan(pickle_nbytes: int, sizes: tuple[int, ...], alignment: int) -> _Plan:
     return _Plan(tuple(payloads), cursor)
 
 
-def leading_records(pickle_nbytes: int, alignment: int) -> Iterator[tuple[str, bytes | int]]:
-    """The records that come before the payloads: names with contents, of data.pkl only the size."""
-    yield "data.pkl", pickle_nbytes
-    yield ".format_version", b"1"
-    yield ".storage_alignment", str(alignment).encode()
-    yield "byteorder", sys.byteorder.encode()
-
-
 def _end(cursor: int, name: str, nbytes: int, alignment: int) -> int:
     return payload_offset(cursor, name, nbytes, alignment) + nbytes + descriptor_nbytes(cursor, nbytes)
 
@@ -186,8 +171,8 @@ def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
         writer = StreamWriter(shared_engine(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
         try:
             archive = _Archive(writer, alignment)
-            for name, content in leading_records(0, alignment):
-                archive.add(name, content if isinstance(content, bytes) else pickled.data)
+            for name, content in leading_records(pickled.data, alignment):
+                archive.add(name, content)
             for place, storage in zip(plan.payloads, pickled.storages, strict=True):
                 archive.add_storage(place, storage)
             archive.finish()
@@ -243,11 +228,3 @@ class _Archive:
     def _end(self, name: str, cursor: int, nbytes: int, checksum: int) -> None:
         self._entries.append(Entry(name, cursor, nbytes, checksum))
         self._writer.append(descriptor(cursor, nbytes, checksum))
-
-
-def serialization_id(entries: Sequence[Entry]) -> bytes:
-    """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
-    names = "\n".join(entry.name for entry in entries)
-    contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in entries)
-    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
-    return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()

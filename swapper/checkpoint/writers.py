@@ -7,6 +7,7 @@ headers is held in memory.
 from __future__ import annotations
 
 import json
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +19,20 @@ import torch
 from swapper import _C
 from swapper.checkpoint.dcp.items import Item
 from swapper.checkpoint.relay import Checksum, Relay
-from swapper.checkpoint.torch_save import ROOT, leading_records, serialization_id
 from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.zip_writer import Entry, descriptor, descriptor_nbytes, directory, local_header
+from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
+    Entry,
+    descriptor,
+    descriptor_nbytes,
+    directory,
+    leading_records,
+    local_header,
+    serialization_id,
+)
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
@@ -209,8 +218,8 @@ def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
     sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
     pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
     archive = _Archive(relay)
-    for name, content in leading_records(len(pickled), ALIGNMENT):
-        archive.add(name, content if isinstance(content, bytes) else pickled)
+    for name, content in leading_records(pickled, ALIGNMENT):
+        archive.add(name, content)
     for key, tensor in enumerate(unique):
         archive.add_tensor(f"data/{key}", payloads, tensor)
     archive.finish()
@@ -279,3 +288,55 @@ def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
         relay.append_later(item.tail_nbytes, lambda item=item, checksum=checksum: item.tail(checksum.value))  # type: ignore[misc]
     relay.finish()
     return places
+
+
+BOX_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class AssembledTensor(ExportTensor):
+    """A tensor that is cut along other dimensions than the first. `parts` are its chunks, which follow no order."""
+
+    chunked: ChunkedTensor | None = None
+
+    @classmethod
+    def of(cls, chunked: ChunkedTensor, name: str) -> AssembledTensor:
+        parts = tuple(chunk.stored for chunk in chunked.chunks)
+        return cls(name, chunked.dtype, chunked.shape, parts, chunked)
+
+    def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
+        """Yield its elements in their order. The next ones are read meanwhile."""
+        if self.chunked is None:
+            raise AssertionError("a tensor is to be assembled from no chunks")
+        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and seldom
+        waiting: deque[_Reading] = deque()
+        for box in self.chunked.boxes(BOX_BYTES):
+            waiting.append(_Reading(box))
+            waiting[-1].begin(payloads, turned)
+            if len(waiting) > PIECES_AHEAD:
+                yield waiting.popleft().assembled(self.dtype)
+        for reading in waiting:
+            yield reading.assembled(self.dtype)
+
+
+class _Reading:
+    """A box whose pieces are on their way."""
+
+    def __init__(self, box: Box) -> None:
+        self._box = box
+        self._parts: list[tuple[torch.Tensor, list[Any]]] = []
+
+    def begin(self, payloads: Payloads, turned: dict[StoredTensor, torch.Tensor]) -> None:
+        for piece in self._box.pieces:
+            if piece.stored in turned:
+                self._parts.append((turned[piece.stored][piece.inside], []))
+            else:
+                end = piece.first + math.prod(piece.shape)
+                self._parts.append(payloads.read_elements((piece.stored,), piece.first, end))
+
+    def assembled(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return its elements, flat, when they are read."""
+        whole = torch.empty(self._box.shape, dtype=dtype)
+        for piece, (memory, tickets) in zip(self._box.pieces, self._parts, strict=True):
+            whole[piece.at] = arrived(memory, tickets).reshape(piece.shape)
+        return whole.view(-1)

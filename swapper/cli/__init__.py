@@ -1,4 +1,4 @@
-"""The command line: `swapper COMMAND`. Makes the application; each command has a file of its own."""
+"""The command line: `swapper COMMAND`. Makes the application of its commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from swapper.cli.bench import bench
+from swapper.cli.checkpoints import export, inspect, verify
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
-from swapper.cli.export import export
-from swapper.cli.inspect import inspect
 from swapper.cli.trace import trace
 from swapper.cli.tune import tune
-from swapper.cli.verify import verify
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError, DeviceError
-from swapper.io.device_errors import device_errors
+from swapper.io.elements import device_errors
 from swapper.io.registered import CudaRegistrar
 
 OUT_OF_MEMORY = torch.OutOfMemoryError

@@ -345,19 +345,3 @@ def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: st
             f"the directory's run is of another model or optimizer:\n{shown}\n"
             "Build the same model and optimizer, or say resume='discard' to throw the run away"
         )
-
-
-__all__ = [
-    "CommitRecord",
-    "SectionRecord",
-    "boot_id",
-    "check_group_count",
-    "check_same",
-    "check_state",
-    "check_trained",
-    "describe_plans",
-    "encode_commit",
-    "files_of",
-    "publish_commit",
-    "read_commit",
-]

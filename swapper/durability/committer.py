@@ -63,12 +63,10 @@ class State(Protocol):
 
     def sync_to_host(self) -> None:
         """Have at its places what stays elsewhere."""
-        ...
 
     @property
     def packed_entries(self) -> dict[str, Any]:
         """What it has, for the record."""
-        ...
 
 
 class Committer:
@@ -158,8 +156,7 @@ class Committer:
             self._drain()
             self._record = self._due = None
         self.finish()
-        if self._every is not None:
-            self._way_back.before_step(self._pager.counters.step + 1)
+        self._meet_ranks()
 
     def before_change_of_layout(self) -> None:
         """The files of the commit before are about to go.
@@ -167,10 +164,19 @@ class Committer:
         Raises:
             StateError: there is a rank that may still need that.
         """
-        if self._every is not None and not self._way_back.before_step(self._pager.counters.step + 1):
+        if not self._meet_ranks():
             raise StateError(
                 "ranks have committed different steps: have all add to what is trained at the same place, right after a step"
             )
+
+    def _meet_ranks(self) -> bool:
+        """Wait until all ranks have come to this. Returns whether they have the same last commit. See WayBack.before_step."""
+        if self._every is None:
+            return True
+        counters = self._pager.counters
+        step = counters.step + 1
+        with counters.waiting("rank", f"to come to step {step}, which another does not take, or not yet"):
+            return self._way_back.before_step(step)
 
     def finish(self) -> None:
         """Finish the step; if a commit is due, write what is changed, wait for it, and publish.

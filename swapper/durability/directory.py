@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -20,13 +21,17 @@ import shutil
 import stat
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from swapper.durability.ranks import Ranks
 from swapper.errors import ConfigError, DirectoryError, remedy
 from swapper.io import beneath
 from swapper.io.drives import RECORD_NAME, Drives, DrivesRecord, read_record
+from swapper.runtime.process import after_fork_in_child
 from swapper.runtime.sizes import format_bytes
+
+log = logging.getLogger("swapper")
 
 RESUME_CHOICES = ("error", "auto", "discard")
 
@@ -44,48 +49,40 @@ def _let_go_in_child() -> None:
         directory.close()
 
 
-os.register_at_fork(after_in_child=_let_go_in_child)
+after_fork_in_child(_let_go_in_child)
 
 
 class LockedDirectory:
     """One directory of a run. Owns its lock from construction until `close`.
 
     Args:
-        directory: the user's directory; must exist, so that a mistyped path is not filled by accident.
+        directory: the user's directory. It is made where its parent exists; a path with more than that mistyped is not.
         name: of the run's directory in it.
 
     Raises:
-        DirectoryError: missing, not a directory, not writable, or in use; or it is there and not this user's alone to write.
+        DirectoryError: its parent is missing; it is not a directory, not writable, or in use; or it is not this user's alone
+            to write.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
         self._lock = -1
         self._is_held = False
         parent = Path(directory).absolute()
-        if not parent.exists():
-            raise DirectoryError(f"directory {parent} does not exist: create it on the drive that shall hold the run")
-        if not parent.is_dir():
-            raise DirectoryError(f"{parent} is not a directory: give a directory on the drive that shall hold the run")
+        self._is_made = _make(parent)
         self.path = parent / name
         try:
             self.path.mkdir(mode=0o700, exist_ok=True)
             beneath.hold(self.path)
             self._is_held = True
             self._lock = self._open_lock()
+            _open.add(self)
+            self._take()
         except DirectoryError:
-            self.close()
+            self.give_up()
             raise
         except OSError as error:
-            self.close()
-            raise DirectoryError(
-                f"cannot write to {parent}: {error.strerror}. Choose a directory that you may write to, or {remedy(error.errno)}"
-            ) from error
-        _open.add(self)
-        try:
-            self._take()
-        except BaseException:
-            self.close()
-            raise
+            self.give_up()
+            raise _unwritable(parent, error) from error
 
     def _open_lock(self) -> int:
         path = self.path / "lock"
@@ -135,6 +132,16 @@ class LockedDirectory:
             if file.suffix == ".swap" and file.name not in kept:
                 beneath.unlink(file)
 
+    def give_up(self) -> None:
+        """Close, and remove the user's directory if it was made for this run, which does not begin."""
+        if self._is_made:
+            with suppress(OSError):
+                if self._lock >= 0:
+                    beneath.unlink(self.path / "lock")
+                self.path.rmdir()
+                self.path.parent.rmdir()
+        self.close()
+
     def close(self) -> None:
         """Let the lock go. Idempotent."""
         if self._lock >= 0:
@@ -146,6 +153,39 @@ class LockedDirectory:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _make(directory: Path) -> bool:
+    """Make a user's directory where it is not there. Returns whether it was not."""
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        if not directory.is_dir():
+            raise DirectoryError(
+                f"{directory} is not a directory: give a directory on the drive that shall hold the run"
+            ) from None
+        return False
+    except FileNotFoundError:
+        raise DirectoryError(
+            f"directory {directory} does not exist, nor does {directory.parent}, in which it would be made: correct the path, or "
+            f"make {directory.parent} on the drive that shall hold the run (mkdir -p)"
+        ) from None
+    except NotADirectoryError:
+        raise DirectoryError(
+            f"directory {directory} cannot be made: {directory.parent} is not a directory. Correct the path"
+        ) from None
+    except OSError as error:
+        if directory.is_dir():  # a read-only filesystem says this first
+            return False
+        raise _unwritable(directory.parent, error) from error
+    log.info("made directory %s", directory)
+    return True
+
+
+def _unwritable(directory: Path, error: OSError) -> DirectoryError:
+    return DirectoryError(
+        f"cannot write to {directory}: {error.strerror}. Choose a directory that you may write to, or {remedy(error.errno)}"
+    )
 
 
 def _refuse_other_sizes(directory: Path, size: int) -> None:
@@ -170,7 +210,7 @@ class RunDirectory:
     """Owns the locks of the run's directories from construction until `close`.
 
     Args:
-        directories: the user's directory, or several, one a drive; each must exist.
+        directories: the user's directory, or several, one a drive; one that is not there is made where its parent exists.
         resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
         ranks: this process's place in the job.
         weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
@@ -182,7 +222,7 @@ class RunDirectory:
 
     Raises:
         ConfigError: no directory, or one of them twice.
-        DirectoryError: missing, not a directory, not writable, in use, holds a run, or is not of this run.
+        DirectoryError: its parent is missing; it is not a directory, not writable, in use, holds a run, or is not of this run.
     """
 
     def __init__(
@@ -212,7 +252,8 @@ class RunDirectory:
                 self._locked.append(LockedDirectory(directory, f"rank-{ranks.rank}-of-{ranks.size}"))
             self.drives = self._settle(resume)
         except BaseException:
-            self.close()
+            for locked in self._locked:
+                locked.give_up()
             raise
 
     @property

@@ -5,13 +5,18 @@ it off changes what the last commit names. So before a snapshot is published the
 the last one, and until the next commit the store writes nowhere that it names (`Store.spare`). A run that goes on while it is there
 compares what the last commit has in shared files with its checksums; where that is not whole it goes on from the one before. So
 the damage costs the snapshot and one step.
+
+So a manager's run begins here too (`begin_run`), by finding the commit to go on from, the same on all ranks that are together.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +28,10 @@ from swapper.durability.commit import (
     publish_commit,
     read_commit,
 )
-from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME
-from swapper.durability.ranks import CommitId, Ranks, describe
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RunDirectory
+from swapper.durability.ranks import CommitId, Held, Ranks, choose, describe, host_name
 from swapper.durability.verify import Fault, find_damage
-from swapper.errors import CheckpointError, StateError
+from swapper.errors import CheckpointError, DirectoryError, StateError, SwapperError
 from swapper.io import beneath
 from swapper.paging.store.swap_files import Store
 
@@ -164,8 +169,9 @@ class WayBack:
         if len({number for number, *_ in found}) > 1:
             steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
             raise StateError(
-                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: have all take the same "
-                "number of steps, or say SwapManager(ranks='alone') where they are runs of their own"
+                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: one has skipped a "
+                "step or failed in it. Have all take the same steps and begin them again with resume='auto', or say "
+                "SwapManager(ranks='alone') where they are runs of their own"
             )
         if any((number, edits) != mine for _, number, edits in found):
             commits = ", ".join(describe((number, edits)) for _, number, edits in found)
@@ -266,3 +272,79 @@ def _say(faults: Sequence[Fault]) -> str:
         f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}), which lost "
         f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
     )
+
+
+# --- how a run begins ---------------------------------------------------------------------------------------------------
+
+
+def begin_run(
+    directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    resume: str,
+    ranks: Ranks,
+    weigh: Callable[[Sequence[Path]], Sequence[float]],
+) -> tuple[RunDirectory, CommitRecord | None, Commit | None]:
+    """Return the open directory, the commit to go on from (None: a new run), and the one before, if that is still a way back.
+
+    Args: as of RunDirectory.
+
+    Raises:
+        DirectoryError: as RunDirectory; or ranks hold what does not fit together.
+        CheckpointError: the last commit cannot be read.
+        StateError: another rank could not open its own.
+    """
+    opened: list[RunDirectory] = []
+
+    def open_mine() -> tuple[RunDirectory, list[CommitRecord]]:
+        with _usable(opened):
+            opened.append(RunDirectory(directories, resume, ranks, weigh))
+            return opened[0], _commits_of(opened[0])
+
+    def tell(found: tuple[RunDirectory, list[CommitRecord]]) -> tuple[Held, str]:
+        directory, commits = found
+        job = commits[0].job if commits else ""
+        held = Held(f"{host_name()}:{directory.path}", resume, job, tuple(commit.id for commit in commits))
+        return held, secrets.token_hex(8)
+
+    try:
+        (directory, commits), answers = ranks.settle("open its directory", open_mine, tell)
+        if not ranks.are_together:
+            directory.job = commits[0].job if commits else ""
+            with _usable(opened):
+                chosen = commits[0].id if commits else None
+                return directory, *go_on_from(directory.path, commits, chosen, keep_before=True)
+        held, jobs = zip(*answers, strict=True)
+        chosen = choose(held)
+        with _usable(opened):
+            if chosen is None:
+                directory.begin_anew()
+            directory.job = jobs[0] if chosen is None else held[0].job
+            return directory, *go_on_from(directory.path, commits, chosen, keep_before=False)
+    except BaseException:
+        for directory in opened:
+            directory.close()
+        ranks.close()
+        raise
+
+
+@contextmanager
+def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SwapperError):
+            raise
+        where = f"{opened[0].path} has what cannot be used" if opened else "the directory cannot be used"
+        raise DirectoryError(
+            f"{where} ({error}): look at what is there, and remove what swapper did not make"
+        ) from error
+
+
+def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
+    commits = find_commits(directory.path)
+    for commit in commits:
+        if (commit.rank, commit.world_size) != (directory.rank, directory.world_size):
+            raise DirectoryError(
+                f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody gave it another name. Give "
+                f"it its own, rank-{commit.rank}-of-{commit.world_size}, back"
+            )
+    return commits

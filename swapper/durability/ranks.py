@@ -131,7 +131,7 @@ class Ranks:
         if how == "alone" or size == 1:
             return cls(rank, size)
         with _explained("make a SwapManager"):
-            return cls(rank, size, dist.new_group(backend="gloo"))
+            return cls(rank, size, dist.new_group(backend="gloo", timeout=_users_timeout()))
 
     @property
     def are_together(self) -> bool:
@@ -216,13 +216,22 @@ def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def _users_timeout() -> Any:
+    """Return the timeout that the user gave to init_process_group; None, torch's own, where it was not for the CPU."""
+    try:
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+    except (RuntimeError, AttributeError):
+        return None
+
+
 @contextlib.contextmanager
 def _explained(what: str) -> Any:
     try:
         yield
     except RuntimeError as error:
         raise StateError(
-            f"another rank did not come to {what}: it has ended, or takes another way ({error}). Begin all ranks again with "
-            "resume='auto': they go on from the newest step that all have. Where each is a run of its own, say "
-            "SwapManager(ranks='alone')"
+            f"another rank did not come to {what}: it has ended, or takes another way ({error}). All ranks take the same "
+            "steps: one that skips optimizer.step() (infinities in its gradients, an empty batch) has the others wait for "
+            "it. Begin all again with resume='auto': they go on from the newest step that all have. Where each is a run of "
+            "its own, say SwapManager(ranks='alone')"
         ) from error

@@ -34,8 +34,9 @@ from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, StorageRef
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store

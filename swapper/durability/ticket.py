@@ -13,7 +13,7 @@ from swapper.errors import StateError
 
 
 class SnapshotTicket:
-    """A snapshot that `SwapManager.snapshot` has begun. Also awaitable: `path = await manager.snapshot(...)`.
+    """A snapshot under way. Made by `SwapManager.snapshot`. Also awaitable: `path = await manager.snapshot(...)`.
 
     A failure that nobody has asked for is raised by the next `snapshot`, or by `close`.
 

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.chunks import Chunk, ChunkedTensor
-from swapper.formats.concatenated import ConcatenatedFile, Extent
 from swapper.formats.sources import FileStamp, Source, is_plain_name, opened, read_whole
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import TensorView, are_sizes, read_skeleton
 from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque

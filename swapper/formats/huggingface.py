@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from swapper.errors import CheckpointError, IoError
-from swapper.formats.sources import FileStamp, Source, open_file, read_whole
+from swapper.formats.sources import FileStamp, Source, open_file, parse_object, read_whole
 from swapper.formats.stored import StoredTensor
-from swapper.formats.strict_json import parse_object
 from swapper.runtime import records
 
 SINGLE = ("model.safetensors", "pytorch_model.bin")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from swapper.errors import ConfigError
-from swapper.formats.chunks import ChunkedTensor
 from swapper.formats.sources import Source
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import ChunkedTensor, StoredTensor
 
 NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
 """Where in a training's checkpoint the model is, if it is not all of it; also one in another ("state_dict.model.")."""

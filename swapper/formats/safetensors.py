@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.sources import FileStamp, Source, opened, read_at
+from swapper.formats.sources import FileStamp, Source, opened, parse_object, read_at
 from swapper.formats.stored import StoredTensor
-from swapper.formats.strict_json import parse_object
 
 SIZE_BYTES = 8
 MOST_HEADER_BYTES = 100_000_000

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from swapper.errors import CheckpointError, ConfigError, IoError
-from swapper.formats.chunks import ChunkedTensor
-from swapper.formats.concatenated import ConcatenatedFile, Extent
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
+from swapper.runtime.records import parse_json
 
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80\x02"
@@ -117,7 +116,7 @@ class Source:
         tensors: by name, in the file's order.
         stamps: of every file that a tensor lies in, taken when its header was read.
         metadata: the format's own remarks, text to text.
-        joined: the files in `tensors` that do not exist: what lies in them lies in stretches of others (concatenated.py).
+        joined: the files in `tensors` that do not exist: what lies in them lies in stretches of others.
         grids: tensors that are in chunks side by side, which no such file can hold; not in `tensors`.
     """
 
@@ -209,3 +208,18 @@ def _read_by(reader: str, path: Path) -> Source:
     module: Any = import_module(f"swapper.formats.{reader}")
     source: Source = module.read(path)
     return source
+
+
+def parse_object(what: str, text: bytes) -> dict[str, Any]:
+    """Return the object that `text`, UTF-8, is. `what` names it in errors.
+
+    Raises:
+        CheckpointError: it is not JSON, not an object, or has a key twice: which one counted would be the reader's taste.
+    """
+    try:
+        found = parse_json(text)
+    except ValueError as error:
+        raise CheckpointError(f"{what} is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{what} is not a JSON object")
+    return found

@@ -1,9 +1,18 @@
-"""A tensor as bytes of a file: what every reader of a format gives, and what everything is made of that goes on from there."""
+"""A tensor as bytes of a file: what every reader of a format gives, and what everything is made of that goes on from there.
+
+A tensor that was saved in chunks is several of them (`ChunkedTensor`). Chunks along the first dimension alone are extents of the
+tensor's bytes, one after the other: a `ConcatenatedFile` makes them one tensor of a file that does not exist. Others, as a mesh
+of several dimensions leaves them, are put side by side: whole (`assembled`), or in boxes of bounded size (`boxes`), each of which
+is one extent of the tensor and one of every chunk that it meets.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -48,3 +57,182 @@ class StoredTensor:
         row_bytes = self.nbytes // self.shape[0]
         offset, nbytes = self.offset + begin * row_bytes, (end - begin) * row_bytes
         return replace(self, offset=offset, nbytes=nbytes, shape=(end - begin, *self.shape[1:]))
+
+
+ALIGNMENT_BYTES = 4096
+"""Of each tensor's place: chunks that begin at sectors, and are whole ones, are then read without a copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes [offset, offset + nbytes) of a file that exists."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class ConcatenatedFile:
+    """The layout of a file that does not exist, in which tensors lie whole whose bytes are extents of files that do.
+
+    What reads from a source resolves them by `Source.extents`, and knows no more of it.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._begins: list[int] = []
+        self._extents: list[Extent] = []
+
+    def add(self, extents: Sequence[Extent]) -> int:
+        """Give the bytes of `extents`, one after the other, a place; returns its offset."""
+        offset = cursor = -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        for extent in extents:
+            if extent.nbytes:
+                self._begins.append(cursor)
+                self._extents.append(extent)
+                cursor += extent.nbytes
+        self.nbytes = cursor
+        return offset
+
+    def extents(self, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
+        """Yield where bytes [offset, offset + nbytes) really are, each with its place in that range. What is between tensors
+        is nowhere."""
+        end = offset + nbytes
+        index = max(bisect_right(self._begins, offset) - 1, 0)
+        while index < len(self._begins) and self._begins[index] < end:
+            begin, extent = self._begins[index], self._extents[index]
+            low, high = max(begin, offset), min(begin + extent.nbytes, end)
+            if low < high:
+                yield low - offset, Extent(extent.path, extent.offset + low - begin, high - low)
+            index += 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor: where in the tensor it begins, and where in a file it lies."""
+
+    offsets: tuple[int, ...]
+    stored: StoredTensor
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(offset + size for offset, size in zip(self.offsets, self.stored.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """A tensor in chunks that tile it, in the order of their offsets; none of them is empty unless it is the only one.
+
+    Attributes:
+        name, dtype, shape: of the tensor.
+        path: what the user named.
+        chunks: its parts.
+    """
+
+    name: str
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    def check(self) -> None:
+        """
+        Raises:
+            ValueError: the chunks do not tile the tensor.
+        """
+        if any(end > size for chunk in self.chunks for end, size in zip(chunk.ends, self.shape, strict=True)):
+            raise ValueError(f"{self.name} has a chunk that is not inside of it")
+        if sum(chunk.stored.numel for chunk in self.chunks) != math.prod(self.shape):
+            raise ValueError(f"{self.name} of shape {self.shape} is not covered by its chunks")
+        under_way: list[Chunk] = []  # those that may still reach into the next ones
+        for chunk in self.chunks:
+            under_way = [other for other in under_way if other.ends[0] > chunk.offsets[0]]
+            if any(_overlap(chunk, other) for other in under_way):
+                raise ValueError(f"two chunks of {self.name} overlap")
+            under_way.append(chunk)
+
+    def in_rows(self) -> bool:
+        """Whether its bytes are those of the chunks one after the other."""
+        cursor = 0
+        for chunk in self.chunks:
+            whole = chunk.stored.shape[1:] == self.shape[1:] and not any(chunk.offsets[1:])
+            if not whole or (chunk.offsets and chunk.offsets[0] != cursor) or chunk.stored.stride is not None:
+                return False
+            cursor += chunk.stored.shape[0] if chunk.stored.shape else 0
+        return True
+
+    def assembled(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor whose chunks are `parts`, in memory of its own and in `dtype`."""
+        whole = torch.empty(self.shape, dtype=dtype, device=parts[0].device)
+        for chunk, part in zip(self.chunks, parts, strict=True):
+            whole[_slices(chunk.offsets, chunk.ends)] = part
+        return whole
+
+    def boxes(self, most_bytes: int) -> Iterator[Box]:
+        """Yield boxes of at most `most_bytes` that are the tensor's elements in their order. No chunk may have strides."""
+        cut, row_bytes = len(self.shape) - 1, self.dtype.itemsize  # dimensions behind `cut` are taken whole
+        while cut > 0 and row_bytes * self.shape[cut] <= most_bytes:
+            row_bytes *= self.shape[cut]
+            cut -= 1
+        step = max(most_bytes // row_bytes, 1)
+        behind = self.shape[cut + 1 :]
+        for prefix in product(*(range(size) for size in self.shape[:cut])):
+            for begin in range(0, self.shape[cut], step):
+                end = min(begin + step, self.shape[cut])
+                yield self._box(
+                    (*prefix, begin, *(0 for _ in behind)), (*(index + 1 for index in prefix), end, *behind)
+                )
+
+    def _box(self, begins: tuple[int, ...], ends: tuple[int, ...]) -> Box:
+        pieces = []
+        for chunk in self.chunks:
+            lows = tuple(map(max, begins, chunk.offsets))
+            highs = tuple(map(min, ends, chunk.ends))
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                at = _slices(_minus(lows, begins), _minus(highs, begins))
+                pieces.append(
+                    Piece(chunk.stored, _slices(_minus(lows, chunk.offsets), _minus(highs, chunk.offsets)), at)
+                )
+        return Box(_minus(ends, begins), tuple(pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements `inside` of a chunk, which go to `at` in a box."""
+
+    stored: StoredTensor
+    inside: tuple[slice, ...]
+    at: tuple[slice, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(part.stop - part.start for part in self.inside)
+
+    @property
+    def first(self) -> int:
+        """The first of them, counted in the chunk's elements: they follow each other there."""
+        steps = (math.prod(self.stored.shape[dim + 1 :]) for dim in range(len(self.inside)))
+        return sum(part.start * step for part, step in zip(self.inside, steps, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A range of a tensor's elements, and what it consists of."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def _overlap(one: Chunk, other: Chunk) -> bool:
+    return all(
+        low < high
+        for low, high in zip(map(max, one.offsets, other.offsets), map(min, one.ends, other.ends), strict=True)
+    )
+
+
+def _slices(begins: Sequence[int], ends: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(map(slice, begins, ends))
+
+
+def _minus(some: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(one - other for one, other in zip(some, others, strict=True))

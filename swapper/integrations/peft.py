@@ -71,11 +71,12 @@ def _check_independent(config: Any) -> None:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """Return, by the name that a parameter has without adapters, its name in `model`: a `rename` for `manager.offload`.
+    """Return, by the name that a parameter has without adapters, its name in `model`: a `rename` for `swapper.ExternalWeights`.
 
-        base, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
-        model = get_peft_model(base, config)
-        manager.offload(model, optimizer, frozen_from="path/to/base", rename=base_names(model))
+        plain, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
+        model = get_peft_model(plain, config)
+        base = swapper.ExternalWeights(path="path/to/base", rename=base_names(model))
+        manager.offload(model, optimizer, external=base)
 
     Args:
         model: what `get_peft_model` has returned, peft's or this module's.

@@ -22,8 +22,7 @@ from swapper.checkpoint.quantization import layouts_of
 from swapper.device.device import Device
 from swapper.errors import CheckpointError, UnsupportedError
 from swapper.formats.sources import Source, open_source
-from swapper.infer.mapping.adoption import Places
-from swapper.infer.mapping.mapped import MappedSource
+from swapper.infer.mapping.adoption import MappedSource, Places
 from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.mapping.tracing import Traced, recipe_of
 from swapper.infer.runtime.load_model import Budgets, load_matched

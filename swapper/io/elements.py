@@ -1,17 +1,19 @@
 """What a tensor's bytes are: its elements in row-major order, wherever and however they lie in memory.
 
-Pure. Decides whether a tensor is one run of host memory, which the engine can use as it is, or must be taken through
-staging memory piece by piece; and gives the pieces. A file holds exactly `numel * itemsize` bytes either way.
+Decides whether a tensor is one run of host memory, which the engine can use as it is, or must be taken through staging memory
+piece by piece; and gives the pieces. A file holds exactly `numel * itemsize` bytes either way. What a device raises while
+its elements are copied is made an error of swapper's own here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 
 import torch
 
-from swapper.errors import UnsupportedError
+from swapper.errors import DeviceError, SwapperError, UnsupportedError
 
 
 def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
@@ -100,3 +102,14 @@ def copy_in(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> 
     for view in views_of_range(tensor, start, stop):
         view.copy_(flat.narrow(0, at, view.numel()).view(view.shape))
         at += view.numel()
+
+
+@contextmanager
+def device_errors(device: torch.device, what: str) -> Iterator[None]:
+    """Within it, what `device` raises comes out as a DeviceError that says where; being out of memory stays what it is."""
+    try:
+        yield
+    except (SwapperError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise DeviceError.at(device, what, error) from error

@@ -276,14 +276,6 @@ class EngineOfDrives:
     def bytes_written(self) -> int:
         return sum(engine.bytes_written for engine in self._engines)
 
-    @property
-    def staging_bytes(self) -> int:
-        return sum(engine.staging_bytes for engine in self._engines)
-
-    @property
-    def in_flight(self) -> int:
-        return sum(engine.in_flight for engine in self._engines)
-
     def _joined(self, said: Callable[[_C.Engine], str]) -> str:
         return ", ".join(dict.fromkeys(said(engine) for engine in self._engines))
 

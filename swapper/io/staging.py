@@ -19,8 +19,7 @@ import torch
 
 from swapper import _C
 from swapper.errors import IoError
-from swapper.io.device_errors import device_errors
-from swapper.io.elements import copy_in, copy_out
+from swapper.io.elements import byte_count, copy_in, copy_out, device_errors
 from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
 SLOTS = 16
@@ -131,19 +130,11 @@ class Staging:
         self._device_type = device_type
         self._registration: Registration | None = None
 
-    def write(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
-        """Writes the elements in row-major order from file offset `offset` on."""
-        ready = event_of(tensor)
-        nbytes = tensor.numel() * tensor.element_size()
-        future = self._worker.submit(self._write, tensor.detach(), offset, move, ready)
-        return StagedTransfer(future, ("write", path, offset, nbytes))
-
-    def read(self, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
-        """Reads the elements in row-major order from file offset `offset` on."""
-        ready = event_of(tensor)
-        nbytes = tensor.numel() * tensor.element_size()
-        future = self._worker.submit(self._read, tensor.detach(), offset, move, ready)
-        return StagedTransfer(future, ("read", path, offset, nbytes))
+    def begin(self, kind: str, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
+        """Begins to "read" or "write" the elements in row-major order, from file offset `offset` on."""
+        act = self._read if kind == "read" else self._write
+        future = self._worker.submit(act, tensor.detach(), offset, move, event_of(tensor))
+        return StagedTransfer(future, (kind, path, offset, byte_count(tensor)))
 
     def close(self) -> None:
         self._worker.shutdown(wait=True)

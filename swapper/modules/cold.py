@@ -9,7 +9,6 @@ it is brought in for the one operation, to be read or changed; or refused, where
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from swapper.modules.cold_tables import (
     writes_first,
 )
 from swapper.modules.conversions import CONVERSIONS, changes_nothing
+from swapper.runtime.process import after_fork_in_child
 
 Run = Callable[[Mapping[int, torch.Tensor]], Any]
 """An operation on parameters that are warm while it runs, or is given tensors in their places, by id."""
@@ -55,7 +55,13 @@ class FaultHandler(Protocol):
         ...
 
     def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
-        """Return what `run` returns, which is an operation of `function` that reads cold parameters."""
+        """Return what `run` returns, which is an operation of `function` that reads cold parameters.
+
+        Args:
+            parameters: the cold ones.
+            function: of torch.
+            run: does it, given what takes the place of each parameter, by id.
+        """
         ...
 
     def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
@@ -128,7 +134,7 @@ def _forbid_in_child() -> None:
         METADATA.difference_update(getters("grad", "_grad"))  # gradients lie there too
 
 
-os.register_at_fork(after_in_child=_forbid_in_child)
+after_fork_in_child(_forbid_in_child)
 
 
 def set_cold(parameter: nn.Parameter) -> None:

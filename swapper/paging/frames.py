@@ -275,6 +275,14 @@ class Frames:
         """Return where, in bytes from the start of its section, the page was written since `guard`; -1 if nowhere."""
         return page.section.window.written_at(page.offset) if page.section.guards_writes else -1
 
+    def forget_written(self, page: Page) -> None:
+        """What a page that nobody leases has in memory, or was written there while it was away, goes."""
+        page.section.window.unmap(page.offset, page.nbytes)  # without a file behind it nothing stays
+        if page.residency is Residency.CLEAN:
+            self.evict(page)
+        else:
+            self._unmap(page)
+
     def find_written(self) -> list[Page]:
         """Return the pages that were written and not announced. [Note: writes that nobody announced]"""
         return [page for page in self._pages if self.written_at(page) >= 0]

@@ -165,9 +165,19 @@ class Pager:
 
         [Note: writes that nobody announced], paging/frames.py
         """
+        if self._writes_noted() == self._noted:
+            return []
         with self._lock:
             found = [(self._pages[index], self._frames.written_at(self._pages[index])) for index in access.pages]
         return [(page, at) for page, at in found if at >= 0]
+
+    def forget_written(self, pages: Iterable[int]) -> None:
+        """Forget what was written to these pages, which nobody leases: they are read anew from a store that is only read."""
+        with self._lock:
+            self._frames.settle()
+            for index in pages:
+                self._frames.forget_written(self._pages[index])
+            self._find_written()
 
     def write_back(self) -> None:
         """Submit the write of every changed page that nobody leases, transient ones excepted.

@@ -1,12 +1,17 @@
-"""Where a page is, and the only moves it may make. A move that the table does not list is a bug and raises at once."""
+"""Where a page is, and the only moves it may make. A move that the table does not list is a bug and raises at once.
+
+The storages of saved activations (train/activations) make the same moves. For both the drive is the store.
+"""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
+from swapper.errors import InvariantError
+
 
 class Residency(Enum):
-    """The state of one page."""
+    """The state of one page, or of one saved storage."""
 
     COLD = auto()
     """Only in the store; no frame."""
@@ -39,3 +44,17 @@ LEGAL_MOVES: frozenset[tuple[Residency, Residency]] = frozenset(
         (_D, _C),  # thrown away: a step rolled back
     }
 )
+
+
+class Resident:
+    """Something that is where its `residency` says. Only `move` changes that."""
+
+    __slots__ = ("residency",)
+
+    def __init__(self, residency: Residency) -> None:
+        self.residency = residency
+
+    def move(self, new: Residency) -> None:
+        if (self.residency, new) not in LEGAL_MOVES:
+            raise InvariantError(f"{self}: {self.residency.name} -> {new.name} is not a legal move")
+        self.residency = new

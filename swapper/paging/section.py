@@ -15,7 +15,7 @@ from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.io.engines import Transfer
 from swapper.paging.planning.layout import SectionPlan, Slot
-from swapper.paging.residency import LEGAL_MOVES, Residency
+from swapper.paging.residency import Residency, Resident
 
 EXTERNAL = -2
 """In place of the number of a swap file: the content is in the file of the user's that the section's plan names."""
@@ -53,7 +53,7 @@ class NoWindow:
         return -1
 
 
-class Page:
+class Page(Resident):
     """A fixed-size piece of a paged section. Only the pager changes one."""
 
     __slots__ = (
@@ -76,7 +76,6 @@ class Page:
         "next_use",
         "offset",
         "previous_owner",
-        "residency",
         "section",
         "ticket",
     )
@@ -87,7 +86,7 @@ class Page:
         self.offset = offset  # bytes from the start of the section
         self.nbytes = nbytes
         self.file_offset = section.file_offset + offset
-        self.residency = Residency.COLD
+        super().__init__(Residency.COLD)
         self.frame: int | None = None
         self.leases = 0
         self.next_use = 0  # position in the schedule
@@ -129,11 +128,6 @@ class Page:
         end = self.offset + self.nbytes
         slots = [slot for slot in self.section.plan.slots if slot.offset < end and slot.end > self.offset]
         return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
-
-    def move(self, new: Residency) -> None:
-        if (self.residency, new) not in LEGAL_MOVES:
-            raise InvariantError(f"{self}: {self.residency.name} -> {new.name} is not a legal move")
-        self.residency = new
 
     def __repr__(self) -> str:
         return (

@@ -20,7 +20,7 @@ FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradient
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A thread that waits: for "read", "write" or "frame", of what, and since when (time.monotonic(), in seconds)."""
+    """A thread that waits: for "read", "write", "frame" or "rank", of what, and since when (time.monotonic(), in seconds)."""
 
     kind: str
     what: object
@@ -42,6 +42,7 @@ class Counters:
         read_wait_s: computation waited for pages to arrive.
         write_wait_s: it waited for writes: of pages about to be changed again, and of a commit.
         frame_wait_s: it waited for a frame, which another page was still being written from or read into.
+        rank_wait_s: it waited for other ranks to come to a step.
         update_s: in the optimizer's arithmetic.
         pages_used: pages leased in the order of a step, each time.
         pages_missed: of these, those that nobody had asked for before; the content of pages made anew is not asked for.
@@ -63,6 +64,7 @@ class Counters:
     read_wait_s: float = 0.0
     write_wait_s: float = 0.0
     frame_wait_s: float = 0.0
+    rank_wait_s: float = 0.0
     update_s: float = 0.0
     pages_used: int = 0
     pages_missed: int = 0
@@ -79,7 +81,7 @@ class Counters:
 
     @contextmanager
     def waiting(self, kind: str, what: object) -> Iterator[None]:
-        """Count the time in the context as waiting for `kind`: "read", "write" or "frame".
+        """Count the time in the context as waiting for `kind`: "read", "write", "frame" or "rank".
 
         Args:
             what: whose repr says what is waited for.

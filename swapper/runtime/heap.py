@@ -19,6 +19,7 @@ import os
 from typing import ClassVar
 
 from swapper.runtime.headroom import UNLIMITED, headroom_bytes, read_kernel
+from swapper.runtime.process import is_off
 
 FREE_SHARE = 16
 """Of the budget: after so much was freed there is a look at how much memory is free, and how much is left."""
@@ -145,7 +146,7 @@ def return_free_memory() -> None:
 def _set_thresholds(trim_bytes: int) -> None:
     """Have glibc keep so much at the heap's end, and take no memory elsewhere that it can have there. [Note: who gives back]"""
     set_option = getattr(_libc, "mallopt", None)
-    if set_option is not None and not any(name in os.environ for name in USERS_OWN):
+    if set_option is not None and not is_off("mallopt") and not any(name in os.environ for name in USERS_OWN):
         set_option(M_MMAP_THRESHOLD, HEAP_TENSOR_BYTES)
         set_option(M_TRIM_THRESHOLD, trim_bytes)
 

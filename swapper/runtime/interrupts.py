@@ -13,8 +13,11 @@ from __future__ import annotations
 import _signal as unnamed  # [Note: signals without names]
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
+
+from swapper.runtime.process import is_off
 
 SIGINT: int = unnamed.SIGINT
 
@@ -54,7 +57,7 @@ class DeferredSigint:
         self._pending = (number, frame)
 
 
-defer_sigint = DeferredSigint()
+defer_sigint: AbstractContextManager[None] = nullcontext() if is_off("sigint") else DeferredSigint()
 
 
 def run_uninterrupted(action: Callable[[], None]) -> None:
@@ -83,7 +86,7 @@ class SteadyLock:
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
-        defer_sigint.__exit__()
+        defer_sigint.__exit__(None, None, None)
 
     def locked(self) -> bool:
         return self._lock.locked()

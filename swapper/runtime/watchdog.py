@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swapper.runtime.counters import Counters, Wait
+from swapper.runtime.process import is_off
 
 log = logging.getLogger("swapper")
 
@@ -110,7 +111,7 @@ def _on_signal(number: int, frame: Any) -> None:
 
 def _take_signal() -> None:
     in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+    if in_main and not is_off("sigusr1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         signal.signal(signal.SIGUSR1, _on_signal)
 
 

@@ -8,13 +8,12 @@ when groups are updated (at_step.py) and how that is undone (step_rollback.py), 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from swapper import _C
 from swapper.errors import StateError
@@ -30,26 +29,25 @@ from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
 from swapper.train.gradients.victim_cache import find_rooms
-from swapper.train.layout.content import SectionSource
+from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
-from swapper.train.layout.inventory import Inventory, find_places, find_trainables
-from swapper.train.layout.section_pages import fill
-from swapper.train.optimizer.conditions import Conditions
+from swapper.train.layout.inventory import find_places, find_trainables
+from swapper.train.optimizer.conditions import Conditions, OtherOptimizers
 from swapper.train.optimizer.membership import Membership
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.optimizer.other_optimizers import OtherOptimizers
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
 from swapper.train.parameters.state_loading import state_dict_of
-from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.plan import Plan
+from swapper.train.session.session_guard import Callbacks, SessionGuard
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
 from swapper.train.updates.during_backward import StepInBackward
-from swapper.train.updates.step_rollback import StepRollback, UndoSections
+from swapper.train.updates.step_rollback import StepRollback
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable
 
 log = logging.getLogger("swapper")
@@ -59,17 +57,12 @@ class OffloadedModel:
     """Moves a model's parameters and its optimizer's state to their sections, and puts the hooks in.
 
     Args:
-        model, optimizer: the user's.
-        inventory: what they consist of.
+        plan: of the run; has the user's model and optimizer.
         sections: param and state sections, with memory.
         grad_sections: of gradients; those that are resident get their memory before `start`.
         pager: what leases go to.
-        page_bytes: size of a page.
         clock: is told what phase a step is in; has the counters to keep.
-        session_guard: where the user comes in.
-        update: when parameters are updated.
-        begin_step: called before a backward updates the first group of a step.
-        undo_sections: see UndoSections.
+        manager: whom to ask.
         on_device: where forwards and backwards run on an accelerator.
 
     Attributes:
@@ -82,20 +75,16 @@ class OffloadedModel:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        inventory: Inventory,
+        plan: Plan,
         sections: list[Section],
         grad_sections: list[Section],
         pager: Pager,
-        page_bytes: int,
         clock: StepClock,
-        session_guard: SessionGuard,
-        update: str,
-        begin_step: Callable[[], None],
-        undo_sections: UndoSections,
+        manager: Callbacks,
         on_device: TrainingDevice | None,
     ) -> None:
+        inventory, model, optimizer = plan.inventory, plan.request.model, plan.request.optimizer
+        session_guard = manager.session_guard
         self.model = model
         self._on_device = on_device
         self._inventory = inventory
@@ -113,7 +102,7 @@ class OffloadedModel:
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
             on_device,
         )  # fmt: skip
-        self._sweep = self._make_sweep(page_bytes, clock.counters)
+        self._sweep = self._make_sweep(plan.budget.page_bytes, clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
         self.gathering = Gathering(self.groups, self._refresh_masters, session_guard.turns, pager.check_room)
@@ -123,9 +112,9 @@ class OffloadedModel:
         )  # fmt: skip
         self._gradients: Gradients | None = None
         self._other_optimizers = OtherOptimizers(optimizer, self._names)
-        self.undoing = StepRollback(optimizer, self.optimizer_state, sections, self.groups, undo_sections)
-        self._begin_step = begin_step
-        self.updates = self._make_updates(update, session_guard)
+        self.undoing = StepRollback(optimizer, self.optimizer_state, sections, self.groups, manager.undo_sections)
+        self._begin_step = manager.begin_step
+        self.updates = self._make_updates(plan.request.options.update, session_guard)
         check_files = inventory.check_files
         self.passes = PassLifecycle(
             self.groups, self.updates, self._sweep, pager, self.fault_handler, session_guard, clock, on_device, check_files
@@ -234,7 +223,7 @@ class OffloadedModel:
             if changed:
                 names = ", ".join(slot.spec.owner for slot in section.plan.slots)
                 raise StateError(
-                    f"init= changed {names}, which frozen_from= has: let the function leave frozen parameters as they are"
+                    f"init= changed {names}, which external= has: let the function leave frozen parameters as they are"
                 )
 
     def _is_changed(self, page: Page) -> bool:

@@ -63,7 +63,7 @@ def test_what_is_held_stays_within_the_smallest_budget(twins: MakeTwins) -> None
     pair.train(train_step, steps=2)
     files = [file for file, target in open_files().items() if "swapper-arena" in target and file not in before]
     assert files
-    assert sum(file.stat().st_size for file in files) <= pair.manager._host_bytes
+    assert sum(file.stat().st_size for file in files) <= pair.manager._options.host_bytes
 
 
 @pytest.mark.parametrize("size", ["0", 0, -5, "12 parsecs", "", None, 3.5, True])
@@ -75,7 +75,7 @@ def test_a_size_that_is_none_is_refused(tmp_path: Path, size: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"resume": "maybe"}, "resume"), ({"backend": "floppy"}, "backend"), ({"commit_every": 0}, "commit_every")],
+    [({"resume": "maybe"}, "resume"), ({"backend": "floppy"}, "backend"), ({"commits": "free"}, "commits")],
 )
 def test_an_option_that_is_not_known_is_refused(tmp_path: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(swapper.ConfigError, match=named):

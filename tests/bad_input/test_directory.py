@@ -23,10 +23,51 @@ from swapper.io.drives import Drives, DrivesRecord
 BUDGET = "32MiB"
 
 
-def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(swapper.DirectoryError, match="does not exist: create it"):
-        swapper.SwapManager(tmp_path / "missing", host_memory=BUDGET)
-    assert not list(tmp_path.iterdir())
+def test_a_missing_directory_is_made_where_its_parent_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    for given in (tmp_path / "new", "relative", tmp_path / "link" / "below", [tmp_path / "one", tmp_path / "other"]):
+        with swapper.SwapManager(given, host_memory=BUDGET) as manager:
+            model, optimizer = manager.offload(model := Net(), adamw(model.parameters()), params="nvme")
+            assert train_step(model, optimizer).isfinite()
+        for directory in given if isinstance(given, list) else [given]:
+            assert [path.name for path in Path(directory).iterdir()] == ["rank-0-of-1"]
+        with swapper.SwapManager(given, host_memory=BUDGET, resume="auto") as manager:
+            assert manager.step == 1
+
+
+def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
+    match = rf"{tmp_path}/missing/run does not exist, nor does {tmp_path}/missing, .*make {tmp_path}/missing"
+    for given in (tmp_path / "missing" / "run", [tmp_path / "made", tmp_path / "missing" / "run"]):
+        with pytest.raises(swapper.DirectoryError, match=match):
+            swapper.SwapManager(given, host_memory=BUDGET)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(swapper.DirectoryError, match=rf"{tmp_path}/file is not a directory"):
+        swapper.SwapManager(tmp_path / "file" / "run", host_memory=BUDGET)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(swapper.DirectoryError, match=rf"{tmp_path}/dangling is not a directory"):
+        swapper.SwapManager(tmp_path / "dangling", host_memory=BUDGET)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
+
+
+def test_a_new_directory_of_a_run_that_is_refused_is_removed(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path / "held", host_memory=BUDGET):
+        with pytest.raises(swapper.DirectoryError, match="in use by another run"):
+            swapper.SwapManager([tmp_path / "new", tmp_path / "held"], host_memory=BUDGET)
+    assert [path.name for path in tmp_path.iterdir()] == ["held"]
+
+
+def test_a_directory_is_not_made_on_a_read_only_filesystem(mount: Callable[..., Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    point = mount("--bind", str(source))
+    subprocess.run(["mount", "-o", "remount,ro,bind", str(point)], check=True)
+    with pytest.raises(
+        swapper.DirectoryError, match=f"cannot write to {point}: .*Choose a directory that you may write to"
+    ):
+        swapper.SwapManager(point / "run", host_memory=BUDGET)
+    assert not list(source.iterdir())
 
 
 def test_a_file_is_no_directory(tmp_path: Path) -> None:

@@ -319,6 +319,7 @@ def repeating() -> Iterator[tuple[_C.Window, bytes]]:
     arena.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0, 1])
 def test_one_operation_may_be_larger_than_4_gib(repeating: tuple[_C.Window, bytes], tmp_path: Path, shift: int) -> None:
     window, pattern = repeating

@@ -3,8 +3,8 @@
 As a program, `python kernel_cases.py DEVICE`: runs all and prints {check: "" or what went wrong} as JSON. With TRITON_INTERPRET=1
 the device is "cpu".
 
-Tolerances: none, every bit. Each kernel is compiled without contraction and with correctly rounded division and root, so nothing
-is left to a device.
+Every bit is compared: each kernel is compiled without contraction and with correctly rounded division and root, so nothing is
+left to a device.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from cuda_stand_in import plugin as plugin  # has what follows run on the stand-in
+from e2e.keywords import for_offload
 from torch import nn
 
 import swapper
@@ -43,7 +44,9 @@ def train(copies: int, directory: Path, update: str, update_on: str) -> None:
     manager = SwapManager(directory, host_memory="64MiB")
     model = Model()
     options = {"device": "cuda", "device_memory": "5MiB", "update": update, "update_on": update_on}
-    model, optimizer = manager.offload(model, torch.optim.AdamW(model.parameters()), params="nvme", **options)
+    model, optimizer = manager.offload(
+        model, torch.optim.AdamW(model.parameters()), params="nvme", **for_offload(options)
+    )
     value = torch.randn(64, WIDTH, device="cuda")
 
     def step() -> None:

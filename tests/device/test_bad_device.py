@@ -114,11 +114,11 @@ def test_an_error_of_the_device_that_stays_ends_a_handles_transfer_and_no_slot_i
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: LostStream(calls, after))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     values = torch.arange(3 * SLOT_BYTES // 4, dtype=torch.int32)
-    transfer = getattr(ring, kind)(values, 0, "x", move)
+    transfer = ring.begin(kind, values, 0, "x", move)
     with pytest.raises(DeviceError, match=r"copying a tensor through host memory.*illegal memory access"):
         transfer.wait()
     monkeypatch.setattr(staging, "event_of", lambda tensor: None)  # the next tensor is the CPU's: the ring still works
-    ring.write(values.clone(), 0, "x", lambda *a: iter([engine.write(file, *a)])).wait()
+    ring.begin("write", values.clone(), 0, "x", lambda *a: iter([engine.write(file, *a)])).wait()
     ring.close()
     assert (tmp_path / "x").read_bytes() == values.numpy().tobytes()
 

@@ -267,7 +267,7 @@ def test_a_handles_slots_are_registered_once_and_forgotten_when_it_closes(tmp_pa
 
     matrix = torch.arange(12, dtype=torch.uint8).view(3, 4)
     for _ in range(2):
-        staging.write(matrix.t(), 0, "x", move).wait()
+        staging.begin("write", matrix.t(), 0, "x", move).wait()
         assert list(runtime.registered.values()) == [SLOTS * SLOT_BYTES]
     staging.close()
     assert runtime.registered == {}

@@ -20,14 +20,6 @@ MIB = 1 << 20
 SMALL = 2 * MIB
 """A block has half a MiB in fp32; all of the model about 2.7."""
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "adamw amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-3, amsgrad=True),
-    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
-}
-
 
 @pytest.fixture
 def on_device(twins: MakeTwins) -> MakeTwins:

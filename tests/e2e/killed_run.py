@@ -30,6 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import swapper
+from e2e.keywords import for_manager
 from e2e.twins import smallest_budget
 from swapper.durability.verify import verify
 
@@ -93,7 +94,7 @@ def run(directory: Path, losses: Path, tick: Callable[[bytes], Any], steps: int 
     for module in model:
         module.register_forward_hook(lambda *_: tick(b"f") and None)
         module.register_full_backward_hook(lambda *_: tick(b"b") and None)
-    with swapper.SwapManager(drives, resume="auto", rng=True, **options) as manager:
+    with swapper.SwapManager(drives, resume="auto", rng=True, **for_manager(options)) as manager:
         model, optimizer = manager.offload(model, optimizer, **placed)
         manager.register(scheduler=scheduler)
         tick(b"o")

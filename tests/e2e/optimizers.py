@@ -7,13 +7,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, NAdam
+from torch.optim import ASGD, SGD, Adafactor, Adagrad, Adam, AdamW, NAdam
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adamw": partial(AdamW, lr=1e-3),
     "adamw fused": partial(AdamW, lr=1e-3, fused=True),
+    "adamw foreach": partial(AdamW, lr=1e-3, foreach=True),
+    "adamw amsgrad": partial(AdamW, lr=1e-3, amsgrad=True),
+    "adamw fused amsgrad": partial(AdamW, lr=1e-3, amsgrad=True, fused=True),
     "adamw tensor lr": lambda parameters: AdamW(parameters, lr=torch.tensor(1e-3)),
+    "adam fused": partial(Adam, lr=1e-3, fused=True, weight_decay=0.1),
+    "adam decay": partial(Adam, lr=1e-3, weight_decay=0.1, betas=(0.8, 0.9), eps=1e-6, maximize=True),
     "sgd": partial(SGD, lr=1e-2, momentum=0.9),
+    "asgd": partial(ASGD, lr=1e-2),
     "nadam": partial(NAdam, lr=1e-3),
     "adagrad": partial(Adagrad, lr=1e-2),
     "adafactor": partial(Adafactor, lr=1e-3),

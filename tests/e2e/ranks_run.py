@@ -1,16 +1,20 @@
 """Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
 
-Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them: steps (how
-many more to take), resume, ranks, memory, every, snapshot (a path). "killed=RANK": that rank is killed right before the commit of
-its last step gets its name. "plain": without DDP. "late": torch.distributed is initialized after the manager was made.
+Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
+steps (how many more to take), resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
+stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
+not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
+DDP. "late": torch.distributed is initialized after the manager was made.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,8 +24,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
+from e2e.keywords import for_manager
 from e2e.killed_run import fork
-from e2e.models import Net, train_step
+from e2e.models import Net, loss_of, tokens, train_step
 from swapper.durability import committer
 
 
@@ -60,9 +65,24 @@ def die_before_commit(rank: int, begun: int, step: int) -> None:
     committer.publish_commit = killed
 
 
+@contextlib.contextmanager
+def failing(sweep: Any) -> Iterator[None]:
+    """Within, an update fails half-way."""
+    apply, sweep._apply = sweep._apply, lambda run: 1 / 0
+    try:
+        yield
+    finally:
+        sweep._apply = apply
+
+
 def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str]) -> None:
     orders = Orders(rank, given)
-    join = {"init_method": f"file://{meeting}", "rank": rank, "world_size": size, "timeout": timedelta(seconds=60)}
+    join = {
+        "init_method": f"file://{meeting}",
+        "rank": rank,
+        "world_size": size,
+        "timeout": timedelta(seconds=float(orders.one("timeout", 60))),
+    }
     is_late = orders.is_said("late")
     if is_late:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
@@ -71,12 +91,13 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options = {"resume": orders.one("resume", "auto"), "ranks": orders.one("ranks", "together")}
     every = orders.one("every", "free")
     memory = orders.one("memory", "32MiB")
+    options["stall_s"] = float(orders.one("stall_s", 60))
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
     model = Net(depth=1)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
-        manager = swapper.SwapManager(directory, host_memory=memory, **options)
+        manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
         if is_late:
             dist.init_process_group("gloo", **join)
@@ -86,12 +107,18 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
             die_before_commit(rank, begun, begun + steps)
         with manager:
             _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme")
-            for _ in range(steps):
+            for number in map(str, range(1, steps + 1)):
+                if orders.one("skips") == number:
+                    loss_of(wrapped, tokens()).backward()
+                    continue
+                if orders.one("fails") == number:
+                    with failing(manager.current.run.model._sweep), contextlib.suppress(ZeroDivisionError):
+                        train_step(wrapped, optimizer)
                 train_step(wrapped, optimizer)
             for path in orders.all("snapshot"):
                 manager.snapshot(path).result()
         say(rank, f"began at {begun}, ended at {manager.step}")
-    except swapper.SwapperError as error:
+    except (swapper.SwapperError, RuntimeError) as error:
         say(rank, f"{type(error).__name__}: {error}")
         os._exit(1)
     if dist.is_initialized():

@@ -26,7 +26,7 @@ def main(directory: Path, budget_mib: int) -> None:
         where.mkdir()
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        manager = swapper.SwapManager(where, host_memory=f"{budget_mib}MiB", commit_every=None)
+        manager = swapper.SwapManager(where, host_memory=f"{budget_mib}MiB", commits=swapper.CommitPolicy(every=None))
         managers.append(manager)
         init = lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)]  # noqa: E731
         model, optimizer = manager.offload(

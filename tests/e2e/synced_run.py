@@ -20,7 +20,9 @@ STEPS = 3
 
 def work(directory: Path) -> None:
     model, optimizer, scheduler = killed_run.make()
-    with swapper.SwapManager(directory, host_memory=killed_run.BUDGET, fsync=True, backend="threads") as manager:
+    with swapper.SwapManager(
+        directory, host_memory=killed_run.BUDGET, commits=swapper.CommitPolicy(fsync=True), backend="threads"
+    ) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         for number in range(STEPS):
             killed_run.train_step(model, optimizer, scheduler, number)

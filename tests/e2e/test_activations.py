@@ -60,6 +60,7 @@ def test_backward_may_come_after_the_context(manager: swapper.SwapManager) -> No
     assert_equal(gradients(model, run), expected)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_together_with_the_pager(twins: MakeTwins, checkpointing: bool | None, update: str) -> None:
@@ -199,12 +200,12 @@ def test_memory_and_room_on_the_drive_come_back(manager: swapper.SwapManager) ->
     with activations:
         model(value).sum().backward()
     gc.collect()
-    activations._shelf._find_engine().drain()
+    activations._cache._find_engine().drain()
     with activations:
         pass
     assert activations.counters.held_bytes == 0
-    assert activations._shelf._file.used_bytes == 0
-    assert activations._shelf._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
+    assert activations._cache._file.used_bytes == 0
+    assert activations._cache._file.allocated_bytes < 3 * activations.counters.written_bytes / 4
 
 
 def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManager) -> None:
@@ -215,9 +216,9 @@ def test_nothing_is_remembered_of_steps_that_are_over(manager: swapper.SwapManag
             model(value).sum().backward()
     with activations:
         pass
-    shelf = activations._shelf
+    cache = activations._cache
     assert activations.counters.storages > 3 and activations.counters.written_bytes == 0
-    assert (len(shelf._live), len(shelf._here), shelf._here_bytes) == (0, 0, 0)
+    assert (len(cache._live), len(cache._here), cache._here_bytes) == (0, 0, 0)
 
 
 def test_no_more_in_memory_than_asked_for(manager: swapper.SwapManager) -> None:
@@ -248,6 +249,7 @@ def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
         assert_equal(actual, gradients(small, lambda: small(value).sum()))
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("seed", range(6))
 def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.SwapManager, seed: int) -> None:
     assert_failures_are_errors(swapper.offload_activations(manager, **SMALL), seed)

@@ -1,11 +1,10 @@
 """Architectures of transformers x optimizers x placements x accumulation x checkpointing, against plain torch, bit for bit.
 
-A sample, in which every architecture and every choice occurs; all of them with SWAPPER_TEST_ALL=1 (some hundred, some minutes).
+Each pair of choices occurs in one of the combinations, and each commit has others.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import pairwise
 from torch import nn
 
 from e2e import third_party
@@ -32,34 +32,17 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "Lion": partial(third_party.Lion, lr=1e-4),
 }
 PLACES = {"all on NVMe": ("nvme", "nvme"), "state on NVMe": ("host", "nvme"), "parameters on NVMe": ("nvme", "host")}
-KINDS = ("fp32", "bf16 with masters")
-CHECKPOINTING = (None, False, True)
 
 
-def combinations(shift: int = 0) -> list[Any]:
-    everything = list(itertools.product(MODELS, OPTIMIZERS, PLACES, KINDS, (1, 2), CHECKPOINTING))
-    if not os.environ.get("SWAPPER_TEST_ALL"):
-        sample = range(len(MODELS))
-        return [
-            (
-                model,
-                list(OPTIMIZERS)[i % 5],
-                list(PLACES)[i % 3],
-                KINDS[i % 2],
-                1 + i // 2 % 2,
-                CHECKPOINTING[i // 3 % 3],
-            )
-            for i, model in zip((number + shift for number in sample), MODELS, strict=True)
-        ]
-    # Each pair of choices occurs: one in 7 of all, which is prime to every number of choices.
-    return everything[::7]
-
-
-def deep() -> list[Any]:
-    updates = ("backward", "deferred", "step")
-    if os.environ.get("SWAPPER_TEST_ALL"):
-        return list(itertools.product(MODELS, updates))
-    return list(zip(MODELS, itertools.cycle(updates)))
+CHOICES = {
+    "model": list(MODELS),
+    "optimizer": list(OPTIMIZERS),
+    "places": list(PLACES),
+    "kind": ["fp32", "bf16 with masters"],
+    "accumulate": [1, 2],
+    "checkpointing": [None, False, True],
+}
+COMBINATIONS = [tuple(row.values()) for row in pairwise(CHOICES, lambda _: True, os.environ["SWAPPER_TEST_SEED"])]
 
 
 def make_pair(
@@ -74,8 +57,9 @@ def make_pair(
     return twins(net, OPTIMIZERS[optimizer], master=kind != "fp32", params=params, optimizer_state=state, **options)
 
 
+@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-@pytest.mark.parametrize(("model", "optimizer", "places", "kind", "accumulate", "checkpointing"), combinations())
+@pytest.mark.parametrize(list(CHOICES), COMBINATIONS)
 def test_training_is_bit_equal(
     twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, accumulate: int, checkpointing: bool | None
 ) -> None:
@@ -97,8 +81,9 @@ def test_training_is_bit_equal(
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
-@pytest.mark.parametrize(("model", "optimizer", "places", "kind", "accumulate", "checkpointing"), combinations(shift=1))
+@pytest.mark.parametrize(list(CHOICES), COMBINATIONS)
 def test_training_with_updates_during_backward_is_bit_equal(
     twins: MakeTwins, model: str, optimizer: str, places: str, kind: str, accumulate: int, checkpointing: bool | None
 ) -> None:
@@ -126,7 +111,8 @@ def test_training_with_updates_during_backward_is_bit_equal(
 
 
 @pytest.mark.large_table
-@pytest.mark.parametrize(("model", "update"), deep())
+@pytest.mark.parametrize("update", ["backward", "deferred", "step"])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, update: str) -> None:
     """Whatever its modules hand on to each other, no parameters come more often than they are used."""
     make, loss_of = MODELS[model]

@@ -145,7 +145,7 @@ def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm
     with suppress(swapper.ChecksumError):
         manager.close()
     model, plain = Net(), copy.deepcopy(pair.plain)
-    with swapper.SwapManager(pair.directory, host_memory=manager._host_bytes, resume="auto") as second:
+    with swapper.SwapManager(pair.directory, host_memory=manager._options.host_bytes, resume="auto") as second:
         assert second.step == 2
         model, optimizer = second.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
         torch.set_rng_state(random_state)
@@ -161,7 +161,7 @@ def test_a_run_that_goes_on_compares_what_the_commit_names(twins: MakeTwins, har
     pair.train(train_step, steps=2)
     pair.manager.current.run.committer.finish()
     changed_bytes.change(pair.manager, "state", harm)
-    budget = pair.manager._host_bytes
+    budget = pair.manager._options.host_bytes
     with suppress(swapper.ChecksumError):
         pair.close()
     model = Net()

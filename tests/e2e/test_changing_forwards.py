@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import swapper
+from e2e.keywords import for_manager
 from e2e.models import VOCABULARY, WIDTH, Block, Net, train_step
 from e2e.twins import Twins, leased_pages, send_away
 from swapper.paging.pager import Pager
@@ -98,13 +99,13 @@ def test_a_run_that_ended_in_the_middle_of_a_forward_is_gone_on_from_exactly(
         forwards += 1
 
     model.head.register_forward_pre_hook(copy)
-    with swapper.SwapManager(tmp_path / "run", **options) as manager:
+    with swapper.SwapManager(tmp_path / "run", **for_manager(options)) as manager:
         model, optimizer = manager.offload(model, optimizer, **places)
         assert go(model, optimizer, range(STEPS)) == expected
     seen = set()
     for number in range(STEPS):
         model, optimizer = make(name)
-        with swapper.SwapManager(tmp_path / f"copy-{number}", resume="auto", **options) as manager:
+        with swapper.SwapManager(tmp_path / f"copy-{number}", resume="auto", **for_manager(options)) as manager:
             model, optimizer = manager.offload(model, optimizer, **places)
             begin = manager.step
             seen.add(begin)
@@ -120,7 +121,7 @@ def test_a_step_that_fails_is_not_undone_without_what_the_forward_changed(
     expected = go(*make(name), range(STEPS))
     model, optimizer = make(name)
     options: dict[str, Any] = {"host_memory": "16MiB", "resume": "auto"}
-    with swapper.SwapManager(tmp_path, **options) as manager:
+    with swapper.SwapManager(tmp_path, **for_manager(options)) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         assert go(model, optimizer, range(3)) == expected[:3]
 
@@ -134,7 +135,7 @@ def test_a_step_that_fails_is_not_undone_without_what_the_forward_changed(
         with pytest.raises(swapper.StateError, match="go on from the last commit"):
             optimizer.step()
     model, optimizer = make(name)
-    with swapper.SwapManager(tmp_path, **options) as manager:
+    with swapper.SwapManager(tmp_path, **for_manager(options)) as manager:
         model, optimizer = manager.offload(model, optimizer)
         begin = manager.step
         assert go(model, optimizer, range(begin, STEPS)) == expected[begin:]

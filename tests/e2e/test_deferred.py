@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, NAdam
 
 import swapper
-from e2e.loops import autocast, evaluate_between, never_zero, zero_in_place
+from e2e.loops import never_zero
 from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_step
-from e2e.optimizers import OPTIMIZERS, Counting
-from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns, scheduled
+from e2e.optimizers import Counting
+from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns
 
 pytestmark = pytest.mark.large_table
 
@@ -33,52 +33,6 @@ def deferred(twins: MakeTwins) -> MakeTwins:
         return twins(model or Net(), *arguments, update="deferred", **options)
 
     return make
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_kind_of_optimizer_is_bit_equal(deferred: MakeTwins, name: str) -> None:
-    pair = deferred(Net(depth=10 if name == "adafactor" else 4), OPTIMIZERS[name])
-    losses = pair.train(train_step, steps=6)
-    assert len({loss.item() for loss in losses}) == 6  # it learns
-    pair.finish()
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
-def test_bf16_with_fp32_masters_is_bit_equal(deferred: MakeTwins, fused: bool) -> None:
-    pair = deferred(Net(depth=8).bfloat16(), partial(AdamW, lr=1e-3, fused=fused), master=True)
-    pair.train(train_step, steps=10)
-    pair.finish()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "tied": lambda: Net(tied=True),
-    "used twice": lambda: Net(passes=2),
-    "checkpointing": lambda: Net(checkpointing=False),
-    "reentrant checkpointing": lambda: Net(checkpointing=True),
-    "dropout": lambda: Net(dropout=0.1),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model_is_bit_equal(deferred: MakeTwins, name: str) -> None:
-    pair = deferred(MODELS[name]())
-    pair.train(train_step, steps=4)
-    pair.finish()
-
-
-@pytest.mark.parametrize(("params", "state"), [("host", "nvme"), ("nvme", "host"), ("auto", "auto"), ("host", "host")])
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_every_placement_is_bit_equal(deferred: MakeTwins, params: str, state: str, gradients: str) -> None:
-    pair = deferred(Net(), params=params, optimizer_state=state, gradients=gradients)
-    pair.train(train_step, steps=4)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("policy", [None, 2])
-def test_with_other_commits_it_is_bit_equal(deferred: MakeTwins, policy: Any) -> None:
-    pair = deferred(Net(), commit_every=policy)
-    pair.train(train_step, steps=5)
-    pair.finish()
 
 
 def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
@@ -103,86 +57,6 @@ def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
 
 
 # --- what loops do --------------------------------------------------------------------------------------------------
-
-
-def accumulate(model: Any, optimizer: Any) -> torch.Tensor:
-    losses = []
-    for _ in range(3):
-        loss = loss_of(model, tokens()) / 3
-        loss.backward()
-        losses.append(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack(losses)
-
-
-def zero_before_backward(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
-def change_gradients(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = never_zero(model, optimizer)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.grad.mul_(0.5)  # after the step: it is too late for this one, and in time for the next
-    return loss
-
-
-def evaluate_in_inference_mode(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = train_step(model, optimizer)
-    with torch.inference_mode():
-        evaluated = loss_of(model, tokens())
-    return torch.stack([loss, evaluated.clone()])
-
-
-def clip(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack([loss.detach(), norm])
-
-
-def retain_an_old_graph(model: Any, optimizer: Any) -> torch.Tensor:
-    """A backward of a graph from before the step reaches only what does not need the changed weights."""
-    shift = model.norm.bias * 2
-    train_step(model, optimizer)
-    shift.sum().backward()
-    kept = model.norm.bias.grad.clone()
-    optimizer.zero_grad()
-    return kept
-
-
-LOOPS: dict[str, Run] = {
-    "accumulation": accumulate,
-    "never zeroed": never_zero,
-    "zeroed in place": zero_in_place,
-    "zeroed before backward": zero_before_backward,
-    "gradients changed after the step": change_gradients,
-    "evaluation": evaluate_between,
-    "inference mode": evaluate_in_inference_mode,
-    "autocast": autocast,
-    "clipping": clip,
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("params", ["nvme", "host"])
-def test_every_loop_is_bit_equal(deferred: MakeTwins, name: str, params: str) -> None:
-    pair = deferred(Net(depth=3), params=params)
-    pair.train(LOOPS[name], steps=4)
-    pair.finish(paged=False)
-
-
-def test_a_scheduler_that_runs_before_the_update_is_not_seen_by_it(deferred: MakeTwins) -> None:
-    pair = deferred(Net(), partial(SGD, lr=0.1, momentum=0.9))
-    pair.train(scheduled(pair), steps=4)
-    pair.finish()
 
 
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:

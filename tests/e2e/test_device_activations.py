@@ -49,8 +49,8 @@ def offload(manager: swapper.SwapManager, device: LateDevice, **options: Any) ->
     return activations
 
 
-def shelf_of(activations: Any) -> Any:
-    return activations._device_shelves[CPU]
+def cache_of(activations: Any) -> Any:
+    return activations._device_caches[CPU]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -93,7 +93,7 @@ def test_no_more_on_the_device_and_in_memory_than_asked_for(manager: swapper.Swa
     with activations:
         pass
     assert (counters.device_held_bytes, counters.held_bytes) == (0, 0)
-    shelf_of(activations)._end_oldest(shelf_of(activations)._going_up)
+    cache_of(activations)._end_oldest(cache_of(activations)._going_up)
     assert activations._locked.used_bytes == 0
 
 
@@ -196,7 +196,7 @@ def test_graphs_that_nobody_runs_backward_leave_nothing(manager: swapper.SwapMan
             del result
         assert len(activations._known) == 0
     assert activations.counters.device_held_bytes == 0
-    assert shelf_of(activations)._live_bytes == 0
+    assert cache_of(activations)._live_bytes == 0
 
 
 def test_a_stream_of_the_users_own_gets_the_content_too(manager: swapper.SwapManager) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
+from e2e.keywords import for_offload
 from e2e.models import Net, train_step
 from e2e.twins import Twins, adamw
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
@@ -141,7 +142,7 @@ def test_a_run_goes_on_with_it(on_device: MakeTwins, tmp_path: Path) -> None:
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
 

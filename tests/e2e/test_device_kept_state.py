@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import HostDevice
 
 import swapper
 from e2e.device_twins import (
     MIB,
-    OPTIMIZERS,
     MakeTwins,
     accumulate,
     assert_can_be_closed,
@@ -22,6 +21,7 @@ from e2e.device_twins import (
     short_of_memory,
     step_again,
 )
+from e2e.keywords import for_offload
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, assert_same, smallest_device_budget
 from swapper.device.device_storage import DeviceStorage
@@ -36,28 +36,6 @@ pytestmark = pytest.mark.large_table
 __all__ = ["on_device"]
 
 KEPT = {"update_on": "device", "optimizer_state": "device", "device_memory": 24 * MIB}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("gradients", ["host", "device", "nvme"])
-def test_training_is_bit_equal(on_device: MakeTwins, order: str, gradients: str) -> None:
-    pair = on_device(order=order, gradients=gradients, **KEPT)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("params", ["host", "nvme"])
-def test_masters_stay_too(on_device: MakeTwins, params: str) -> None:
-    pair = on_device(Net().to(torch.bfloat16), master=True, params=params, **KEPT)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_of_any_optimizer_stays(on_device: MakeTwins, name: str) -> None:
-    pair = on_device(Net(), OPTIMIZERS[name], **KEPT)
-    pair.train(train_step, steps=3)
-    pair.finish(paged=False)
 
 
 def test_nothing_of_it_is_copied_from_the_second_step_on(on_device: MakeTwins) -> None:
@@ -123,7 +101,7 @@ def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_de
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         assert pair.manager.step == 4
         options = {**pair.options, "device": HostDevice("late"), "optimizer_state": state}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         assert pair.manager.current.run.plan.on_device.state
         pair.train(train_step, steps=2)
         pair.finish(paged=False)

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, SMALL, MakeTwins, accumulate, lose, on_device, short_of_memory
+from e2e.device_twins import MIB, SMALL, MakeTwins, lose, on_device, short_of_memory
+from e2e.keywords import for_offload
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.saved_activations import swapped_only
 from e2e.twins import adamw, scalers_of, smallest_device_budget
@@ -26,25 +27,6 @@ __all__ = ["on_device"]
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme"), ("nvme", "host")])
-def test_training_is_bit_equal(twins: MakeTwins, order: str, params: str, state: str) -> None:
-    device = HostDevice(order)
-    pair = twins(Net(), params=params, optimizer_state=state, device=device, device_memory=SMALL)
-    losses = pair.train(train_step, steps=4)
-    assert len({loss.item() for loss in losses}) == 4
-    assert device.peak_bytes <= SMALL
-    pair.finish(paged=(params, state) == ("nvme", "nvme"))
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-@pytest.mark.parametrize("order", ["late", "by chance 1"])
-def test_accumulating_and_clipping_is_bit_equal(on_device: MakeTwins, gradients: str, order: str) -> None:
-    pair = on_device(gradients=gradients, order=order)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -77,15 +59,6 @@ class _Everything:
         self.param_groups = [{"params": list(model.parameters())}]
 
 
-@pytest.mark.parametrize(
-    "options", [{"checkpointing": False}, {"checkpointing": True}, {"tied": True}, {"passes": 2}, {"dropout": 0.1}]
-)
-def test_models_that_use_parameters_again_are_bit_equal(on_device: MakeTwins, options: dict[str, Any]) -> None:
-    pair = on_device(Net(**options))
-    pair.train(train_step, steps=3)
-    pair.finish(paged=False)
-
-
 def test_a_budget_for_all_of_it_brings_each_parameter_once_a_step(on_device: MakeTwins) -> None:
     pair = on_device(device_memory=64 * MIB, params="device")
     pair.train(train_step, steps=6)
@@ -116,7 +89,7 @@ def test_a_run_goes_on_and_a_snapshot_opens_in_plain_torch(tmp_path: Path, on_de
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
 

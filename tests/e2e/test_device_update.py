@@ -5,23 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import HostDevice
 from torch import nn
 from torch.optim import SGD
 
 import swapper
 from e2e.device_twins import (
     MIB,
-    OPTIMIZERS,
     MakeTwins,
-    accumulate,
     forget_copies,
     on_device,
     short_of_memory,
     step_again,
 )
-from e2e.models import Net, loss_of, tokens, train_step
+from e2e.models import loss_of, tokens, train_step
 from swapper.device.device_storage import DeviceStorage
 from swapper.train.device.device_sweep import DeviceSweep, _Slot
 from swapper.train.updates.update_rates import faster_place
@@ -29,32 +26,6 @@ from swapper.train.updates.update_rates import faster_place
 pytestmark = pytest.mark.large_table
 
 __all__ = ["on_device"]
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
-def test_updates_on_the_device_are_bit_equal(on_device: MakeTwins, order: str, params: str, state: str) -> None:
-    """Its arithmetic is the CPU's here."""
-    device = HostDevice(order)
-    pair = on_device(params=params, optimizer_state=state, update_on="device", device=device, device_memory=8 * MIB)
-    pair.train(accumulate, steps=3)
-    assert device.peak_bytes <= 8 * MIB
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_updates_on_the_device(on_device: MakeTwins, name: str) -> None:
-    pair = on_device(Net(), OPTIMIZERS[name], update_on="device", device_memory=16 * MIB)
-    pair.train(train_step, steps=3)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_masters_are_updated_on_the_device(on_device: MakeTwins, gradients: str) -> None:
-    options = {"update_on": "device", "gradients": gradients, "device_memory": 8 * MIB}
-    pair = on_device(Net().to(torch.bfloat16), master=True, **options)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
 
 
 def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
@@ -103,7 +74,7 @@ def test_auto_takes_what_is_faster(on_device: MakeTwins, monkeypatch: Any, rate:
     times = iter([0.5, rate])
     monkeypatch.setattr("swapper.train.updates.update_rates._seconds", lambda act: next(times, 0.5))
     pair = on_device(update_on="auto", device_memory=8 * MIB, budget=64 * MIB)
-    assert pair.manager.current.run.plan.update_on == place
+    assert pair.manager.current.run.plan.request.updates_there == (place == "device")
     pair.train(train_step, steps=2)
     pair.finish(paged=False)
 

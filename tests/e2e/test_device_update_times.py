@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from infer.host_device import ORDERS, HostDevice
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
-from e2e.device_twins import MIB, MakeTwins, accumulate, assert_can_be_closed, lose, on_device, short_of_memory
-from e2e.early import train, updated_early
+from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, lose, on_device, short_of_memory
+from e2e.early import updated_early
+from e2e.keywords import for_offload
 from e2e.models import Halves, Net, loss_of, tokens, train_step
-from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns, scalers_of, scheduled
+from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns
 
 pytestmark = pytest.mark.large_table
 
@@ -42,23 +43,6 @@ def backward(request: Any, on_device: MakeTwins) -> MakeTwins:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
-def test_deferred_updates_are_bit_equal(deferred: MakeTwins, order: str, params: str, state: str) -> None:
-    pair = deferred(params=params, optimizer_state=state, order=order)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("params, state", [("nvme", "nvme"), ("host", "host"), ("host", "nvme")])
-def test_updates_in_backward_are_bit_equal(backward: MakeTwins, order: str, params: str, state: str) -> None:
-    pair = backward(params=params, optimizer_state=state, order=order)
-    early = train(pair, train_step, steps=3)
-    assert all(len(groups) >= 3 for groups in early), early
-    pair.finish(paged=False)
-
-
 @pytest.mark.parametrize("update_on, memory", [("cpu", MIB * 3 // 2), ("device", 3 * MIB)])
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_a_budget_smaller_than_the_model_is_kept_to(
@@ -71,58 +55,6 @@ def test_a_budget_smaller_than_the_model_is_kept_to(
     assert memory < sum(p.nbytes for p in pair.plain.parameters())
     pair.train(train_step, steps=3)
     assert device.peak_bytes <= memory
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_masters_and_clipping_are_bit_equal_where_updates_are_deferred(deferred: MakeTwins, gradients: str) -> None:
-    pair = deferred(Net().to(torch.bfloat16), master=True, gradients=gradients)
-    pair.train(accumulate, steps=3)
-    pair.finish(paged=False)
-
-
-MODELS = [{"checkpointing": False}, {"checkpointing": True}, {"tied": True}, {"passes": 2}, {"dropout": 0.1}]
-
-
-@pytest.mark.parametrize("options", MODELS)
-def test_models_that_use_parameters_again_are_bit_equal(
-    deferred: MakeTwins, backward: MakeTwins, options: dict[str, Any]
-) -> None:
-    pair = deferred(Net(**options))
-    pair.train(train_step, steps=3)
-    pair.finish(paged=False)
-    pair = backward(Net(**options))
-    assert all(len(groups) >= 3 for groups in train(pair, train_step, steps=3))
-    pair.finish(paged=False)
-
-
-def test_several_backwards_to_one_step_are_bit_equal(backward: MakeTwins) -> None:
-    pair = backward(gradients="nvme")
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        with pair.manager.accumulate():
-            loss_of(model, tokens()).backward()
-        return train_step(model, optimizer)
-
-    assert all(len(groups) >= 3 for groups in train(pair, run, steps=3))
-    pair.finish(paged=False)
-
-
-def test_a_scaler_and_a_scheduler_are_bit_equal_where_updates_are_deferred(deferred: MakeTwins) -> None:
-    pair = deferred(Net())
-    scalers = scalers_of(pair, 2.0**20)
-
-    def scaled(model: Any, optimizer: Any) -> list[float]:
-        scaler = scalers[id(model)]
-        loss = loss_of(model, tokens())
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        return [loss.item(), scaler.get_scale()]
-
-    pair.train(scaled, steps=4)
-    pair.train(scheduled(pair), steps=3)
     pair.finish(paged=False)
 
 
@@ -148,17 +80,6 @@ def test_what_was_updated_is_brought_once_and_what_is_frozen_stays(on_device: Ma
     pair.both(evaluate)
     trained = sum(p.nbytes for p in pair.plain.parameters() if p.requires_grad)
     assert pair.manager.counters.uploaded_bytes - before == 3 * trained
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("gradients", ["device", "auto"])
-@pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_gradients_that_stay_there_are_bit_equal(on_device: MakeTwins, update: str, gradients: str) -> None:
-    pair = on_device(update=update, update_on="device", gradients=gradients, device_memory=16 * MIB)
-    if update == "deferred":
-        pair.train(accumulate, steps=3)
-    assert update == "deferred" or all(len(groups) >= 3 for groups in train(pair, train_step, steps=3))
-    assert pair.manager.current.run.model._kept_gradients()
     pair.finish(paged=False)
 
 
@@ -204,7 +125,7 @@ def test_a_run_that_is_closed_goes_on(on_device: MakeTwins, update: str, update_
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=2)
         pair.finish(paged=False)
 
@@ -297,7 +218,7 @@ def test_a_step_in_backward_that_is_never_taken_is_undone(backward: MakeTwins) -
     pair.original = adamw(pair.swapped.parameters())
     with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
         options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **options)
+        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
         pair.train(train_step, steps=1)
         pair.finish(paged=False)
 

@@ -1,4 +1,4 @@
-"""Frozen parameters that are read in place from the user's own file: `offload(frozen_from=)`. The run's directory has none of their
+"""Frozen parameters that are read in place from the user's own file: `offload(external=)`. The run's directory has none of their
 bytes, the file is not written, and training is that of plain torch, bit for bit."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from e2e.cold_operations import cold
 from e2e.lent_files import FORMS, bytes_of, found_in, frozen, half_frozen, lent_pages, saved, shifted, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, send_away, smallest_budget
+from swapper import ExternalWeights
 from swapper.durability.publication import Publication
 from swapper.durability.verify import verify
 from swapper.integrations.transformers import for_training
@@ -41,7 +42,7 @@ def test_training_is_that_of_plain_torch_and_the_directory_has_nothing_of_the_ba
     model = half_frozen()
     path = FORMS[form](model, tmp_path / "base.file")
     before = bytes_of(path)
-    pair = twins(model, frozen_from=path, update=update)
+    pair = twins(model, external=ExternalWeights(path=path), update=update)
     pair.train(train_step, steps=3)
     base = frozen(pair.plain)
     assert pair.manager is not None
@@ -64,7 +65,7 @@ def test_what_is_compared_would_be_found_if_it_were_copied(tmp_path: Path, twins
 def test_wherever_the_rest_lives(tmp_path: Path, twins: MakeTwins, places: dict[str, Any]) -> None:
     model = half_frozen(torch.bfloat16)
     path = shifted(model, tmp_path / "base.safetensors")
-    pair = twins(model, frozen_from=path, commit_every=1, **places)
+    pair = twins(model, external=ExternalWeights(path=path), commit_every=1, **places)
     pair.train(train_step, steps=3)
     assert found_in(pair.directory, frozen(pair.plain)) == []
     pair.finish(paged=False)
@@ -74,7 +75,7 @@ def test_on_several_drives(tmp_path: Path, twins: MakeTwins, second_drive: Path)
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     (second_drive / "other").mkdir()
-    pair = twins(model, frozen_from=path, others=[second_drive / "other"])
+    pair = twins(model, external=ExternalWeights(path=path), others=[second_drive / "other"])
     pair.train(train_step, steps=3)
     assert found_in(pair.directory, frozen(pair.plain)) == found_in(second_drive, frozen(pair.plain)) == []
     pair.finish()
@@ -85,7 +86,12 @@ def test_on_a_device(tmp_path: Path, twins: MakeTwins, update_on: str) -> None:
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     pair = twins(
-        model, frozen_from=path, device=HostDevice("late"), device_memory=8 * MIB, room_bytes=MIB, update_on=update_on
+        model,
+        external=ExternalWeights(path=path),
+        device=HostDevice("late"),
+        device_memory=8 * MIB,
+        room_bytes=MIB,
+        update_on=update_on,
     )
     pair.train(train_step, steps=3)
     pair.assert_same_parameters()
@@ -139,7 +145,7 @@ def test_adapters_of_peft_on_a_published_model(tmp_path: Path, dtype: torch.dtyp
     torch.manual_seed(3)
     model = get_peft_model(base, config())
     options: dict[str, Any] = {"params": "nvme", "optimizer_state": "nvme", "init": values}
-    options.update(frozen_from=path, rename=base_names(model))
+    options.update(external=ExternalWeights(path=path, rename=base_names(model)))
     optimizer = trained(model)
     budget = smallest_budget(tmp_path / "run", model, optimizer, **options)
     with swapper.SwapManager(tmp_path / "run", budget) as manager:
@@ -174,7 +180,11 @@ def test_a_model_on_the_meta_device_with_first_values_for_the_rest(tmp_path: Pat
         block.norm.weight.data.fill_(1.0)
     with swapper.SwapManager(tmp_path, "16MiB") as manager:
         model, optimizer = manager.offload(
-            model, adamw(p for p in model.parameters() if p.requires_grad), params="nvme", init=fill, frozen_from=path
+            model,
+            adamw(p for p in model.parameters() if p.requires_grad),
+            params="nvme",
+            init=fill,
+            external=ExternalWeights(path=path),
         )
         plain_optimizer = trained(plain)
         for _ in range(2):
@@ -200,9 +210,9 @@ def test_first_values_for_what_the_file_has_are_refused(tmp_path: Path) -> None:
     optimizer = adamw(p for p in model.parameters() if p.requires_grad)
     with (
         swapper.SwapManager(tmp_path, "16MiB") as manager,
-        pytest.raises(swapper.StateError, match=r"init= changed .*blocks.0.up.weight, which frozen_from= has"),
+        pytest.raises(swapper.StateError, match=r"init= changed .*blocks.0.up.weight, which external= has"),
     ):
-        manager.offload(model, optimizer, params="nvme", init=fill, frozen_from=path)
+        manager.offload(model, optimizer, params="nvme", init=fill, external=ExternalWeights(path=path))
 
 
 def test_a_model_that_is_used_and_not_trained(tmp_path: Path) -> None:
@@ -211,7 +221,7 @@ def test_a_model_that_is_used_and_not_trained(tmp_path: Path) -> None:
     model = copy.deepcopy(plain)
     batch = tokens()
     with swapper.SwapManager(tmp_path, "8MiB") as manager:
-        manager.offload(model, params="nvme", frozen_from=path)
+        manager.offload(model, params="nvme", external=ExternalWeights(path=path))
         with torch.no_grad():
             assert torch.equal(model(batch), plain(batch))
 
@@ -222,13 +232,13 @@ def test_the_plan_says_what_it_saves(tmp_path: Path) -> None:
     base_bytes = sum(p.nbytes for p in frozen(model).values())
     with swapper.SwapManager(tmp_path, "16MiB") as manager:
         copied = manager.plan(model, trained(model), params="nvme")
-        external = manager.plan(model, trained(model), params="nvme", frozen_from=path)
+        external = manager.plan(model, trained(model), params="nvme", external=ExternalWeights(path=path))
     assert copied.space_bytes - external.space_bytes >= 2 * base_bytes - external.turns * 4096 * len(frozen(model))
     assert sum(external.space_by_drive()) == external.space_bytes
     assert f"read from {path}" in str(external)
     assert "read from" not in str(copied)
     with swapper.SwapManager(tmp_path, "16MiB") as manager:
-        manager.offload(model, trained(model), params="nvme", frozen_from=path)
+        manager.offload(model, trained(model), params="nvme", external=ExternalWeights(path=path))
         taken = sum(file.stat().st_blocks * 512 for file in tmp_path.rglob("*.swap"))
         assert taken < base_bytes / 2
 
@@ -240,7 +250,7 @@ def test_what_is_changed_goes_to_the_swap_files_and_the_file_stays(tmp_path: Pat
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     before = bytes_of(path)
-    pair = twins(model, frozen_from=path)
+    pair = twins(model, external=ExternalWeights(path=path))
     assert pair.manager is not None
     external = lent_pages(pair.manager)
 
@@ -266,7 +276,7 @@ def test_what_is_changed_goes_to_the_swap_files_and_the_file_stays(tmp_path: Pat
 
 def test_a_state_dict_that_is_loaded_moves_only_what_it_changes(tmp_path: Path, twins: MakeTwins) -> None:
     model = half_frozen()
-    pair = twins(model, frozen_from=saved(model, tmp_path / "base.safetensors"))
+    pair = twins(model, external=ExternalWeights(path=saved(model, tmp_path / "base.safetensors")))
     pair.train(train_step, steps=1)
     assert pair.manager is not None
     external = lent_pages(pair.manager)
@@ -281,7 +291,7 @@ def test_a_state_dict_that_is_loaded_moves_only_what_it_changes(tmp_path: Path, 
 def test_a_snapshot_is_whole_and_one_without_them_names_them(tmp_path: Path, twins: MakeTwins, form: str) -> None:
     model = half_frozen()
     path = FORMS[form](model, tmp_path / "base.file")
-    pair = twins(model, frozen_from=path)
+    pair = twins(model, external=ExternalWeights(path=path))
     assert pair.manager is not None
     for step in range(2):  # the second one finds the first one's file
         pair.train(train_step, steps=1)
@@ -303,7 +313,7 @@ def test_a_snapshot_is_whole_and_one_without_them_names_them(tmp_path: Path, twi
 
 def test_a_snapshot_on_another_filesystem(tmp_path: Path, twins: MakeTwins, second_drive: Path) -> None:
     model = half_frozen()
-    pair = twins(model, frozen_from=saved(model, tmp_path / "base.safetensors"))
+    pair = twins(model, external=ExternalWeights(path=saved(model, tmp_path / "base.safetensors")))
     pair.train(train_step, steps=1)
     assert pair.manager is not None
     pair.manager.snapshot(second_drive / "x.pt").wait()
@@ -316,7 +326,7 @@ def test_unfreezing_moves_what_is_trained_and_leaves_the_rest(tmp_path: Path, tw
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     before = bytes_of(path)
-    pair = twins(model, frozen_from=path, room_bytes=4 * MIB)
+    pair = twins(model, external=ExternalWeights(path=path), room_bytes=4 * MIB)
 
     def unfreeze(model: Any, optimizer: Any) -> None:
         model.blocks[1].up.weight.requires_grad_(True)
@@ -338,7 +348,7 @@ def test_a_read_that_goes_past_the_guard_is_answered_to_the_last_byte(tmp_path: 
         block.requires_grad_(True)
     path = shifted(model, tmp_path / "base.safetensors")  # in the model's order: the head is the last
     assert path.stat().st_size % 4096
-    pair = twins(model, frozen_from=path)
+    pair = twins(model, external=ExternalWeights(path=path))
     assert pair.manager is not None
     with pair.manager.gather(cold(pair)):
         alias = cold(pair).data
@@ -352,7 +362,7 @@ def test_a_snapshot_of_a_file_that_changes_meanwhile_is_none(
 ) -> None:
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
-    pair = twins(model, frozen_from=path)
+    pair = twins(model, external=ExternalWeights(path=path))
     pair.train(train_step, steps=1)
     before = path.stat()
 

@@ -15,6 +15,7 @@ import swapper
 from e2e.lent_files import half_frozen, saved, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, send_away, smallest_budget
+from swapper import ExternalWeights
 
 
 def refused(directory: Path, model: nn.Module, error: type[Exception], match: str, **options: Any) -> None:
@@ -34,7 +35,7 @@ def test_other_values_than_the_file_has_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.blocks[2].down.weight.view(-1)[-1] += 1
     match = r"blocks.2.down.weight has other values in the model than in .*base.safetensors"
-    refused(tmp_path, model, swapper.CheckpointError, match, params="nvme", frozen_from=path)
+    refused(tmp_path, model, swapper.CheckpointError, match, params="nvme", external=ExternalWeights(path=path))
 
 
 def test_a_file_that_lacks_some_is_refused(tmp_path: Path) -> None:
@@ -43,8 +44,14 @@ def test_a_file_that_lacks_some_is_refused(tmp_path: Path) -> None:
     tensors = load_file(path)
     save_file({n: t for n, t in tensors.items() if not n.startswith("blocks.3")}, path)
     match = r"lacks 2 of the model's 19 frozen parameters: blocks.3.up.weight, blocks.3.down.weight. Map its names"
-    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
-    refused(tmp_path, model, swapper.CheckpointError, "lacks 19", frozen_from=path, rename=lambda name: "x." + name)
+    refused(tmp_path, model, swapper.CheckpointError, match, external=ExternalWeights(path=path))
+    refused(
+        tmp_path,
+        model,
+        swapper.CheckpointError,
+        "lacks 19",
+        external=ExternalWeights(path=path, rename=lambda name: "x." + name),
+    )
 
 
 def test_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
@@ -55,7 +62,7 @@ def test_another_shape_or_dtype_is_refused(tmp_path: Path) -> None:
         match = (
             r"frozen parameter head.weight is of torch.float32 \[512, 128\], and 'head.weight' in .*base.safetensors of"
         )
-        refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
+        refused(tmp_path, model, swapper.CheckpointError, match, external=ExternalWeights(path=path))
 
 
 def test_what_is_not_one_run_of_bytes_is_refused(tmp_path: Path) -> None:
@@ -63,15 +70,27 @@ def test_what_is_not_one_run_of_bytes_is_refused(tmp_path: Path) -> None:
     state = {**model.state_dict(), "head.weight": model.head.weight.detach().T.contiguous().T}
     torch.save(state, path := tmp_path / "base.pt")
     match = r"'head.weight', frozen parameter head.weight, is not one run of bytes in .*base.pt: make one file"
-    refused(tmp_path, model, swapper.CheckpointError, match, frozen_from=path)
+    refused(tmp_path, model, swapper.CheckpointError, match, external=ExternalWeights(path=path))
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
     path = saved(model := Net(), tmp_path / "base.safetensors")
-    refused(tmp_path, model, swapper.ConfigError, "the model has none: requires_grad_", frozen_from=path)
-    refused(tmp_path, half_frozen(), swapper.ConfigError, "say both, or none", rename={})
     refused(
-        tmp_path, half_frozen(), swapper.IoError, "nothing.safetensors", frozen_from=tmp_path / "nothing.safetensors"
+        tmp_path,
+        model,
+        swapper.ConfigError,
+        "the model has none: requires_grad_",
+        external=ExternalWeights(path=path),
+    )
+    refused(
+        tmp_path, half_frozen(), swapper.ConfigError, r"say external=swapper.ExternalWeights\(path", external=str(path)
+    )
+    refused(
+        tmp_path,
+        half_frozen(),
+        swapper.IoError,
+        "nothing.safetensors",
+        external=ExternalWeights(path=tmp_path / "nothing.safetensors"),
     )
 
 
@@ -79,14 +98,20 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     os.truncate(path, path.stat().st_size - 1)
-    refused(tmp_path, model, swapper.CheckpointError, "base.safetensors", frozen_from=path)
+    refused(tmp_path, model, swapper.CheckpointError, "base.safetensors", external=ExternalWeights(path=path))
 
 
 def test_what_has_no_values_anywhere_is_refused(tmp_path: Path) -> None:
     path = saved(half_frozen(), tmp_path / "base.safetensors")
     with torch.device("meta"):
         model = half_frozen()
-    refused(tmp_path, model, swapper.UnsupportedError, "norm.weight is on the meta device", frozen_from=path)
+    refused(
+        tmp_path,
+        model,
+        swapper.UnsupportedError,
+        "norm.weight is on the meta device",
+        external=ExternalWeights(path=path),
+    )
     with swapper.without_weights():
         model = Net().requires_grad_(False)
     model.register_buffer("scale", torch.zeros(1, device="meta"))
@@ -94,8 +119,8 @@ def test_what_has_no_values_anywhere_is_refused(tmp_path: Path) -> None:
         tmp_path,
         model,
         swapper.UnsupportedError,
-        "buffer scale is on the meta device, and frozen_from",
-        frozen_from=path,
+        "buffer scale is on the meta device, and external",
+        external=ExternalWeights(path=path),
     )
 
 
@@ -104,7 +129,7 @@ def test_a_file_that_changes_underneath_ends_the_run_at_its_next_use(tmp_path: P
     model = half_frozen()
     path = saved(model, tmp_path / "base.safetensors")
     with swapper.SwapManager(tmp_path, "8MiB") as manager:
-        model, optimizer = manager.offload(model, trained(model), params="nvme", frozen_from=path)
+        model, optimizer = manager.offload(model, trained(model), params="nvme", external=ExternalWeights(path=path))
         train_step(model, optimizer)
         loss = loss_of(model, tokens())
         loss.backward()
@@ -127,9 +152,9 @@ def test_a_read_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     path = saved(model, tmp_path / "base.safetensors")
     monkeypatch.setattr("swapper.train.layout.frozen.FrozenFiles.check_unchanged", lambda self: None)
     optimizer = trained(model)
-    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", frozen_from=path)
-    with swapper.SwapManager(tmp_path, budget, commit_every=None) as manager:
-        model, optimizer = manager.offload(model, optimizer, params="nvme", frozen_from=path)
+    budget = smallest_budget(tmp_path, model, optimizer, params="nvme", external=ExternalWeights(path=path))
+    with swapper.SwapManager(tmp_path, budget, commits=swapper.CommitPolicy(every=None)) as manager:
+        model, optimizer = manager.offload(model, optimizer, params="nvme", external=ExternalWeights(path=path))
         send_away(manager)
         os.truncate(path, 4096)
         with pytest.raises(swapper.IoError, match=r"base.safetensors"):

@@ -24,7 +24,7 @@ class Run:
         self.directory = directory
         self.model = half_frozen()
         self.path = saved(self.model, directory / "base.safetensors")
-        self.options: dict[str, Any] = {"frozen_from": self.path}
+        self.options: dict[str, Any] = {"external": swapper.ExternalWeights(path=self.path)}
 
     def train(self, steps: int) -> list[float]:
         model = copy.deepcopy(self.model)
@@ -52,7 +52,7 @@ def test_a_run_goes_on_wherever_the_file_is_meanwhile(run: Run) -> None:
     moved = shutil.move(run.path, run.directory / "moved.safetensors")
     faults = verify(run.directory)[0].faults
     assert [fault.path for fault in faults] == [str(run.path)]
-    run.options["frozen_from"] = moved
+    run.options["external"] = swapper.ExternalWeights(path=moved)
     assert found + run.train(2) == expected
     assert found_in(run.directory / "rank-0-of-1", frozen(plain)) == []
 
@@ -77,7 +77,7 @@ def test_another_file_is_refused(run: Run) -> None:
 def test_a_run_that_goes_on_must_be_given_the_file(run: Run) -> None:
     run.train(1)
     run.options.clear()
-    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors: say frozen_from="):
+    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors: say external="):
         run.train(1)
 
 
@@ -85,5 +85,5 @@ def test_a_run_that_has_its_own_copy_goes_on_with_that(run: Run) -> None:
     options, run.options = run.options, {}
     run.train(1)
     run.options = options
-    with pytest.raises(swapper.CheckpointError, match=r"leave frozen_from= \(.*base.safetensors\) out"):
+    with pytest.raises(swapper.CheckpointError, match=r"leave external= \(.*base.safetensors\) out"):
         run.train(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import os
 import subprocess
@@ -49,6 +50,7 @@ def kept_bytes(model: nn.Module) -> int:
     return sum(-(-p.nbytes // 4096) * 4096 for p in usable(model).values())
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_close_gives_the_budget_back_though_the_model_and_the_manager_are_still_there(tmp_path: Path, way: Any) -> None:
     plain, make = Net(), adamw if "master_weights" not in way else None
@@ -107,6 +109,7 @@ def test_gradients_that_somebody_has_stay_as_plain_tensors(tmp_path: Path) -> No
         assert bytes_at(addresses) <= held - sum(gradient.nbytes for gradient in before.values()) + SLACK
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_nothing_of_ours_keeps_a_closed_model(tmp_path: Path, way: Any) -> None:
     with no_collector():
@@ -121,6 +124,7 @@ def test_nothing_of_ours_keeps_a_closed_model(tmp_path: Path, way: Any) -> None:
         assert all(ghost() is None for ghost in ghosts)  # though the manager is still there
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     """Its traceback has the frames of swapper's own functions, and those everything that swapper has."""
@@ -147,6 +151,43 @@ def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> 
         assert kept.tb is not None
 
 
+@pytest.mark.parametrize("kept", ["nothing", "a gradient"])
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_a_backward_that_failed_leaves_nothing_mapped(tmp_path: Path, way: Any, kept: str) -> None:
+    """Autograd's engine has the rest of such a graph until the next backward of the thread."""
+
+    def fail_in_backward() -> None:
+        model = Net()
+        manager = swapper.SwapManager(tmp_path, host_memory="64MiB")
+        _, optimizer = manager.offload(model, adamw(model.parameters()), **way)
+        run(model, optimizer)
+        pager, name = manager.current.run.pager, "blocks.1.up.weight"
+
+        def fail(access: Any = None) -> None:
+            if access is None or (access.key is not None and access.key[:2] == ("grad", name)):
+                raise swapper.IoError("read", "scratch", 0, 4096, 5)
+            type(pager).acquire(pager, access)
+
+        if way.get("gradients") == "nvme":
+            vars(pager)["acquire"] = fail
+        else:
+            model.get_parameter(name).register_hook(lambda gradient: fail())
+        with pytest.raises(swapper.IoError):
+            loss_of(model, tokens()).backward()
+        vars(pager).pop("acquire", None)
+        if kept == "nothing":
+            optimizer.zero_grad()
+        with contextlib.suppress(swapper.SwapperError):  # of a step that was begun in the backward
+            manager.close()
+        assert arena_bytes() == 0
+
+    with no_collector():
+        fail_in_backward()
+        gc.collect()
+        assert arena_addresses() == []
+
+
+@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_offload_that_failed_half_way_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     with torch.device("meta"):

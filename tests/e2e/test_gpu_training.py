@@ -160,12 +160,13 @@ def test_what_stays_on_the_device_until_or_for_the_update_changes_nothing(tmp_pa
         directory.mkdir()
         gc.collect()
         before = torch.cuda.memory_allocated()
-        with swapper.SwapManager(directory, host_memory=512 * MIB, commit_every=2) as manager:
+        with swapper.SwapManager(directory, host_memory=512 * MIB, commits=swapper.CommitPolicy(every=2)) as manager:
             model = Narrow()
             original = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            there = swapper.Accelerator(update_on="device", update_with=update_with)
             model, optimizer = manager.offload(
                 model, original, optimizer_state=where, gradients=where, master_weights=torch.float32,
-                device="cuda", device_memory=512 * MIB, update_on="device", update_with=update_with,
+                device="cuda", device_memory=512 * MIB, accelerator=there,
             )  # fmt: skip
 
             def step(optimizer: Any = optimizer) -> None:
@@ -235,6 +236,7 @@ def test_a_forward_on_several_streams_is_waited_for(tmp_path: Path, update: str,
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(late)
         original = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        options = {"update": update, "update_on": "device", "gradients": gradients, "params": "nvme"}
+        there = swapper.Accelerator(update_on="device")
+        options = {"update": update, "accelerator": there, "gradients": gradients, "params": "nvme"}
         model, optimizer = manager.offload(model, original, device="cuda", device_memory=128 * MIB, **options)
         torch.testing.assert_close(torch.tensor(losses(model, optimizer)), torch.tensor(expected))

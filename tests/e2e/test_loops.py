@@ -13,29 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import swapper
-from e2e.models import VOCABULARY, Net, loss_of, tokens, train_step
+from e2e.models import VOCABULARY, Net, tokens, train_step
 from e2e.processes import run_python
 from e2e.twins import Twins, adamw, assert_same
 
 MakeTwins = Callable[..., Twins]
-
-
-def test_clipping_values_is_bit_equal(twins: MakeTwins) -> None:
-    pair = twins(Net())
-
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        loss = loss_of(model, tokens())
-        loss.backward()
-        if model is pair.swapped:
-            pair.manager.clip_grad_value_(1e-3)
-        else:
-            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    pair.train(run, steps=3)
-    pair.finish()
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
@@ -169,6 +151,7 @@ def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeT
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_processes_under_torchrun_with_ddp_are_bit_equal(tmp_path: Path) -> None:
     updates = ["step", "deferred"]
     for update in updates:

@@ -26,6 +26,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.large_table
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -60,42 +61,6 @@ def test_settings_changed_by_hand_act(twins: MakeTwins) -> None:
 
         pair.both(change)
         pair.train(train_step, steps=1)
-    pair.finish()
-
-
-@pytest.mark.parametrize("to_none", [False, True])
-@pytest.mark.parametrize("whose", ["optimizer", "model"])
-def test_zero_grad_is_bit_equal_both_ways(twins: MakeTwins, whose: str, to_none: bool) -> None:
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        loss = loss_of(model, tokens())
-        loss.backward()
-        optimizer.step()
-        (optimizer if whose == "optimizer" else model).zero_grad(set_to_none=to_none)
-        assert all((p.grad is None) == to_none for p in model.parameters())
-        return loss.detach()
-
-    pair = twins(Net())
-    pair.train(run, steps=3)
-    pair.finish()
-
-
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("whose", ["torch's", "the manager's"])
-def test_clipping_the_gradients_norm_is_bit_equal(twins: MakeTwins, whose: str, norm_type: float) -> None:
-    pair = twins(Net())
-
-    def run(model: Any, optimizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = loss_of(model, tokens())
-        loss.backward()
-        if whose == "the manager's" and model is pair.swapped:
-            norm = pair.manager.clip_grad_norm_(0.1, norm_type)
-        else:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach(), norm
-
-    pair.train(run, steps=3)
     pair.finish()
 
 
@@ -155,23 +120,6 @@ def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins) -> None:
         loss_of(model, tokens()).backward()
         optimizer.zero_grad(set_to_none=False)
         return [*kept, *differences]
-
-    pair = twins(Net())
-    pair.train(run, steps=3)
-    pair.finish()
-
-
-def test_a_step_with_a_closure_is_bit_equal(twins: MakeTwins) -> None:
-    def run(model: Any, optimizer: Any) -> torch.Tensor:
-        batch = tokens()
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, batch)
-            loss.backward()
-            return loss
-
-        return optimizer.step(closure).detach()
 
     pair = twins(Net())
     pair.train(run, steps=3)

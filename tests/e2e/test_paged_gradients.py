@@ -55,79 +55,6 @@ def paged(twins: MakeTwins) -> Callable[..., Twins]:
     return make
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("state", ["nvme", "host"])
-def test_training_is_bit_equal(paged: MakeTwins, dtype: torch.dtype, state: str) -> None:
-    pair = paged(Layers().to(dtype), master=dtype is torch.bfloat16, optimizer_state=state)
-    pair.train(step, steps=20)
-    pair.optimizer.zero_grad(), pair.plain_optimizer.zero_grad()
-    pair.assert_same_parameters()
-    pair.assert_same_state()
-
-
-def test_gradients_accumulate(paged: MakeTwins) -> None:
-    def accumulate(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        losses = [backward(model, 0.3) for _ in range(3)]
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack(losses)
-
-    pair = paged()
-    pair.train(accumulate, steps=5)
-    pair.assert_same_parameters()
-    pair.assert_same_state()
-
-
-def test_gradients_that_nobody_zeroes_go_on_accumulating(paged: MakeTwins) -> None:
-    def keep(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        loss = backward(model)
-        optimizer.step()
-        return loss
-
-    pair = paged()
-    pair.train(keep, steps=4)
-    pair.optimizer.zero_grad(), pair.plain_optimizer.zero_grad()
-    pair.assert_same_parameters()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
-def test_clipping_the_norm_is_bit_equal(paged: MakeTwins, max_norm: float, dtype: torch.dtype) -> None:
-    pair = paged(Layers().to(dtype), master=dtype is torch.bfloat16)
-
-    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        backward(model, 0.5)
-        loss = backward(model)
-        if model is pair.swapped:
-            norm = pair.manager.clip_grad_norm_(max_norm)
-        else:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return torch.stack([loss, norm.float()])
-
-    pair.train(clipped, steps=6)
-    pair.assert_same_parameters()
-    pair.assert_same_state()
-
-
-def test_clipping_values_is_bit_equal(paged: MakeTwins) -> None:
-    pair = paged()
-
-    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        loss = backward(model)
-        if model is pair.swapped:
-            pair.manager.clip_grad_value_(1e-4)
-        else:
-            nn.utils.clip_grad_value_(model.parameters(), 1e-4)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    pair.train(clipped, steps=6)
-    pair.assert_same_parameters()
-
-
 def test_a_gradient_on_nvme_tells_its_shape_and_refuses_the_rest(paged: MakeTwins) -> None:
     pair = paged()
     backward(pair.swapped)
@@ -146,6 +73,7 @@ def test_a_gradient_on_nvme_tells_its_shape_and_refuses_the_rest(paged: MakeTwin
         kept.mul_(2)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [1.0, 3.0, 0.5, float("inf"), float("-inf")])
 def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: float, dtype: torch.dtype) -> None:
@@ -170,26 +98,7 @@ def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: 
     assert read and pair.manager.counters.read_bytes["grad"] == before, "a known norm was read back for"
 
 
-def test_clipping_again_and_again_is_bit_equal(paged: MakeTwins) -> None:
-    pair = paged()
-
-    def clipped(model: nn.Module, optimizer: Any) -> torch.Tensor:
-        backward(model)
-        parameters = list(model.parameters())
-        norms = [nn.utils.clip_grad_norm_(parameters, 1e-2)]
-        nn.utils.clip_grad_value_(parameters, 1e-4)
-        norms.append(nn.utils.clip_grad_norm_(parameters, 5e-3, norm_type=1.0))
-        backward(model)  # on top of what was clipped
-        norms.append(nn.utils.clip_grad_norm_(parameters, 1e-2))
-        optimizer.step()
-        return torch.stack(norms)
-
-    pair.train(clipped, steps=4)
-    pair.both(lambda model, optimizer: optimizer.zero_grad())
-    pair.assert_same_parameters()
-    pair.assert_same_state()
-
-
+@pytest.mark.large_table
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, update: str, foreach: bool) -> None:
@@ -214,6 +123,7 @@ def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, upda
     pair.assert_same_state()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_grad_scaler_is_bit_equal(paged: MakeTwins, unscale: bool, dtype: torch.dtype) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 import swapper
+from e2e.keywords import for_offload
 from e2e.models import finish_step
 from e2e.twins import Twins, send_away
 from swapper import _C
@@ -101,6 +102,7 @@ def test_right_after_a_step_each_read_gives_what_plain_torch_has(make: MakeTwins
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("placement", [{}, {"optimizer_state": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("master", [False, True])
 def test_wherever_the_rest_lies(make: MakeTwins, placement: dict[str, str], master: bool) -> None:
@@ -220,7 +222,7 @@ def test_what_is_written_is_in_all_that_is_made_of_the_model(make: MakeTwins, tm
         pair.manager = swapper.SwapManager(pair.directory, host_memory=pair.budget or "64MiB", resume="auto")
         pair.swapped = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
         optimizer = torch.optim.AdamW(pair.swapped.parameters(), lr=1e-3)
-        pair.manager.offload(pair.swapped, optimizer, **pair.options)
+        pair.manager.offload(pair.swapped, optimizer, **for_offload(pair.options))
         found = {name: value.clone() for name, value in pair.swapped.state_dict().items()}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     pair.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,18 +12,6 @@ from e2e.twins import Twins
 MakeTwins = Callable[..., Twins]
 PLACES = ("host", "nvme", "auto")
 PLENTY = 64 << 20
-
-
-@pytest.mark.parametrize(("params", "state"), list(itertools.product(PLACES, PLACES)))
-def test_every_placement_is_bit_equal_in_the_smallest_budget(twins: MakeTwins, params: str, state: str) -> None:
-    pair = twins(Net(), params=params, optimizer_state=state)
-    pair.train(train_step, steps=3)
-    pair.finish(paged="host" not in (params, state))
-    stats = pair.manager.counters
-    if params == state == "host":
-        assert stats.bytes_read == stats.bytes_written == 0
-    if "nvme" in (params, state):
-        assert stats.bytes_read > 0
 
 
 def test_auto_keeps_everything_in_memory_where_it_fits(twins: MakeTwins) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
+from torch import nn
 
 import swapper
-from e2e.models import Net, layers, layers_step
+from e2e.keywords import for_manager, for_offload
+from e2e.models import Net, layers, layers_step, train_step
 from e2e.twins import Twins, adamw
 
 MakeTwins = Callable[..., Twins]
@@ -84,3 +88,139 @@ def test_a_budget_that_is_too_small_is_refused_by_the_plan_too(tmp_path: Path) -
         pytest.raises(swapper.BudgetError, match="at least"),
     ):
         manager.plan(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+
+
+# --- what was planned is what is done -----------------------------------------------------------------------------------
+
+MIB = 1 << 20
+ON_DEVICE = {"device_memory": 16 * MIB, "update_on": "device"}
+SAID: list[dict[str, Any]] = [
+    {},
+    {"params": "nvme", "optimizer_state": "nvme"},
+    {"params": "host", "optimizer_state": "nvme", "commit_every": 2},
+    {"params": "nvme", "optimizer_state": "nvme", "gradients": "nvme", "update": "deferred"},
+    {"params": "nvme", "master_weights": torch.float32, "commit_every": None},
+    {"device": "late", "optimizer_state": "device", **ON_DEVICE},
+    {"device": "late", "params": "nvme", "gradients": "auto", **ON_DEVICE},
+]
+
+
+@pytest.mark.parametrize("said", SAID, ids=str)
+def test_offload_does_what_a_plan_says(tmp_path: Path, said: dict[str, Any]) -> None:
+    said = dict(said)
+    policy = for_manager({name: said.pop(name) for name in ("commit_every",) if name in said})
+    if "device" in said:
+        said["device"] = HostDevice(said["device"])
+    for resume in ("error", "auto"):  # a new run, and one that is gone on from
+        model = Net()
+        optimizer = adamw(model.parameters())
+        with swapper.SwapManager(tmp_path, "16MiB", resume=resume, **policy) as manager:
+            plan = manager.plan(model, optimizer, **for_offload(said))
+            told = str(plan)
+            same, paged = manager.offload(model, optimizer, plan)
+            assert same is model
+            run, counters = manager.current.run, manager.counters
+            assert run.plan is plan and str(run.plan) == told
+            assert counters.pool_bytes == plan.budget.pool_bytes == plan.budget.frame_count * plan.budget.page_bytes
+            assert counters.resident_bytes == plan.budget.resident_bytes
+            planned = [*plan.make_sections(), *plan.make_grad_sections(0)]
+            made = [*run.sections, *run._grad_sections]
+            assert [(s.plan, s.resident, len(s.pages)) for s in made] == [
+                (s.plan, s.resident, len(s.pages)) for s in planned
+            ]
+            assert {page.nbytes for s in made for page in s.pages} <= {page.nbytes for s in planned for page in s.pages}
+            files = list(tmp_path.rglob("*.swap"))
+            assert (
+                sum(path.stat().st_size for path in files)
+                <= plan.turns * (plan.layout.tail_offset + MIB) + plan.scratch_bytes
+            )
+            begin = manager.step
+            train_step(model, paged)
+            assert manager.step == begin + 1
+
+
+def linear() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(8, 8)
+    return model, adamw(model.parameters())
+
+
+def add_layer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.extra = nn.Linear(8, 8)
+
+
+def add_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    group = optimizer.param_groups[0]
+    optimizer.add_param_group({"params": [group["params"].pop()]})
+
+
+def replace_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def freeze(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.weight.requires_grad_(False)
+
+
+def narrow(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.weight.data = model.weight.data.half()
+
+
+@pytest.mark.parametrize("change", [add_layer, add_group, replace_parameter, freeze, narrow])
+def test_a_plan_of_what_has_changed_since_is_refused(tmp_path: Path, change: Callable[..., None]) -> None:
+    model, optimizer = linear()
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        plan = manager.plan(model, optimizer)
+        change(model, optimizer)
+        with pytest.raises(swapper.SwapperError) as told:
+            manager.offload(model, optimizer, plan)
+        assert "changed since manager.plan: plan again" in str(told.value) or change is replace_parameter
+        assert type(model.weight) is nn.Parameter and not list(tmp_path.rglob("*.swap"))
+        if change is not replace_parameter:  # of which the optimizer does not know
+            manager.offload(model, optimizer, manager.plan(model, optimizer))
+
+
+def test_a_plan_for_something_else_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = linear()
+    several = {"a": model, "b": nn.Linear(8, 8)}
+    (tmp_path / "one").mkdir()
+    with swapper.SwapManager(tmp_path / "one", "8MiB") as manager, swapper.SwapManager(tmp_path, "8MiB") as other:
+        plan = manager.plan(model, optimizer)
+        with pytest.raises(swapper.StateError, match=r"manager of .*one/rank-0-of-1, and this one has .*/rank-0-of-1"):
+            other.offload(model, optimizer, plan)
+        with pytest.raises(
+            swapper.StateError, match=r"for another model \(Linear\) than the one that is given \(Net\)"
+        ):
+            manager.offload(Net(), optimizer, plan)
+        with pytest.raises(swapper.StateError, match=r"for another optimizer \(AdamW\) .* \(SGD\)"):
+            manager.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+        with pytest.raises(swapper.StateError, match=r"for another optimizer \(AdamW\) .* \(NoneType\)"):
+            manager.offload(model, None, plan)
+        with pytest.raises(swapper.StateError, match=r"for another model \(Linear\) .* \(dict\)"):
+            manager.offload(several, optimizer, plan)
+        for options in (
+            {"params": "nvme"},
+            {"device_memory": "1GiB"},
+            {"accelerator": swapper.Accelerator(update_on="auto")},
+        ):
+            with pytest.raises(swapper.ConfigError, match=rf"{next(iter(options))} beside a plan"):
+                manager.offload(model, optimizer, plan, **options)
+        manager.offload(dict(several), optimizer, manager.plan(several, optimizer))
+
+
+@pytest.mark.parametrize(
+    "said, match",
+    [
+        ({"accelerator": "device"}, r"accelerator='device' is not known: say accelerator=swapper.Accelerator\("),
+        ({"external": "base.pt"}, r"external='base.pt' is not known: say external=swapper.ExternalWeights\(path"),
+        ({"params": "floppy"}, "params='floppy' is not known"),
+        ({"update": "never"}, "update='never' is not known"),
+        ({"accelerator": swapper.Accelerator(update_on="device")}, "update_on='device' needs a device"),
+    ],
+    ids=str,
+)
+def test_both_verbs_refuse_the_same(tmp_path: Path, said: dict[str, Any], match: str) -> None:
+    model, optimizer = linear()
+    with swapper.SwapManager(tmp_path, "8MiB") as manager:
+        for verb in (manager.plan, manager.offload):
+            with pytest.raises(swapper.ConfigError, match=match):
+                verb(model, optimizer, **said)

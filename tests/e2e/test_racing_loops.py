@@ -11,6 +11,7 @@ from e2e.racing_loops import CELLS, draw_loop, loop_of_cell
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("seed", range(12))
 def test_a_loop_that_is_drawn_is_bit_equal(tmp_path: Path, seed: int) -> None:
     draw_loop(seed).train(tmp_path)

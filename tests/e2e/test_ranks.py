@@ -116,6 +116,25 @@ def test_a_rank_that_ended_is_noticed(tmp_path: Path) -> None:
     assert "StateError" in said[1] and "another rank did not come to step 1" in said[1]
 
 
+def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp_path: Path) -> None:
+    """The one that skipped waits in DDP for the other, which waits for it to come to the step."""
+    orders = ["steps=3", "skips=0:2", "timeout=2", "stall_s=0.5"]
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders)
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+    assert "StateError" in said[1] and "another rank did not come to step 2" in said[1]
+    assert "skips optimizer.step()" in said[1] and "resume='auto'" in said[1]
+    assert "for a rank: to come to step 2" in done.stderr  # the watchdog, long before
+    assert launch(tmp_path, "steps=1")[0] == "rank 0: began at 1, ended at 2"
+
+
+def test_ranks_at_different_steps_are_told_where_each_is(tmp_path: Path) -> None:
+    """Without DDP nothing else notices: the one that failed in a step tries it again, and the other is a step ahead."""
+    for said in launch(tmp_path, "steps=4", "fails=0:2", "plain", ok=False):
+        assert "StateError" in said and "different steps (rank 0 step 2, rank 1 step 3)" in said
+        assert "resume='auto'" in said and "ranks='alone'" in said
+    assert launch(tmp_path, "steps=1", "plain")[0] == "rank 0: began at 1, ended at 2"
+
+
 def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:
     assert launch(tmp_path, "steps=1:3", "plain", "ranks=alone") == [
         "rank 0: began at 0, ended at 0",

@@ -378,6 +378,7 @@ def test_a_script_that_does_not_add_the_run_s_groups_is_told_which(tmp_path: Pat
             manager.offload(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_killed_while_groups_are_added_a_run_goes_on_exactly(tmp_path: Path) -> None:
     done = run_python(Path(regrouped_run.__file__), tmp_path, 41, 29)

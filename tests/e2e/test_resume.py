@@ -14,6 +14,7 @@ from torch import nn
 
 import swapper
 from e2e import killed_run
+from e2e.keywords import for_manager
 from swapper.durability.commit import encode_commit, publish_commit, read_commit
 
 STEPS = 5
@@ -30,7 +31,7 @@ def go(directory: Path, until: int, **options: Any) -> list[float]:
     manager_options = {"host_memory": killed_run.BUDGET, **manager_options}
     model, optimizer, scheduler = killed_run.make()
     losses = []
-    with swapper.SwapManager(directory, resume="auto", **manager_options) as manager:
+    with swapper.SwapManager(directory, resume="auto", **for_manager(manager_options)) as manager:
         placement = {"params": "nvme", "optimizer_state": "nvme", **options}
         model, optimizer = manager.offload(model, optimizer, **placement)
         manager.register(scheduler=scheduler)

@@ -196,8 +196,10 @@ def test_random_numbers_go_on_where_the_step_ended(tmp_path: Path) -> None:
 def test_without_crash_resume_it_takes_half_the_space_and_snapshots_work(tmp_path: Path) -> None:
     model, optimizer, scheduler = killed_run.make()
     with pytest.raises(swapper.ConfigError, match="crash_resume"):
-        swapper.SwapManager(tmp_path, crash_resume=False, commit_every=3)
-    with swapper.SwapManager(tmp_path, host_memory=killed_run.BUDGET, crash_resume=False) as manager:
+        swapper.CommitPolicy(crash_resume=False, every=3)
+    with swapper.SwapManager(
+        tmp_path, host_memory=killed_run.BUDGET, commits=swapper.CommitPolicy(crash_resume=False)
+    ) as manager:
         model, optimizer = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
         files = tmp_path / "rank-0-of-1"
         for number in range(3):

@@ -2,79 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from e2e.early import train, updated_early
-from e2e.loops import autocast, evaluate_between, never_zero, zero_in_place
 from e2e.models import Net, finish_step, loss_of, tokens, train_step
-from e2e.optimizers import OPTIMIZERS, Counting
-from e2e.twins import Twins, scheduled
+from e2e.optimizers import Counting
+from e2e.twins import Twins
 
 pytestmark = pytest.mark.large_table
 
 MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_kind_of_optimizer_is_bit_equal(backward: MakeTwins, name: str) -> None:
-    pair = backward(Net(depth=10 if name == "adafactor" else 4), OPTIMIZERS[name])
-    early = train(pair, train_step, steps=4)
-    assert all(len(groups) >= 4 for groups in early)
-    pair.finish()
-
-
-@pytest.mark.parametrize("fused", [False, True], ids=["default", "fused"])
-def test_bf16_with_fp32_masters_is_bit_equal(backward: MakeTwins, fused: bool) -> None:
-    pair = backward(Net(depth=8).bfloat16(), partial(AdamW, lr=1e-3, fused=fused), master=True)
-    assert all(len(groups) >= 8 for groups in train(pair, train_step, steps=6))
-    pair.finish()
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "tied": (lambda: Net(tied=True), 4),
-    "used twice": (lambda: Net(passes=2), 4),
-    "checkpointing": (lambda: Net(checkpointing=False), 4),
-    "reentrant checkpointing": (lambda: Net(checkpointing=True), 4),
-    "reentrant checkpointing, used twice": (lambda: Net(checkpointing=True, passes=2), 4),
-    "checkpointing, used twice": (lambda: Net(checkpointing=False, passes=2), 4),
-    "dropout": (lambda: Net(dropout=0.1), 4),
-}
-"""Each with how many groups are updated in backward at least."""
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("params", ["nvme", "host"])
-def test_every_kind_of_model_is_bit_equal(backward: MakeTwins, name: str, params: str) -> None:
-    make, least = MODELS[name]
-    pair = backward(make(), params=params)
-    early = train(pair, train_step, steps=4)
-    assert all(len(groups) >= least for groups in early)
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize(("params", "state"), [("host", "nvme"), ("nvme", "host"), ("auto", "auto"), ("host", "host")])
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_every_placement_is_bit_equal(backward: MakeTwins, params: str, state: str, gradients: str) -> None:
-    pair = backward(Net(), params=params, optimizer_state=state, gradients=gradients)
-    assert all(len(groups) >= 4 for groups in train(pair, train_step, steps=4))
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("policy", [None, 2])
-def test_with_other_commits_it_is_bit_equal(backward: MakeTwins, policy: Any) -> None:
-    pair = backward(Net(), commit_every=policy)
-    pair.train(train_step, steps=5)
-    pair.finish()
 
 
 def test_the_plan_says_what_a_step_moves(backward: MakeTwins) -> None:
@@ -96,131 +41,6 @@ def test_the_plan_says_what_a_step_moves(backward: MakeTwins) -> None:
 
 
 # --- what loops do --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def accumulating(pair: Twins, model: Any, wanted: bool = True) -> Iterator[None]:
-    if model is pair.swapped and wanted:
-        with pair.manager.accumulate():
-            yield
-    else:
-        yield
-
-
-def accumulate(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    losses = []
-    for last in (False, False, True):
-        with accumulating(pair, model, wanted=not last):
-            loss = loss_of(model, tokens()) / 3
-            loss.backward()
-        losses.append(loss.detach())
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack(losses)
-
-
-def two_losses(model: Any, optimizer: Any) -> torch.Tensor:
-    """Two forwards, then two backwards: the first does not complete any group."""
-    one, other = loss_of(model, tokens()), loss_of(model, tokens())
-    one.backward()
-    other.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack([one.detach(), other.detach()])
-
-
-def retained(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    loss.backward(retain_graph=True)
-    return finish_step(loss, optimizer)
-
-
-def gradient_penalty(model: Any, optimizer: Any) -> torch.Tensor:
-    loss = loss_of(model, tokens())
-    bias = model.blocks[1].up.bias
-    (gradient,) = torch.autograd.grad(loss, bias, create_graph=True)
-    loss = loss + gradient.square().sum()
-    return finish_step(loss, optimizer)
-
-
-def discard_a_forward(model: Any, optimizer: Any) -> torch.Tensor:
-    loss_of(model, tokens())
-    return train_step(model, optimizer)
-
-
-def look_at_gradients(model: Any, optimizer: Any) -> torch.Tensor:
-    """To look is allowed between backward and step, in all the ways that loops do."""
-    loss = loss_of(model, tokens())
-    loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norms = [g.data.norm(2) for g in gradients] + list(torch._foreach_norm(gradients))
-    kept = copy.deepcopy(gradients[0])
-    optimizer.step()
-    optimizer.zero_grad()
-    return torch.stack([loss.detach(), *norms, kept.sum()])
-
-
-def closure(pair: Twins, model: Any, optimizer: Any) -> torch.Tensor:
-    batch = tokens()
-
-    def run() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, batch)
-        loss.backward()
-        return loss
-
-    if model is pair.swapped or not hasattr(optimizer, "inner"):
-        return optimizer.step(run).detach()
-    loss = run()
-    optimizer.step()
-    return loss.detach()
-
-
-LOOPS: dict[str, tuple[Callable[[Twins], Run], int]] = {
-    "accumulation": (lambda pair: partial(accumulate, pair), 3),
-    "closure": (lambda pair: partial(closure, pair), 0),
-    "two losses": (lambda _: two_losses, 3),
-    "retained": (lambda _: retained, 0),
-    "gradient penalty": (lambda _: gradient_penalty, 0),
-    "never zeroed": (lambda _: never_zero, 3),
-    "zeroed in place": (lambda _: zero_in_place, 3),
-    "evaluation": (lambda _: evaluate_between, 0),
-    "a forward that is discarded": (lambda _: discard_a_forward, 0),
-    "autocast": (lambda _: autocast, 3),
-    "looking at gradients": (lambda _: look_at_gradients, 3),
-}
-"""Each with how many groups are updated in backward at least."""
-
-
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.parametrize("params", ["nvme", "host"])
-def test_every_loop_is_bit_equal(backward: MakeTwins, name: str, params: str) -> None:
-    make_run, least = LOOPS[name]
-    pair = backward(Net(depth=3), params=params)
-    early = train(pair, make_run(pair), steps=4)
-    assert all(len(groups) >= least for groups in early), early
-    pair.finish(paged=False)
-
-
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
-def test_accumulation_with_gradients_anywhere_is_bit_equal(backward: MakeTwins, gradients: str) -> None:
-    pair = backward(Net().bfloat16(), partial(AdamW, lr=1e-3), master=True, gradients=gradients)
-    early = train(pair, partial(accumulate, pair), steps=3)
-    assert all(len(groups) >= 4 for groups in early)
-    pair.finish(paged=False)
-
-
-def test_accumulate_does_nothing_where_updates_wait_for_the_step(twins: MakeTwins) -> None:
-    for update in ("step", "deferred"):
-        pair = twins(Net(), update=update)
-        pair.train(partial(accumulate, pair), steps=2)
-        pair.finish(paged=False)
-
-
-def test_a_scheduler_that_steps_after_the_optimizer_is_bit_equal(backward: MakeTwins) -> None:
-    pair = backward(Net(), partial(SGD, lr=0.1, momentum=0.9))
-    pair.train(scheduled(pair), steps=4)
-    pair.finish()
 
 
 def test_hooks_that_clip_one_gradient_run_before_its_update(backward: MakeTwins) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import swapper
+from e2e.keywords import for_offload
 from e2e.models import WIDTH, finish_step, train_step
 from swapper.paging.residency import Residency
 from swapper.train.gradients.cold_grad import ColdGradient
@@ -136,7 +137,7 @@ class Twins:
     def offload(self) -> None:
         """Offload the swapped one."""
         self.manager = self.make_manager()
-        model, self.optimizer = self.manager.offload(self.swapped, self.original, **self.options)
+        model, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(self.options))
         assert model is self.swapped
         self.written_at_start = self.manager.counters.bytes_written
 
@@ -149,7 +150,7 @@ class Twins:
             directories,
             host_memory=budget,
             backend=self.backend,
-            commit_every=self.commit_every,
+            commits=swapper.CommitPolicy(every=self.commit_every),
             check_reads=self.check_reads,
             cold=self.cold,
         )
@@ -157,7 +158,7 @@ class Twins:
     def plan(self) -> swapper.Plan:
         """Return the plan of the offload to come."""
         with self.make_manager() as manager:
-            return manager.plan(self.swapped, self.original, **self.options)
+            return manager.plan(self.swapped, self.original, **for_offload(self.options))
 
     def run_files(self) -> list[Path]:
         return sorted(self.directory.rglob("*.swap"))
@@ -257,17 +258,19 @@ def smallest_budget(directory: Path, model: nn.Module, optimizer: Optimizer, **o
     """Return the smallest budget that works, in bytes, as the error names it. Everything is left as it was."""
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
-            manager.offload(model, optimizer, **options)
+            manager.offload(model, optimizer, **for_offload(options))
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")
 
 
-def smallest_device_budget(directory: Path, model: nn.Module, **options: Any) -> int:
-    """Return the smallest budget of the device's memory that works, in bytes."""
+def smallest_device_budget(
+    directory: Path, model: nn.Module, optimizer: Optimizer | None = None, **options: Any
+) -> int:
+    """Return the smallest budget of the device's memory that works, in bytes; of an AdamW where there is no optimizer."""
     with swapper.SwapManager(directory, host_memory="64GiB") as manager:
         try:
-            manager.plan(model, adamw(model.parameters()), **{**options, "device_memory": 1})
+            manager.plan(model, optimizer or adamw(model.parameters()), **for_offload({**options, "device_memory": 1}))
         except swapper.BudgetError as error:
             return named_budget(error)
     raise AssertionError("a budget of one byte was enough")

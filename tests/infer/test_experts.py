@@ -221,3 +221,50 @@ def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):
     experts.forget()
     files.close()
     engine.close()
+
+
+def test_an_expert_that_a_forward_changes_is_refused_and_undone(tmp_path):
+    reference, path = saved(tmp_path)
+    model = swapper.load(empty(), path, host_memory="15MiB")
+    up = model.layers[1].experts[2].up
+    with torch.no_grad():
+        for _ in range(2):
+            hook = up.register_forward_pre_hook(lambda module, _: module.weight.mul_(2))
+            with pytest.raises(swapper.StateError, match=r"layers\.1\.experts\.2\.up\.weight was changed"):
+                model(*rows(2))
+            hook.remove()
+            assert torch.equal(model(*rows(2)), reference(*rows(2)))
+    swapper.loaded(model).unload()
+
+
+class Stacked(nn.Module):
+    """As transformers' mixtures: one parameter has all experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.maps = nn.Parameter(torch.randn(4 * EXPERTS, WIDTH, WIDTH) / WIDTH**0.5)
+        self.change = False
+
+    def forward(self, x, number):
+        weight = self.maps[number]
+        if self.change:
+            weight.mul_(2)
+        return x @ self.maps[number]
+
+
+def test_an_expert_of_one_parameter_that_a_forward_changes_is_refused_and_undone(tmp_path):
+    reference = nn.ModuleDict({"experts": Stacked()})
+    torch.save(reference.state_dict(), tmp_path / "m.pt")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"experts": Stacked()})
+    swapper.load(model, tmp_path / "m.pt", host_memory="6MiB")
+    x = torch.randn(3, WIDTH)
+    with torch.no_grad():
+        expected = reference["experts"](x, 2)
+        assert torch.equal(model["experts"](x, 2), expected)
+        model["experts"].change = True
+        with pytest.raises(swapper.StateError, match=r"expert 2 of a parameter of shape .* was changed"):
+            model["experts"](x, 2)
+        model["experts"].change = False
+        assert torch.equal(model["experts"](x, 2), expected)
+    swapper.loaded(model).unload()

@@ -251,6 +251,7 @@ def test_of_a_mixture_only_the_experts_that_are_used_are_read(folders, tmp_path,
     loaded.unload()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("name", GENERATING)
 def test_what_is_generated_is_what_is_generated_in_memory(folders, name):
     class_name, _, inputs = ARCHITECTURES[name]

@@ -280,6 +280,10 @@ class Ticket:
             raise self.failure
         return True
 
+    def exception(self) -> IoError | None:
+        self._engine.wait(self)
+        return self.failure
+
     @property
     def is_doomed(self) -> bool:
         """What it waits for failed: it will fail too, and never touch anything."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
+from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, PreparedTail, StorageRef
 
 DTYPES = [
     torch.float32,
@@ -35,6 +36,16 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+def build_tail(
+    layout: ContainerLayout,
+    obj: object,
+    locate: Callable[[torch.Tensor], StorageRef | None],
+    crc32s: Mapping[str, int],
+) -> bytes:
+    """The whole tail of a container, without a manifest."""
+    return PreparedTail(layout, obj, locate).build(crc32s)
+
+
 class Content:
     """Payload storages in memory, one for each record, and what a container needs to know of them."""
 
@@ -49,14 +60,17 @@ class Content:
         return None if key is None else StorageRef(key, tensor.storage_offset())
 
     def write(self, path: Path, state: object, with_crc32s: bool = False) -> Path:
-        """As the manager will: headers and payloads, and the tail last."""
+        """As the manager will: headers and payloads, and the tail last; or, `with_crc32s`, with descriptors as torch has them."""
         with path.open("wb") as file:
-            for offset, chunk in self.layout.headers(self.crc32s if with_crc32s else None):
+            for offset, chunk in self.layout.headers():
                 file.seek(offset)
                 file.write(chunk)
             for record, payload in zip(self.layout.records, self.payloads, strict=True):
                 file.seek(record.offset)
                 file.write(bytes_of(payload))
+                if with_crc32s and record.end != self.layout.tail_offset:
+                    file.seek(record.end + 4)  # behind the descriptor's signature
+                    file.write(self.crc32s[record.key].to_bytes(4, "little"))
             file.seek(self.layout.tail_offset)
             file.write(build_tail(self.layout, state, self.locate, self.crc32s))
         return path

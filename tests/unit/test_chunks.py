@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swapper.formats.chunks import Chunk, ChunkedTensor
-from swapper.formats.concatenated import ConcatenatedFile, Extent
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
 
 FILE = Path("/nowhere")
 

@@ -80,6 +80,7 @@ def test_a_wrong_argument_ends_the_process_with_2_and_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "keeps"), [("bf16", True), ("fp32", False)])
 def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision, keeps):
     kept = tmp_path / "kept.pt"

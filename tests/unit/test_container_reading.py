@@ -7,13 +7,13 @@ import zlib
 
 import pytest
 import torch
-from container_content import DTYPES, Content, assert_equal, bytes_of, example, random_payload
+from container_content import DTYPES, Content, assert_equal, build_tail, bytes_of, example, random_payload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.serialization import config
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, StorageRef, build_tail
+from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, StorageRef
 
 GIB = 1 << 30
 

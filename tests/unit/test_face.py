@@ -5,6 +5,7 @@ A change of it is a decision, which `public_face.txt` shows in review: `python t
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import swapper
+from swapper.modules.cold import FaultHandler
 
 FACE = Path(__file__).with_name("public_face.txt")
 
@@ -52,6 +54,51 @@ def face() -> str:
 
 def test_the_public_face_is_the_one_that_was_decided() -> None:
     assert face().splitlines() == FACE.read_text().splitlines()
+
+
+def documented(value: Any, name: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield name, callable and documentation of a public function, or of a class and its methods."""
+    if not isinstance(value, type):
+        yield name, value, inspect.getdoc(value) or ""
+        return
+    yield name, value, "\n\n".join(inspect.cleandoc(of.__doc__ or "") for of in (value, value.__init__))
+    for member, found in vars(value).items():
+        if not member.startswith("_") and callable(found) and not hasattr(FaultHandler, member):
+            yield f"{name}.{member}", getattr(value, member), inspect.getdoc(found) or ""
+
+
+def lacking(value: Any, doc: str) -> list[str]:
+    """Return what the documentation of a function, or of a class, does not say and should."""
+    parameters = [name for name in inspect.signature(value).parameters if name != "self"]
+    if not doc.strip() or len(parameters) < 3:
+        return [] if doc.strip() else ["what it does"]
+    sections = dict(re.findall(r"^(Args|Attributes|Raises):(.*?)(?=^\w+:|\Z)", doc, re.DOTALL | re.MULTILINE))
+    is_record = dataclasses.is_dataclass(value) and not hasattr(value, "__post_init__")
+    if "Made by" in doc:  # not by the user
+        return []
+    told = sections.get("Args", "") + (sections.get("Attributes", "") if is_record else "")
+    missing = (
+        []
+        if re.match(r" as of `\w+`", told)
+        else [name for name in parameters if not re.search(rf"^ *(\w+, )*{name}(, \w+)*:", told, re.MULTILINE)]
+    )
+    return missing + ([] if is_record or "Raises" in sections else ["Raises:"])
+
+
+def test_public_docstrings_say_what_is_given_and_what_is_raised() -> None:
+    """Of everything with three or more parameters; of less, what it does."""
+    found = {}
+    for module in (swapper, swapper.checkpoint, swapper.checkpoint.dcp):
+        for name in module.__all__:
+            value = getattr(module, name)
+            if callable(value) and not (isinstance(value, type) and issubclass(value, Exception)):
+                found |= {at: lacks for at, one, doc in documented(value, name) if (lacks := lacking(one, doc))}
+    assert found == {}
+
+
+def test_names_that_could_be_confused_say_so() -> None:
+    assert "swapper.checkpoint.load" in str(swapper.load.__doc__)
+    assert "swapper.load" in str(swapper.checkpoint.load.__doc__)
 
 
 def test_all_that_is_promised_can_be_imported_and_is_typed() -> None:

@@ -85,7 +85,7 @@ ENDLESS_WORK = {
     "such a key of an OrderedDict": pickled(b"ccollections\nOrderedDict\n((", *DOUBLED_KEY, b"N\x86tR"),
     "such a key in an object's state": pickled(b"}", GLOBAL, b")R}X\x01\x00\x00\x00b", *DOUBLED_KEY, b"sbNs"),
     "a key that overflows the stack": pickled(b"})", b"\x85" * 200_000, b"Ns"),
-    "keys of one hash": pickle.dumps({k * ((1 << 61) - 1): 0 for k in range(20_000)}, 2),
+    "keys of one hash": pickled(b"}(", *(huge(k * ((1 << 61) - 1)) + b"K\x00" for k in range(20_000)), b"u"),
     "arguments copied again and again": pickled(
         b"ccollections\nOrderedDict\nq\x00(", b"K\x00K\x00\x86" * 20_000, b"tq\x01\x85q\x02", b"0h\x00h\x02R" * 10_000
     ),

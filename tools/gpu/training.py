@@ -27,6 +27,7 @@ from gpu.checkpoints import drive_rates
 from gpu.copies import link_rates
 from gpu.install import ROOT
 from gpu.transformer import loss_of, transformer
+from swapper import Accelerator, CommitPolicy
 
 HOST, NVME = "training, state in host memory", "training, state on NVMe"
 DEFERRED = "training, state on NVMe, updates deferred"
@@ -65,7 +66,7 @@ def training(bench: Bench) -> Iterator[Row]:
             (DEFERRED, bars[1], "nvme", NVME_BAR, "deferred"),
             (BACKWARD, bars[1], "nvme", NVME_BAR, "backward"),
         ):
-            options = {"optimizer_state": where, "update": update, "update_on": "auto"}
+            options = {"optimizer_state": where, "update": update, "accelerator": Accelerator(update_on="auto")}
             taken_s, state_bytes = swapped_step(bench, layers, width, value, microbatches, place, options)
             limit, told = 1.0, ""
             if where == "nvme":
@@ -135,8 +136,8 @@ def swapped_step(
     count = sum(parameter.numel() for parameter in model.parameters())
     host = count * (4 + (2 if options["optimizer_state"] == "nvme" else STATE_BYTES)) * 5 // 4 + roomy(bench)
     options = {"device": device_of(bench), "params": "device", "master_weights": torch.float32, **options}
-    with swapper.SwapManager(place, host, resume="discard", commit_every=None) as manager:
-        given = AdamW(model.parameters(), fused=options.get("update_with") != "kernel")
+    with swapper.SwapManager(place, host, resume="discard", commits=CommitPolicy(every=None)) as manager:
+        given = AdamW(model.parameters(), fused=options["accelerator"].update_with != "kernel")
         model, optimizer = manager.offload(model, given, **options)
         act = partial(step, model, optimizer, value, microbatches, manager.accumulate)
         return seconds(bench, act, 2), count * STATE_BYTES
@@ -148,8 +149,10 @@ def streamed_update(
     """`optimizer.step()` alone, state in host memory: masters, moments and gradients go up; as many bytes come down."""
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
-    options = {"device": device_of(bench), "update_on": "device", "gradients": "host", "update_with": update_with}
-    with swapper.SwapManager(place, count * 20 + roomy(bench), resume="discard", commit_every=None) as manager:
+    there = Accelerator(update_on="device", update_with=update_with)
+    options = {"device": device_of(bench), "accelerator": there, "gradients": "host"}
+    never = CommitPolicy(every=None)
+    with swapper.SwapManager(place, count * 20 + roomy(bench), resume="discard", commits=never) as manager:
         given = AdamW(model.parameters())
         model, optimizer = manager.offload(
             model, given, params="host", optimizer_state="host", master_weights=torch.float32, **options

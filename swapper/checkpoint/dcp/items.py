@@ -6,15 +6,21 @@ beginning and torch's alignment of 64 bytes holds; `head_gap` says where to begi
 
 from __future__ import annotations
 
-import sys
 import zlib
 from dataclasses import dataclass
 
 import torch
 
-from swapper.checkpoint.torch_save import ROOT, serialization_id
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.zip_writer import Entry, descriptor, directory, local_header
+from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
+    Entry,
+    descriptor,
+    directory,
+    leading_records,
+    local_header,
+    serialization_id,
+)
 
 _ALIGNMENT = 64
 _FILE_ALIGNMENT = 4096
@@ -39,12 +45,7 @@ class Item:
         pickled = pickle_state(stand_in, {"0": nbytes}, lambda tensor: StorageRef("0", 0)).data
         head = bytearray()
         entries = []
-        for name, content in (
-            ("data.pkl", pickled),
-            (".format_version", b"1"),
-            (".storage_alignment", str(_ALIGNMENT).encode()),
-            ("byteorder", sys.byteorder.encode()),
-        ):
+        for name, content in leading_records(pickled, _ALIGNMENT):
             entries.append(_append(head, f"{ROOT}/{name}", content))
         cursor = len(head)
         head += local_header(cursor, f"{ROOT}/data/0", nbytes, _ALIGNMENT)

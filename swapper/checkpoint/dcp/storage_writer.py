@@ -21,12 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
@@ -55,6 +50,10 @@ class StorageWriter(FileSystemWriter):
             gathers small tensors. At least 4 MiB.
         cache_staged_state_dict: for async_save; see torch's.
         overwrite: whether a checkpoint may be there. It stays whole until the new one is, and its files are removed then.
+
+    Raises:
+        ConfigError: `thread_count` is not 1 or more. What goes wrong later is raised by `torch.distributed.checkpoint.save`:
+            CheckpointError, IoError.
     """
 
     def __init__(

@@ -13,9 +13,7 @@ Decision: docs/decisions/container-format.md.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,12 +28,12 @@ from swapper.formats.torch_zip.zip_writer import (
     descriptor,
     descriptor_nbytes,
     directory,
+    leading_records,
     local_header,
     payload_offset,
+    serialization_id,
 )
-from swapper.io.device_errors import device_errors
-
-__all__ = ["ALIGNMENT", "ContainerLayout", "PreparedTail", "Record", "StorageRef", "build_tail"]
+from swapper.io.elements import device_errors
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
@@ -86,26 +84,19 @@ class ContainerLayout:
             cursor = record.end + descriptor_nbytes(cursor, nbytes)
         return cls(root, tuple(records), records[-1].end if records else 0)
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each record: what `plan` needs to make this layout again."""
-        return tuple(record.nbytes for record in self.records)
-
-    def headers(self, crc32s: Mapping[str, int] | None = None) -> Iterator[tuple[int, bytes]]:
+    def headers(self) -> Iterator[tuple[int, bytes]]:
         """Yields (file offset, bytes) of all that lies before and between the payloads.
 
         Offsets and lengths are multiples of ALIGNMENT. Each chunk ends where a payload begins: it holds the
-        data descriptor of the payload before and the local header. Without `crc32s` (CRC-32 of each payload,
-        by key) the descriptors state a CRC of 0, and the chunks never change in the life of a swap file.
-        Readers take the CRC from the central directory; the few that look at descriptors as well need the
-        real ones.
+        data descriptor of the payload before and the local header. The descriptors state a CRC of 0, so that
+        the chunks never change in the life of a swap file; readers take the CRC from the central directory.
         """
         before = b""
         begin = 0
         for record in self.records:
             name = _name(self.root, record.key)
             yield begin, before + local_header(record.header_offset, name, record.nbytes, ALIGNMENT)
-            before = descriptor(record.header_offset, record.nbytes, crc32s[record.key] if crc32s else 0)
+            before = descriptor(record.header_offset, record.nbytes, 0)
             begin = record.end
 
 
@@ -164,28 +155,16 @@ class PreparedTail:
         tail = _Tail(self._layout, crc32s, left_out)
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
-        tail.add("data.pkl", self._data)
-        if self._in_file_order:
-            tail.add(".format_version", b"1")
-        tail.add(".storage_alignment", str(ALIGNMENT).encode())
-        tail.add("byteorder", sys.byteorder.encode())
+        for name, content in leading_records(self._data, ALIGNMENT):
+            if name != ".format_version" or self._in_file_order:
+                tail.add(name, content)
         tail.add("version", b"3\n")
-        tail.add(".data/serialization_id", tail.serialization_id())
+        tail.add(".data/serialization_id", serialization_id(tail.entries))
         if pieces is None:
             return tail.finish()
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
         tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], self._layout.tail_offset, tensors or {}).encode())
         return seal_tail(tail.finish(), self._layout.tail_offset, ALIGNMENT)
-
-
-def build_tail(
-    layout: ContainerLayout,
-    obj: object,
-    locate: Callable[[torch.Tensor], StorageRef | None],
-    crc32s: Mapping[str, int],
-) -> bytes:
-    """Makes the whole tail of a container at once, without a manifest: see `PreparedTail`."""
-    return PreparedTail(layout, obj, locate).build(crc32s)
 
 
 class _Tail:
@@ -194,34 +173,27 @@ class _Tail:
     def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int], left_out: Collection[str] = ()) -> None:
         self._root = layout.root
         self._begin = layout.tail_offset
-        self._entries = [
+        self.entries = [
             Entry(_name(layout.root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
             for record in layout.records
         ]
         self._bytes = bytearray()
-        if self._entries:  # the last payload's descriptor; the others' are in the header chunks
-            last = self._entries[-1]
+        if self.entries:  # the last payload's descriptor; the others' are in the header chunks
+            last = self.entries[-1]
             self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
         absent = {_name(layout.root, key) for key in left_out}
-        self._entries = [entry for entry in self._entries if entry.name not in absent]
+        self.entries = [entry for entry in self.entries if entry.name not in absent]
 
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self._bytes)
         entry = Entry(f"{self._root}/{name}", cursor, len(content), zlib.crc32(content))
-        self._entries.append(entry)
+        self.entries.append(entry)
         self._bytes += local_header(cursor, entry.name, len(content), ALIGNMENT)
         self._bytes += content
         self._bytes += descriptor(cursor, len(content), entry.crc32)
 
-    def serialization_id(self) -> bytes:
-        """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
-        names = "\n".join(entry.name for entry in self._entries)
-        contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in self._entries)
-        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
-        return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
-
     def finish(self) -> bytes:
-        self._bytes += directory(self._entries, self._begin + len(self._bytes), ALIGNMENT)
+        self._bytes += directory(self.entries, self._begin + len(self._bytes), ALIGNMENT)
         return bytes(self._bytes)
 
 

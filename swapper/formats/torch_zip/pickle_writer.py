@@ -111,10 +111,7 @@ class _Storage:
 
 class _StatePickler(pickle.Pickler):
     def __init__(
-        self,
-        file: io.BytesIO,
-        payload_nbytes: Mapping[str, int],
-        locate: Callable[[torch.Tensor], StorageRef | None],
+        self, file: io.BytesIO, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
     ) -> None:
         super().__init__(file, protocol=_PROTOCOL)
         self._payload_nbytes = payload_nbytes

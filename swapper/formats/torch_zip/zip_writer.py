@@ -10,9 +10,16 @@ integers are little-endian.
 
 from __future__ import annotations
 
+import hashlib
 import struct
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+ROOT = "archive"
+"""The folder in the zip that holds all records."""
+Content = TypeVar("Content")
 
 ZIP64_LIMIT = 0xFFFFFFFF
 """From this size or offset on, in bytes, the 32-bit fields of a zip do not suffice (APPNOTE 4.4.1.4)."""
@@ -38,6 +45,22 @@ class Entry:
     header_offset: int  # bytes from the start of the file to the local header
     nbytes: int
     crc32: int
+
+
+def leading_records(pickled: Content, alignment: int) -> Iterator[tuple[str, Content | bytes]]:
+    """Yield the records that torch.save puts before the payloads: names and contents, data.pkl being `pickled`."""
+    yield "data.pkl", pickled
+    yield ".format_version", b"1"
+    yield ".storage_alignment", str(alignment).encode()
+    yield "byteorder", sys.byteorder.encode()
+
+
+def serialization_id(entries: Sequence[Entry]) -> bytes:
+    """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
+    names = "\n".join(entry.name for entry in entries)
+    contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in entries)
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
+    return "".join(f"{int.from_bytes(digest, 'little'):020d}" for digest in digests).encode()
 
 
 def payload_offset(cursor: int, name: str, nbytes: int, alignment: int) -> int:
@@ -88,16 +111,7 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
     listing = b"".join(_directory_entry(entry) for entry in entries)
     count, end = len(entries), offset + len(listing)
     zip64_end = _ZIP64_END.pack(
-        b"PK\x06\x06",
-        _ZIP64_END.size - 12,
-        _MADE_BY,
-        _ZIP64_VERSION,
-        0,
-        0,
-        count,
-        count,
-        len(listing),
-        offset,
+        b"PK\x06\x06", _ZIP64_END.size - 12, _MADE_BY, _ZIP64_VERSION, 0, 0, count, count, len(listing), offset
     )
     locator = _ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
     file_nbytes = end + _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size

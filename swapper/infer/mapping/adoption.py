@@ -1,20 +1,26 @@
 """Gives a model the memory that its weights will be read into. From here on the model is changed.
 
 Parameters on the meta device cannot get data: new objects take their places, one for each, so that tied ones stay tied. Those on
-the CPU stay the same objects.
+the CPU stay the same objects. A model can also be built without weights at once (`without_weights`), or be shown a checkpoint's
+tensors as its files are mapped (`MappedSource`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import mmap
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from swapper.formats.read_plan import FileRange
+from swapper.formats.sources import Source
 from swapper.formats.stored import StoredTensor
-from swapper.infer.mapping.matching import Weight
+from swapper.infer.mapping.matching import Recipe, Weight
 from swapper.paging.section import Section, own_storage
 
 
@@ -80,3 +86,60 @@ def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch
         return torch.empty(stored.shape, dtype=stored.dtype)
     memory, offset = place
     return view_of(own_storage(memory[offset : offset + stored.nbytes]), 0, stored)
+
+
+class MappedSource:
+    """A checkpoint's tensors as its files are mapped: nothing is read before it is looked at.
+
+    Owns the mappings. What is written to their tensors stays in memory.
+
+    Args:
+        source: the checkpoint.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._mappings: dict[Path, mmap.mmap] = {}
+
+    def made(self, recipe: Recipe) -> torch.Tensor:
+        """Return what `recipe` makes of the mapped tensors."""
+        return recipe.from_parts([self.tensor(part) for part in recipe.parts])
+
+    def tensor(self, stored: StoredTensor) -> torch.Tensor:
+        if stored.path in self._source.joined:  # a mapping cannot put its stretches side by side
+            extents = [e for _, e in self._source.extents(stored.path, stored.offset, stored.nbytes)]
+            parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
+            return torch.cat([self.tensor(part) for part in parts]).view(stored.shape)
+        if stored.path not in self._mappings:
+            with stored.path.open("rb") as file:
+                self._mappings[stored.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        number = stored.nbytes // stored.dtype.itemsize
+        flat = torch.frombuffer(self._mappings[stored.path], dtype=stored.dtype, count=number, offset=stored.offset)
+        return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
+
+    def forget(self) -> None:
+        """Tensors that are in use keep their file mapped."""
+        self._mappings.clear()
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Within, parameters of modules that are made have shapes and no memory; buffers are made as always.
+
+    (`with torch.device("meta")` has buffers without values too, and those that no checkpoint holds would never get any.)
+    Not for several threads at one time: it changes `nn.Module.register_parameter` while it lasts.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        original(module, name, parameter)
+        if parameter is not None and parameter.device.type != "meta":
+            with torch.no_grad():
+                empty = torch.empty_like(parameter, device="meta")
+            module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register  # type: ignore
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore

@@ -16,8 +16,7 @@ import torch
 
 from swapper.checkpoint.quantization import QuantizedLayout
 from swapper.errors import UnsupportedError
-from swapper.formats.chunks import ChunkedTensor
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.infer.mapping.matching import Make, Recipe, shape_of
 from swapper.modules.cold_tables import SET_DATA
 

@@ -20,11 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from swapper.errors import StateError
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
 from swapper.infer.operators.embedding_rows import ReadInto
-from swapper.infer.runtime.weights import GroupWeights, PagedWeight
+from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
 from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import FaultHandler, materialize, set_cold
 from swapper.paging.pager import Pager
@@ -95,10 +96,15 @@ class _Part:
     tickets: list[Any] = field(default_factory=list)
     leases: int = 0
     value: torch.Tensor | None = None
+    version: int = 0  # of the value, when it was made
 
     @property
     def has_failed(self) -> bool:
         return any(ticket.done and ticket.error is not None for ticket in self.tickets)
+
+    @property
+    def was_changed(self) -> bool:
+        return self.value is not None and self.value._version != self.version
 
     def ready(self, device: torch.device) -> torch.Tensor:
         """Return what it is, on `device`. The cache is in host memory."""
@@ -111,7 +117,7 @@ class _Part:
         if device.type != "cpu":
             return value
         if value.nbytes <= self.recipe.stored_bytes:
-            self.value, self.parts = value, []
+            self.value, self.parts, self.version = value, [], value._version
         return value
 
     def settle(self) -> None:
@@ -150,6 +156,12 @@ class Experts:
         if not 0 <= number < len(weights.recipes):
             raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
         found = self._want(id(weights.parameter), number, weights.recipes[number])
+        if found.was_changed:
+            self._begin(found)
+            raise StateError(
+                f"expert {number} of a parameter of shape {list(parameter.shape)} was changed in a forward: {FOR_INFERENCE}. The "
+                "change is undone"
+            )
         for other in others:
             self._want(id(other.parameter), number, other.recipes[number])  # it will be asked for next
         return found.ready(self._device)
@@ -175,14 +187,14 @@ class Experts:
                 part.leases -= 1
             raise
 
-    def release(self, keys: Sequence[int], changed: bool = False) -> None:
-        """Nobody uses them any more. What was `changed` in memory is read again when it is used next."""
+    def release(self, keys: Sequence[int]) -> None:
         for key in keys:
-            part = self._cache[key, 0]
-            part.leases -= 1
-            if changed and not part.leases:
-                del self._cache[key, 0]
-                self._used_bytes -= part.recipe.stored_bytes
+            self._cache[key, 0].leases -= 1
+
+    def forget_changed(self, keys: Sequence[int]) -> None:
+        """Somebody wrote to these, which nobody leases: they are read anew."""
+        for key in keys:
+            self._used_bytes -= self._cache.pop((key, 0)).recipe.stored_bytes
 
     def forget(self) -> None:
         for part in self._cache.values():
@@ -210,7 +222,7 @@ class Experts:
                 memory = torch.empty(stored.nbytes, dtype=torch.uint8)
                 tickets.append(self._read(stored, 0, memory))
                 parts.append(view_of(memory, 0, stored))
-        part.parts, part.tickets = parts, tickets
+        part.parts, part.tickets, part.value = parts, tickets, None
 
     def _make_room(self, nbytes: int) -> None:
         idle = (key for key, part in list(self._cache.items()) if not part.leases)
@@ -262,12 +274,15 @@ class OnDemandGroup(GroupWeights):
                 materialize(weight.parameter)
                 weight.parameter.data = weight.away()
             set_cold(weight.parameter)
-        self._experts().release([key for key, _ in self._recipes], changed)
+        self._experts().release([key for key, _ in self._recipes])
 
     def forget_leases(self) -> None:
         if self._leases:
             self._leases, self._versions = 0, []
             self._give_back(changed=False)
+
+    def _forget_change(self) -> None:
+        self._experts().forget_changed([key for key, _ in self._recipes])
 
 
 def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:

@@ -80,6 +80,9 @@ class DeviceGroup(GroupWeights):
         super()._materialize()
         self._stays_warm = self.image.stays and not self._makes
 
+    def _forget_change(self) -> None:
+        self._tier.invalidate(self.image)
+
     def _let_go(self) -> None:
         """The image was to stay and must go."""
         self._stays_warm = False

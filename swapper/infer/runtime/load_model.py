@@ -18,9 +18,9 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.device.device_budget import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.formats.concatenated import ConcatenatedFile
 from swapper.formats.naming import Rename
 from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.stored import ConcatenatedFile
 from swapper.infer.mapping.matching import Match, match
 from swapper.infer.planning.fitting import fit, fit_on_device
 from swapper.infer.planning.streaming_plan import build_streaming_plan
@@ -93,6 +93,7 @@ def load(
 
     The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
     what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
+    This runs a model whose weights stay in their file; `swapper.checkpoint.load` reads a file into memory, as torch.load does.
 
     Args:
         model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its

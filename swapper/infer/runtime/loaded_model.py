@@ -21,8 +21,7 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
-from swapper.infer.mapping.adoption import Places, empty
-from swapper.infer.mapping.mapped import MappedSource
+from swapper.infer.mapping.adoption import MappedSource, Places, empty
 from swapper.infer.mapping.matching import BufferPlace, Recipe
 from swapper.infer.operators.embedding_rows import look_up_by_rows, stop_looking_up
 from swapper.infer.operators.experts import Experts, ExpertWeights
@@ -95,7 +94,8 @@ class LoadedModel:
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._mapped = MappedSource(source)
+        self._mapped = MappedSource(source)  # for operations, which do not write
+        self._given = MappedSource(source)  # for users, who may
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._experts: Experts | None = None
@@ -220,6 +220,7 @@ class LoadedModel:
                 stop_cutting(module)
         self._together = None
         self._mapped.forget()
+        self._given.forget()
         if self._experts is not None:
             self._experts.forget()
         if self._on_device is not None:
@@ -257,21 +258,21 @@ class LoadedModel:
         """Return the weight as the file is mapped, where it is used. Nothing is read before it is looked at, but for a device."""
         if parameter.requires_grad and torch.is_grad_enabled():
             refuse_gradient()
-        return self._shown(parameter).to(self._where)
+        return self._shown(parameter, self._mapped).to(self._where)
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
         self._check_usable()
         if self._hooks is not None and self._hooks.bring(parameter):
             return None  # within a forward
-        return self._shown(parameter)
+        return self._shown(parameter, self._given)
 
-    def _shown(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _shown(self, parameter: nn.Parameter, mapped: MappedSource) -> torch.Tensor:
         recipe = self._recipes[id(parameter)]
         self._source.check_unchanged(
             {e.path for p in recipe.parts for _, e in self._source.extents(p.path, p.offset, p.nbytes)}
         )
-        return self._mapped.made(recipe)
+        return mapped.made(recipe)
 
     def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         self._check_usable()
@@ -351,6 +352,8 @@ class LoadedModel:
     def _begin_pass(self) -> None:
         self._check_usable()
         self._source.check_unchanged()
+        for group in self._groups:
+            group.refuse_change()
         if self._on_device is not None:
             self._on_device.tier.keep_some_free()
 

@@ -63,6 +63,8 @@ class Streaming(Resources[WeightFiles]):
             for group, sections in zip(plan.groups, self.sections, strict=True)
             for run, section in zip(group.runs, sections, strict=True)
         }
+        for section in runs:
+            section.guards_writes = device is None  # else nobody sees its memory
         try:
             self.open(
                 [*self.small, *runs],

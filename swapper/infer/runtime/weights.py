@@ -23,6 +23,7 @@ from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
 from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
 from swapper.runtime.sizes import format_bytes
 
 CPU = torch.device("cpu")
@@ -135,8 +136,8 @@ class GroupWeights(LeasedGroup):
         return self._kept.pages
 
     def stream_all(self) -> int:
-        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use."""
-        if self._leases or not self._was_used or not self._kept.pages:
+        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use, or was changed."""
+        if self._leases or not self._was_used or not self._kept.pages or self._pager.written_at(self._kept):
             return 0
         if self.settled:
             self._dematerialize()
@@ -144,6 +145,11 @@ class GroupWeights(LeasedGroup):
         self.access = self.streamed = self._all_pages
         self._pager.release(kept)
         return len(kept.pages)
+
+    def release(self) -> None:
+        super().release()
+        if not self._leases:
+            self.refuse_change()
 
     def abandon(self, keep_cold: bool = True) -> None:
         super().abandon(keep_cold)
@@ -164,11 +170,42 @@ class GroupWeights(LeasedGroup):
             self._dematerialize()
             self._pager.release(self.access)
 
+    def refuse_change(self, name: str | None = None) -> None:
+        """Forget what was written to weights that nobody leases, but for those that stay as they are for good.
+
+        Args:
+            name: of one that is known to have been changed.
+
+        Raises:
+            StateError: something was written; says where.
+        """
+        written = [] if self._leases or self.settled else self._pager.written_at(self._all_pages)
+        if name is None and not written:
+            return
+        name = name or self._owner(*written[0])
+        self._forget_change()
+        raise StateError(
+            f"parameter {name} was changed in a forward, or past its guard while it was away: {FOR_INFERENCE}. The change is undone"
+        )
+
+    def _owner(self, page: Page, at: int) -> str:
+        """Return the name of the parameter that has byte `at` of the page's section, or the first one's."""
+        address = page.section.memory.data_ptr() + at
+        parts = [(weight.name, part) for weight in self.weights for part in weight.parts]
+        found = (name for name, part in parts if 0 <= address - part.data_ptr() < max(part.nbytes, 1))
+        return next(found, self.weights[0].name)
+
+    def _forget_change(self) -> None:
+        if self.kept_accesses:
+            self._pager.release(self._kept)
+        self._was_used, self.access = False, self._all_pages
+        self._pager.forget_written(self.pages)
+
     def _changed(self) -> list[str]:
         return [] if self.settled else super()._changed()
 
     def _note_change(self, names: list[str]) -> None:
-        raise StateError(f"parameter {names[0]} was changed in a forward: {FOR_INFERENCE}")
+        self.refuse_change(names[0])
 
     def _materialize(self) -> None:
         super()._materialize()

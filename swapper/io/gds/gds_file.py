@@ -64,6 +64,7 @@ class GdsFile:
         """Opens and registers the file.
 
         Args:
+            filename: the file.
             flags: of os.open. A file that os.O_CREAT makes has mode 0600.
             strict: refuse what would go through host memory.
             cufile: the library, by default this machine's.

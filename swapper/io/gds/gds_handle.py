@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from swapper.errors import ConfigError, IoError, UnsupportedError
-from swapper.io.elements import byte_count
+from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.elements import byte_count, device_errors
 from swapper.io.files import Opened
 from swapper.io.gds.cufile import CuFile, CuFileFile, open_cufile
-from swapper.io.gds.gds_transfer import GdsTransfer, begin_pieces
 from swapper.io.handle.aio import AioHandle
 from swapper.io.handle.locked import new_locked_tensor
 from swapper.io.handle.operation import TransferPart
-from swapper.io.staging import StagedTransfer
+from swapper.io.staging import StagedTransfer, event_of
 
 logger = logging.getLogger("swapper.io")
 
@@ -49,7 +50,19 @@ class GdsHandle(AioHandle):
         cufile: CuFile | None = None,
         **options: Any,
     ) -> None:
-        """As AioHandle; `intra_op_parallelism` is the number of threads that call `cufile`, by default this machine's."""
+        """Opens cuFile, and an engine for all else.
+
+        Args:
+            block_size, queue_depth, single_submit, overlap_events: as of AioHandle.
+            intra_op_parallelism: how many threads call cuFile.
+            strict: refuse a machine where CUDA tensors would go through host memory. Default: True.
+            cufile: the library, by default this machine's.
+            options: more of AioHandle's.
+
+        Raises:
+            ConfigError: as AioHandle does.
+            UnsupportedError: `strict`, and cuFile cannot be had; says why.
+        """
         self._cufile: CuFile | None = cufile
         self._threads: ThreadPoolExecutor | None = None
         self._pinned: dict[int, torch.Tensor] = {}
@@ -192,3 +205,97 @@ class GdsHandle(AioHandle):
                 raise
             logger.warning("%s goes through host memory: %s", opened.path, error)
             return None
+
+
+PIECE_BYTES = 16 << 20
+
+Stage = Callable[[int, int], StagedTransfer]
+"""(begin, bytes) -> begins to transfer that part of the tensor through host memory."""
+
+
+def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
+    """Return (begin, end) of the whole sectors of the file within [offset, offset + nbytes), counted from offset; pure.
+
+    What is not whole sectors cuFile reads, changes and writes back, and two pieces or two operations that meet in a sector would
+    undo each other's bytes. So edges go the engine's way, which changes exactly its bytes. Both are 0 where there is none.
+    """
+    begin = -offset % SECTOR_BYTES
+    end = nbytes - (offset + nbytes) % SECTOR_BYTES
+    return (begin, end) if begin < end else (0, 0)
+
+
+def begin_pieces(
+    threads: ThreadPoolExecutor,
+    file: CuFileFile,
+    kind: str,
+    flat: torch.Tensor,
+    registered: int | None,
+    offset: int,
+    stage: Stage,
+) -> list[StagedTransfer]:
+    """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued.
+
+    `registered` is the address of the registered memory that it is a part of, if it is. Each piece uses `file` until it is over.
+    """
+    ready = event_of(flat)
+    address = flat.data_ptr()
+
+    def move(begin: int, nbytes: int) -> None:
+        if ready is None:
+            file.transfer(kind, address + begin, offset + begin, nbytes, registered)
+            return
+        with torch.cuda.device(flat.device), device_errors(flat.device, "what was queued before a transfer"):
+            ready.synchronize()
+            file.transfer(kind, address + begin, offset + begin, nbytes, registered)
+
+    def pieces() -> Iterator[StagedTransfer]:
+        begin, end = whole_sectors(offset, flat.numel())
+        for at in range(begin, end, PIECE_BYTES):
+            nbytes = min(PIECE_BYTES, end - at)
+            file.use()
+            try:
+                piece = StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
+            except BaseException:  # it has not begun: the threads are gone
+                file.close()
+                raise
+            piece.on_done(file.close)
+            yield piece
+        for edge, stop in ((0, begin), (end, flat.numel())):
+            if edge < stop:
+                yield stage(edge, stop - edge)
+
+    return list(pieces())
+
+
+class GdsTransfer:
+    """A part of an operation that consists of parts."""
+
+    def __init__(self, pieces: Sequence[StagedTransfer]) -> None:
+        self._pieces = pieces
+
+    @property
+    def done(self) -> bool:
+        return all(piece.done for piece in self._pieces)
+
+    @property
+    def cancelled(self) -> bool:
+        return any(piece.cancelled for piece in self._pieces)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((piece.error for piece in self._pieces if piece.error is not None), None)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        for piece in self._pieces:
+            if not piece.settle(timeout_s):
+                return False
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def cancel(self) -> bool:
+        return all(piece.cancel() for piece in self._pieces)
+
+    def notify(self, fd: int) -> None:
+        for piece in self._pieces:
+            piece.notify(fd)

@@ -13,18 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from swapper import _C
 from swapper.errors import ConfigError, DeviceError, IoError
-from swapper.io.elements import byte_count, check_tensor, run_address
+from swapper.io.elements import byte_count, check_tensor, copy_out, run_address
 from swapper.io.engines import Engines
-from swapper.io.files import Opened, OpenFiles, Target
+from swapper.io.files import Opened, OpenFile, OpenFiles, Target
 from swapper.io.handle.deepnvme import DeepNvmeMethods
 from swapper.io.handle.operation import Operation, TransferPart
-from swapper.io.handle.validation import compare
 from swapper.io.staging import Move, StagedTransfer, Staging
 from swapper.io.striping import STRIPE_BYTES, Stripes
 from swapper.options import parse_choice
@@ -139,50 +139,58 @@ class AioHandle(DeepNvmeMethods):
     # --- operations as futures ------------------------------------------------------------------------------------------
 
     def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to read `tensor`'s bytes from `path`, from `file_offset` or the beginning.
+        """Begins to read `tensor`'s bytes from `path`.
+
+        Args:
+            tensor: receives them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor.
+            file_offset: in bytes; None (the default): the beginning.
 
         Raises:
             IoError: the file cannot be opened, or ends before the tensor would be full.
             ConfigError: a negative offset. UnsupportedError: not a tensor that can receive bytes.
         """
-        offset = _offset(file_offset)
-        check_tensor(tensor, writes_into=True)
-        self._check_open("read")
-        nbytes = byte_count(tensor)
-        return self._begin("read", [(tensor, offset)], self._open(path, writing=False), nbytes)
+        return self._submit("read", [tensor], path, file_offset)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to write `tensor`'s bytes to `path`: as the whole file, or from `file_offset` on.
+        """Begins to write `tensor`'s bytes to `path`.
+
+        Args:
+            tensor: has them: of any shape, dtype and strides.
+            path: a file's name, or an open descriptor; a file that is not there is made.
+            file_offset: in bytes; None (the default): as the whole file.
 
         Raises:
             IoError: the file cannot be opened or made, or there is no space for it.
             ConfigError: a negative offset. UnsupportedError: not a tensor with bytes.
         """
-        offset = _offset(file_offset)
-        check_tensor(tensor, writes_into=False)
-        self._check_open("write")
-        nbytes = byte_count(tensor)
-        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
-        return self._begin("write", [(tensor, offset)], opened, nbytes)
+        return self._submit("write", [tensor], path, file_offset)
 
     def submit_read_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to read many tensors that lie one after the other in one file, as one operation."""
-        placed = _placed(tensors, _offset(file_offset), writes_into=True)
-        self._check_open("read")
-        return self._begin("read", placed, self._open(path, writing=False), _batch_bytes(tensors))
+        """Begins to read many tensors that lie one after the other in one file, as one operation.
+
+        Args:
+            tensors: receive their bytes, in this order.
+            path, file_offset: as of `submit_read`; the offset is the first one's.
+
+        Raises: as `submit_read` does.
+        """
+        return self._submit("read", tensors, path, file_offset)
 
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to write many tensors one after the other into one file, as one operation."""
-        offset = _offset(file_offset)
-        placed = _placed(tensors, offset, writes_into=False)
-        self._check_open("write")
-        nbytes = _batch_bytes(tensors)
-        opened = self._open_for_write(path, offset, nbytes, is_whole=file_offset is None)
-        return self._begin("write", placed, opened, nbytes)
+        """Begins to write many tensors one after the other into one file, as one operation.
+
+        Args:
+            tensors: have their bytes, in this order.
+            path, file_offset: as of `submit_write`; the offset is the first one's.
+
+        Raises: as `submit_write` does.
+        """
+        return self._submit("write", tensors, path, file_offset)
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
@@ -231,6 +239,20 @@ class AioHandle(DeepNvmeMethods):
             raise IoError(op, "", 0, 0, 0, "used in a forked child, which has none of the handle's threads")
         if self._is_closed:
             raise IoError(op, "", 0, 0, errno.EBADF, "the handle is closed")
+
+    def _submit(self, kind: str, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None) -> Operation:
+        offset = end = _offset(file_offset)
+        placed = []
+        for tensor in tensors:
+            check_tensor(tensor, writes_into=kind == "read")
+            placed.append((tensor, end))
+            end += byte_count(tensor)
+        self._check_open(kind)
+        if kind == "read":
+            opened = self._open(path, writing=False)
+        else:
+            opened = self._open_for_write(path, offset, end - offset, is_whole=file_offset is None)
+        return self._begin(kind, placed, opened, end - offset)
 
     def _open(self, target: Target, writing: bool) -> Opened:
         if self._stripes is None or isinstance(target, int) or os.path.isabs(target):  # noqa: PTH117 - may be bytes
@@ -311,8 +333,7 @@ class AioHandle(DeepNvmeMethods):
         with self._lock:
             if self._staging is None:
                 self._staging = Staging()
-        stage = self._staging.read if kind == "read" else self._staging.write
-        return stage(tensor, offset, opened.path, self._move(kind, opened, None))
+        return self._staging.begin(kind, tensor, offset, opened.path, self._move(kind, opened, None))
 
     def _move(self, kind: str, opened: Opened, keep: object) -> Move:
         """`keep` owns the memory; None: an arena does."""
@@ -327,7 +348,7 @@ class AioHandle(DeepNvmeMethods):
 
         return move
 
-    def submit_checked(
+    def _submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
         submit = self.submit_read if kind == "read" else self.submit_write
@@ -352,20 +373,6 @@ def _offset(file_offset: int | None) -> int:
     return file_offset
 
 
-def _placed(tensors: Sequence[torch.Tensor], offset: int, writes_into: bool) -> list[tuple[torch.Tensor, int]]:
-    """Each tensor with its file offset, one after the other."""
-    placed = []
-    for tensor in tensors:
-        check_tensor(tensor, writes_into)
-        placed.append((tensor, offset))
-        offset += byte_count(tensor)
-    return placed
-
-
-def _batch_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    return sum(byte_count(tensor) for tensor in tensors)
-
-
 def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
     """Refuses a read past the end at once. A file that shrinks later fails the transfer itself."""
     if not opened.is_regular or not placed:
@@ -376,3 +383,36 @@ def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> N
     if end > max(size, begin):  # of nothing, there is enough everywhere
         detail = f"the file has {size} bytes, {end} are needed"
         raise IoError("read", opened.path, begin, end - begin, 0, detail)
+
+
+COMPARED_BYTES = 8 << 20
+"""At one time, where a transfer is validated."""
+
+
+def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
+    """Checks a finished transfer against the file, which plain system calls read through the page cache.
+
+    Raises:
+        IoError: EIO: the file from `offset` on differs from the tensor's bytes. `opened` may be closed by now.
+    """
+    per_chunk = COMPARED_BYTES // tensor.element_size()
+    for start in range(0, tensor.numel(), per_chunk):
+        stop = min(start + per_chunk, tensor.numel())
+        expected = torch.empty(stop - start, dtype=tensor.dtype)
+        copy_out(tensor.detach(), start, stop, expected)
+        wanted = expected.view(torch.uint8)
+        at = offset + start * tensor.element_size()
+        content = b"".join(_read_file(*segment) for segment in opened.segments(at, wanted.numel()))
+        found = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        if not torch.equal(wanted, found):
+            first = at + int((wanted != found).nonzero()[0])
+            raise IoError(op, opened.path, first, wanted.numel(), errno.EIO, "validation found other bytes in the file")
+
+
+def _read_file(opened: OpenFile, offset: int, nbytes: int) -> bytes:
+    with Path(opened.path).open("rb") as file:
+        file.seek(offset)
+        content = file.read(nbytes)
+    if len(content) < nbytes:
+        raise IoError("read", opened.path, offset + len(content), nbytes, 0, "validation found the file too short")
+    return content

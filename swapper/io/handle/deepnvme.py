@@ -44,7 +44,7 @@ class DeepNvmeMethods:
         self._awaited: list[Operation] = []  # what `wait` counts
         self._awaited_lock = threading.Lock()
 
-    def submit_checked(
+    def _submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
         """Begins to "read" or "write"; with `validate`, the operation's wait compares the file with the tensor."""
@@ -161,13 +161,13 @@ class DeepNvmeMethods:
     def _do_alone(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> int:
-        self.submit_checked(kind, tensor, target, validate, file_offset).wait()
+        self._submit_checked(kind, tensor, target, validate, file_offset).wait()
         return 0
 
     def _do(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, is_async: bool, file_offset: int | None
     ) -> int:
-        operation = self.submit_checked(kind, tensor, target, validate, file_offset)
+        operation = self._submit_checked(kind, tensor, target, validate, file_offset)
         if not is_async:
             return self._drain_awaited(operation)
         with self._awaited_lock:

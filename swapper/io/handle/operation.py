@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -16,7 +17,6 @@ from typing import Any, Protocol
 
 from swapper.errors import IoError
 from swapper.io.files import Opened
-from swapper.io.handle.awaiting import until_done
 
 logger = logging.getLogger("swapper.io")
 
@@ -181,3 +181,47 @@ class Operation:
         release, self._release = self._release, None
         if release is not None:
             release()
+
+
+class _Watch:
+    """The operations that one event loop of asyncio waits for, by one eventfd and no thread. Open while there are any."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[asyncio.Future[None], Operation] = {}
+        self._fd = -1
+
+    async def wait(self, operation: Operation) -> None:
+        if self._fd < 0:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._loop.add_reader(self._fd, self._wake)
+        future = self._loop.create_future()
+        self._waiting[future] = operation
+        try:
+            operation.notify(self._fd)
+            if not operation.done:
+                await future
+        finally:
+            del self._waiting[future]
+            if not self._waiting:
+                self._loop.remove_reader(self._fd)
+                os.close(self._fd)
+                self._fd = -1
+                _watches.pop(self._loop, None)  # or a loop that is over would be kept for ever
+
+    def _wake(self) -> None:
+        os.eventfd_read(self._fd)
+        for future, operation in self._waiting.items():
+            if operation.done and not future.done():
+                future.set_result(None)
+
+
+_watches: dict[asyncio.AbstractEventLoop, _Watch] = {}
+
+
+async def until_done(operation: Operation, loop: asyncio.AbstractEventLoop) -> None:
+    """Returns when `operation` is over, well or not."""
+    watch = _watches.get(loop)
+    if watch is None:
+        watch = _watches[loop] = _Watch(loop)
+    await watch.wait(operation)

@@ -1,6 +1,6 @@
 """Saved activations of one accelerator: down to host memory while the forward goes on, and up again before backward wants them.
 
-A storage goes down by a copy stream of its own, the oldest first. What is in host memory is the shelf's
+A storage goes down by a copy stream of its own, the oldest first. What is in host memory is the cache's
 (saved_tensor_cache.py), which has what is too much for it written to the drive. In backward the newest is wanted first;
 what lies before it comes up ahead.
 
@@ -64,8 +64,8 @@ class DeviceStored:
         uses_left: how many saved tensors refer to it and were not restored yet.
     """
 
-    def __init__(self, shelf: DeviceTensorCache, number: int, memory: torch.Tensor, stream: Any) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: DeviceTensorCache, number: int, memory: torch.Tensor, stream: Any) -> None:
+        self._cache = cache
         self.number = number
         self.nbytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
@@ -79,13 +79,13 @@ class DeviceStored:
 
     def bytes(self) -> torch.Tensor:
         """Return all of its bytes, uint8, to be used on the current stream. Raises IoError, BudgetError, DeviceError."""
-        return self._shelf.fetch(self)
+        return self._cache.fetch(self)
 
     def __del__(self) -> None:
         unordered = None if self.is_ordered else self.memory  # the others' memory goes now
         held_bytes = 0 if self.memory is None else self.nbytes
         event = self.copied if self.filled is None else self.filled
-        self._shelf.forgotten.append(_Remains(self.number, self.nbytes, held_bytes, unordered, self.stream, event))
+        self._cache.forgotten.append(_Remains(self.number, self.nbytes, held_bytes, unordered, self.stream, event))
 
 
 class _Remains(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where the storages of saved activations are: in memory, on their way to a scratch file, there, or on their way back.
+"""Where the storages of saved activations are: in memory, in a scratch file, or on their way; the moves are those of pages.
 
 A storage enters in the order of the forward, and backward wants the newest first. So the oldest leave, and what lies before the one
 that is wanted is read ahead. A storage is written from where it lies, uncopied, and let go when the write is done; it comes back
@@ -13,7 +13,7 @@ done, by whoever comes next.
 
 from __future__ import annotations
 
-import enum
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -25,21 +25,12 @@ from typing import Any, Protocol
 import torch
 
 from swapper.errors import IoError
+from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.extents import Extents
+from swapper.paging.residency import Residency, Resident
 from swapper.runtime.heap import note_freed
 from swapper.runtime.interrupts import SteadyLock
-from swapper.train.activations.activation_counters import ActivationCounters
-from swapper.train.activations.spill_file import SpillFile
-
-
-class Where(enum.Enum):
-    """HERE → LEAVING → AWAY → COMING → BACK → AWAY; a write that fails goes back to HERE, a read that fails to AWAY."""
-
-    HERE = "in memory only"
-    LEAVING = "in memory, being written"
-    AWAY = "on the drive only"
-    COMING = "being read"
-    BACK = "in memory and on the drive"
 
 
 class Arrival(Protocol):
@@ -50,8 +41,8 @@ class Arrival(Protocol):
     def wait(self) -> None: ...
 
 
-class Stored:
-    """One storage's content. Lives as long as anything saved refers to it.
+class Stored(Resident):
+    """One storage's content. Lives as long as anything saved refers to it. DIRTY is what was never written.
 
     Attributes:
         number: its place in the order of the forward.
@@ -66,11 +57,11 @@ class Stored:
         allocate: gives memory into which it is read back.
     """
 
-    def __init__(self, shelf: SavedTensorCache, number: int, memory: torch.Tensor) -> None:
-        self._shelf = shelf
+    def __init__(self, cache: SavedTensorCache, number: int, memory: torch.Tensor) -> None:
+        super().__init__(Residency.DIRTY)
+        self._cache = cache
         self.number = number
         self.nbytes = memory.nbytes
-        self.where = Where.HERE
         self.memory: torch.Tensor | None = memory
         self.offset: int | None = None
         self.ticket: Any = None
@@ -82,10 +73,10 @@ class Stored:
 
     def bytes(self) -> torch.Tensor:
         """Return all of its bytes, uint8, to be kept by whoever uses them. Raises IoError."""
-        return self._shelf.fetch(self)
+        return self._cache.fetch(self)
 
     def __del__(self) -> None:
-        self._shelf.forgotten.append(_Remains(self.number, self.nbytes, self.memory, self.offset, self.ticket))
+        self._cache.forgotten.append(_Remains(self.number, self.nbytes, self.memory, self.offset, self.ticket))
 
 
 @dataclass(frozen=True)
@@ -103,26 +94,26 @@ class SavedTensorCache:
     """Owns what is saved, and decides which storages are in memory.
 
     Args:
-        directory: on the drive that shall hold the scratch file (spill_file.py).
+        file: the scratch file.
         find_engine: gives the engine that does the transfers; asked each time. Raises where there is none any more.
         limit_bytes: the most that storages may have in memory, beside the one that is saved or used at the moment.
         keep_bytes: what stays in memory and is not written at all, of these; None: nothing is ever written.
     """
 
     def __init__(
-        self, directory: Path, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int | None
+        self, file: SpillFile, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int | None
     ) -> None:
         self._find_engine = find_engine
         self._limit_bytes = limit_bytes
         self._keep_bytes = keep_bytes
-        self._file = SpillFile(directory)
+        self._file = file
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
         self._here: dict[int, int] = {}  # what was never written, oldest first: by number, its bytes
         self._here_bytes = 0
         self._moving: dict[int, weakref.ref[Stored]] = {}
-        self._restored: dict[int, weakref.ref[Stored]] = {}  # BACK, or COMING
+        self._restored: dict[int, weakref.ref[Stored]] = {}  # CLEAN, READING, or looked at while WRITING
         self.forgotten: deque[_Remains] = deque()
         self._ending: list[_Remains] = []  # forgotten, their tickets not done
         self._failure: IoError | None = None  # of a write, not told to anyone
@@ -199,19 +190,17 @@ class SavedTensorCache:
     def _write(self, stored: Stored) -> None:
         assert stored.memory is not None
         stored.offset, stored.ticket = self._file.write(self._find_engine(), stored.memory)
-        stored.where = Where.LEAVING
+        stored.move(Residency.WRITING)
         self._moving[stored.number] = weakref.ref(stored)
         self.counters.written_bytes += stored.nbytes
 
     def _wait_for_room(self, more_bytes: int) -> None:
-        """What is restored and not in use goes first; then the oldest write is waited for, or what is to be written."""
+        """What is restored and not in use goes first; then the oldest transfer is waited for, or what is to be written."""
         self._send_away(more_bytes)
         while self.counters.held_bytes + more_bytes > self._limit_bytes:
             if self._drop_restored(None):
                 continue
-            tickets = [
-                s.ticket for s in map(_call, self._moving.values()) if s is not None and s.where is Where.LEAVING
-            ]
+            tickets = [stored.ticket for stored in map(_call, self._moving.values()) if stored is not None]
             tickets += [remains.ticket for remains in self._ending]
             if tickets:
                 tickets[0].exception()
@@ -222,7 +211,7 @@ class SavedTensorCache:
     def _wait_for_arrival(self, more_bytes: int) -> bool:
         """Wait for the oldest that is not there yet, where it is to be written. False if there is none."""
         oldest = self._alive(next(iter(self._here), -1))
-        if oldest is None or oldest.arrival is None or oldest.arrival.done:
+        if oldest is None or oldest.arrival is None:
             return False
         oldest.arrival.wait()
         before = len(self._here)
@@ -242,7 +231,7 @@ class SavedTensorCache:
             if stored.error is not None:
                 self._failure = None if self._failure is stored.error else self._failure
                 raise _again(stored.error)
-            if stored.where is Where.AWAY:
+            if stored.residency is Residency.COLD:
                 while self._lacks_room(stored) and self._drop_restored(stored):
                     pass
                 self._read(stored)
@@ -250,7 +239,7 @@ class SavedTensorCache:
             if stored.offset is not None:
                 self._restored[stored.number] = weakref.ref(stored)
             self._read_ahead(stored.number)
-            if stored.where is Where.COMING:
+            if stored.residency is Residency.READING:
                 self.counters.waits += not stored.ticket.done
                 stored.ticket.exception()
                 error = self._settle_one(stored)
@@ -263,15 +252,16 @@ class SavedTensorCache:
         """Whether `fetch` would not wait. What is on the drive is read ahead, if there is room for it."""
         with self._lock:
             self._settle()
-            if stored.where is Where.AWAY:
+            if stored.residency is Residency.COLD:
                 self._read_ahead(stored.number + 1)
-            return stored.error is None and stored.where in (Where.HERE, Where.LEAVING, Where.BACK)
+            return stored.error is None and stored.residency not in (Residency.COLD, Residency.READING)
 
     def _read(self, stored: Stored) -> None:
         assert stored.offset is not None
         memory = stored.allocate(stored.nbytes)
         stored.ticket = self._file.read(self._find_engine(), stored.offset, memory)
-        stored.memory, stored.where = memory, Where.COMING
+        stored.memory = memory
+        stored.move(Residency.READING)
         self._moving[stored.number] = self._restored[stored.number] = weakref.ref(stored)
         self.counters.read_bytes += stored.nbytes
         self._add(stored.nbytes)
@@ -281,7 +271,7 @@ class SavedTensorCache:
         wanted = self._alive(current)
         for number in reversed(self._live):
             stored = self._alive(number)
-            if stored is None or number >= current or stored.where is not Where.AWAY:
+            if stored is None or number >= current or stored.residency is not Residency.COLD:
                 continue
             while self._lacks_room(stored):
                 if not self._drop_restored(wanted, only_used=True):
@@ -298,7 +288,12 @@ class SavedTensorCache:
         """
         for reference in list(self._restored.values()):
             stored = reference()
-            if stored is None or stored is wanted or stored.where is not Where.BACK or (only_used and stored.uses_left):
+            if (
+                stored is None
+                or stored is wanted
+                or stored.residency is not Residency.CLEAN
+                or (only_used and stored.uses_left)
+            ):
                 continue
             del self._restored[stored.number]
             self._let_go(stored)
@@ -329,19 +324,23 @@ class SavedTensorCache:
         self._moving.pop(stored.number, None)
         ticket, stored.ticket = stored.ticket, None
         error: IoError | None = ticket.error
-        if stored.where is Where.LEAVING and error is not None:
-            stored.where, stored.error = Where.HERE, error
+        if stored.residency is Residency.WRITING and error is not None:
+            stored.move(Residency.DIRTY)
+            stored.error = error
             if stored.number >= self._first:  # of an earlier forward its backward is told
                 self._failure = self._failure or error
-        elif stored.where is Where.COMING and error is None:
-            stored.where = Where.BACK
-        else:
+            return error
+        is_read = stored.residency is Residency.READING
+        if error is None:
+            stored.move(Residency.CLEAN)
+        if error is not None or not is_read:
             self._let_go(stored)
         return error
 
     def _let_go(self, stored: Stored) -> None:
         note_freed(stored.nbytes)
-        stored.memory, stored.where = None, Where.AWAY
+        stored.memory = None
+        stored.move(Residency.COLD)
         self.counters.held_bytes -= stored.nbytes
 
     def _free(self, remains: _Remains) -> None:
@@ -383,3 +382,96 @@ def page_aligned(nbytes: int) -> torch.Tensor:
     raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
     shift = -raw.data_ptr() % SECTOR_BYTES
     return raw[shift : shift + nbytes]
+
+
+@dataclass
+class ActivationCounters:
+    """What was done so far.
+
+    Attributes:
+        saved: tensors that autograd saved and that were taken over.
+        storages: different ones among them; each is moved once.
+        left_alone: tensors that were not: small ones, parameters and their views, those of special kinds.
+        written_bytes, read_bytes: moved, as submitted.
+        waits: how many times backward waited for a storage.
+        held_bytes: what storages have in host memory now.
+        peak_bytes: the most that they had at one time.
+        down_bytes, up_bytes: copied from accelerators and to them.
+        unlocked_bytes: of these, what was copied slowly, through memory that is not page-locked, because no stretch of the
+            page-locked memory was long enough.
+        device_held_bytes: what storages have on accelerators now, in the order of their streams.
+        device_peak_bytes: the most that they had there at one time.
+    """
+
+    saved: int = 0
+    storages: int = 0
+    left_alone: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    waits: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    unlocked_bytes: int = 0
+    device_held_bytes: int = 0
+    device_peak_bytes: int = 0
+
+
+_numbers = count()
+
+
+class SpillFile:
+    """The scratch file, without a name and gone with the process: it is made when something is first written. Owns its places.
+
+    Args:
+        directory: on the drive that shall hold it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: Any = None
+        self._extents = Extents()
+        self._pid = os.getpid()
+        self.allocated_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What is in use of it."""
+        return self._extents.used_bytes
+
+    def write(self, engine: Any, memory: torch.Tensor) -> tuple[int, Any]:
+        """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
+
+        Raises:
+            IoError: the drive is full.
+        """
+        file = self._open()
+        offset = self._extents.take(memory.nbytes)
+        try:
+            if self._extents.end > self.allocated_bytes:
+                file.allocate(self._extents.end)
+                self.allocated_bytes = self._extents.end
+            return offset, engine.write(file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+        except BaseException:
+            self._extents.give(offset, memory.nbytes)
+            raise
+
+    def read(self, engine: Any, offset: int, memory: torch.Tensor) -> Any:
+        """Begin to read into `memory`, uint8, from a place that was written. Returns the ticket."""
+        return engine.read(self._file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """A place is not in use any more, and no transfer from or to it is under way."""
+        self._extents.give(offset, nbytes)
+
+    def _open(self) -> Any:
+        if self._file is None:
+            path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
+            self._file = beneath.open_for_transfers(path, create=True)
+            beneath.unlink(path)
+        return self._file
+
+    def __del__(self) -> None:
+        if os.getpid() == self._pid and self._file is not None:
+            self._file.close()  # transfers under way keep it open, and their memory

@@ -15,7 +15,8 @@ that nobody runs backward would never go.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,12 +24,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper.device.device import Device
 from swapper.device.locked_memory import LockedMemory
+from swapper.errors import StateError
+from swapper.io.engines import open_engine
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
-from swapper.train.activations.activation_counters import ActivationCounters
-from swapper.train.activations.activation_owner import ActivationOwner
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
-from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
+from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, SpillFile, Stored
 
 DESTINATIONS = ("auto", "host", "nvme")
 MOST_OF_STORAGE = 8
@@ -135,22 +136,24 @@ class offload_activations:  # used as a function, like torch.no_grad
         self._device_bytes = parse_bytes(device_memory, "device_memory")
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         keep_bytes = {"auto": limit_bytes // 2, "nvme": 0, "host": None}[to]
-        self._shelf = SavedTensorCache(self._owner.directory, self._owner.find_engine, limit_bytes, keep_bytes)
+        self._cache = SavedTensorCache(
+            SpillFile(self._owner.directory), self._owner.find_engine, limit_bytes, keep_bytes
+        )
         self._devices: dict[torch.device, Device] = {}
-        self._device_shelves: dict[torch.device, DeviceTensorCache] = {}
+        self._device_caches: dict[torch.device, DeviceTensorCache] = {}
         self._locked: LockedMemory | None = None
         self._known: weakref.WeakValueDictionary[tuple[int, int], Stored | DeviceStored] = weakref.WeakValueDictionary()
         self._hooks: list[Any] = []
 
     @property
     def counters(self) -> ActivationCounters:
-        return self._shelf.counters
+        return self._cache.counters
 
     def __enter__(self) -> offload_activations:
         self._owner.check_usable()
-        self._shelf.begin()
-        for shelf in self._device_shelves.values():
-            shelf.begin()
+        self._cache.begin()
+        for cache in self._device_caches.values():
+            cache.begin()
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         hooks.__enter__()
         self._hooks.append(hooks)
@@ -158,8 +161,8 @@ class offload_activations:  # used as a function, like torch.no_grad
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.pop().__exit__(*exception)
-        for shelf in self._device_shelves.values():
-            shelf.end()
+        for cache in self._device_caches.values():
+            cache.end()
 
     # --- the hooks ------------------------------------------------------------------------------------------------
 
@@ -172,8 +175,8 @@ class offload_activations:  # used as a function, like torch.no_grad
         stored = self._known.get(key)
         if stored is None:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            shelf = self._device_shelf(tensor.device) if self._is_on_accelerator(tensor) else self._shelf
-            stored = shelf.keep(whole)
+            cache = self._device_cache(tensor.device) if self._is_on_accelerator(tensor) else self._cache
+            stored = cache.keep(whole)
             stored.origin = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # nobody else gets its address
             self._known[key] = stored
         self.counters.saved += 1
@@ -182,20 +185,20 @@ class offload_activations:  # used as a function, like torch.no_grad
     def _is_on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type != "cpu" or tensor.device in self._devices
 
-    def _device_shelf(self, where: torch.device) -> DeviceTensorCache:
-        shelf = self._device_shelves.get(where)
-        if shelf is None:
+    def _device_cache(self, where: torch.device) -> DeviceTensorCache:
+        cache = self._device_caches.get(where)
+        if cache is None:
             device = self._devices.setdefault(where, Device(where))
             if self._locked is None:
                 self._locked = LockedMemory(device, self._limit_bytes)
-            shelf = DeviceTensorCache(device, self._shelf, self._locked, self._device_bytes)
-            self._device_shelves[where] = shelf
-        return shelf
+            cache = DeviceTensorCache(device, self._cache, self._locked, self._device_bytes)
+            self._device_caches[where] = cache
+        return cache
 
     def _is_movable(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return False
-        if tensor.device.type in ("meta", "mps") or not (self._shelf.writes or self._is_on_accelerator(tensor)):
+        if tensor.device.type in ("meta", "mps") or not (self._cache.writes or self._is_on_accelerator(tensor)):
             return False
         if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
             return False
@@ -223,3 +226,68 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
             "enable anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
+
+
+class Current(Protocol):
+    """What a manager has at the moment, as `swapper.train.session.session_slot.SessionSlot` is."""
+
+    backend: str
+
+    @property
+    def directory(self) -> Any: ...
+    @property
+    def run(self) -> Any: ...
+    def check_usable(self) -> None: ...
+
+
+class ActivationOwner:
+    """A manager, as hooks on saved activations see it.
+
+    Args:
+        manager: with a model that was offloaded, or without.
+
+    Raises:
+        StateError: it cannot be used.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        current: Current = manager.current
+        current.check_usable()
+        self.directory: Path = current.directory.path
+        self._current = weakref.ref(current)
+        self._own_engine: Any = None
+        self._run: weakref.ref[Any] | None = None
+        self._of_model: frozenset[int] = frozenset()
+
+    def check_usable(self) -> None:
+        """Raises: StateError."""
+        current = self._current()
+        if current is None:
+            raise StateError("offload_activations outlived its manager: make both anew")
+        current.check_usable()
+
+    def find_engine(self) -> Any:
+        """Return the engine of the manager's run, or one of its own where nothing was offloaded. Raises StateError."""
+        current = self._current()
+        if current is None:
+            raise StateError("the manager is gone, and activations of this graph are on its drive: run backward before")
+        current.check_usable()
+        if current.run is not None and current.run.engine is not None:
+            return current.run.engine
+        if self._own_engine is None:
+            self._own_engine = open_engine([self.directory], backend=current.backend)
+        return self._own_engine
+
+    def storages_of_model(self) -> frozenset[int]:
+        """Return which storages are the manager's model's, in memory and away, by address."""
+        current = self._current()
+        run = None if current is None else current.run
+        if run is None or not run.has_model:
+            return frozenset()
+        if self._run is None or self._run() is not run:
+            model = run.model.model
+            with torch._C.DisableTorchFunctionSubclass():
+                tensors = [*model.parameters(), *model.buffers()]
+                self._of_model = frozenset(t.untyped_storage()._cdata for t in tensors if t.layout is torch.strided)
+            self._run = weakref.ref(run)
+        return self._of_model

@@ -149,5 +149,5 @@ class _Landing:
             self._over()
 
     def failed(self, error: BaseException) -> None:
-        self._home.content.failure = self._home.content.failure or error
+        self._home.content.fail(error)
         self.ended()

@@ -28,19 +28,15 @@ class Gradient(Protocol):
 
     def norm(self, norm_type: float) -> torch.Tensor:
         """Return its norm, as torch.linalg.vector_norm gives it."""
-        ...
 
     def is_finite(self) -> bool:
         """Return whether all of its elements are."""
-        ...
 
     def change(self, change: Change) -> None:
         """Have its elements changed."""
-        ...
 
     def zero(self) -> None:
         """Have it zero."""
-        ...
 
 
 class ColdGradient(torch.Tensor):

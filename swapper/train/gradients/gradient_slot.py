@@ -24,14 +24,18 @@ class GradientMeta:
         changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
         norms: those of it that are known, changes included, by their order.
         finite: whether all elements are; None if that is not known.
-        failure: why the pages have only a part of it, until it is zeroed.
+        failure: why the pages have only a part of it, until it is zeroed; a text, for an exception keeps what was in use.
     """
 
     zero: bool = False
     changes: tuple[Change, ...] = ()
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     finite: bool | None = None
-    failure: BaseException | None = None
+    failure: str = ""
+
+    def fail(self, error: BaseException) -> None:
+        """The gradient does not reach its pages whole, because of `error`; the first one tells."""
+        self.failure = self.failure or str(error) or type(error).__name__
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
         """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
@@ -111,11 +115,11 @@ class GradientSlot:
 
     def check_whole(self) -> None:
         """Raise StateError unless all of the gradient has reached its pages."""
-        failure = self.content.failure
-        if failure is not None:
+        if self.content.failure:
             raise StateError(
-                f"the gradient of {self.name} did not reach its pages whole ({failure}): call zero_grad and run the backward again"
-            ) from failure
+                f"the gradient of {self.name} did not reach its pages whole ({self.content.failure}): call zero_grad and run the "
+                "backward again"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class PagedGradients:
             home.check_whole()
             self._move(home, gradient.detach().contiguous(), adding=before is not None)
         except BaseException as error:
-            home.content.failure = home.content.failure or error
+            home.content.fail(error)
             raise
         finally:
             home.parameter.grad, home.stash = before if before is not None else self._make_cold(home), None

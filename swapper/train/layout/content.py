@@ -2,12 +2,12 @@
 
 The model and the optimizer give it when they are offloaded. When more is trained later (train/session/relayout.py),
 everything that there was is read from where the layout before has it in its files, however it is divided there; only
-what is new comes from the optimizer.
+what is new comes from the optimizer. `iter_section_pages` goes through a section outside of the order of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,9 @@ from swapper.errors import CheckpointError, InvariantError
 from swapper.io import beneath
 from swapper.io.engines import open_engine
 from swapper.io.waiting import all_over
-from swapper.paging.planning.layout import SectionPlan, TensorSpec
+from swapper.paging.pager import Pager
+from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
+from swapper.paging.planning.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.train.layout.inventory import MASTER
 from swapper.train.layout.slices import TensorLocation
@@ -33,23 +35,18 @@ class SectionSource(Protocol):
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         """These parameters, with their qualified names, and what the optimizer has for them are asked for next."""
-        ...
 
     def state(self, name: str) -> Mapping[str, Any]:
         """Return what the user's optimizer has for a parameter."""
-        ...
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
         """Give `view`, which is zeros, elements [begin, end) of a tensor. It stays zeros where there is nothing yet."""
-        ...
 
     def is_external(self, plan: SectionPlan) -> bool:
         """Whether the content of a section that a file of the user's lends is that file's: then it is not filled."""
-        ...
 
     def has(self, spec: TensorSpec) -> bool:
         """Whether there are values of a tensor that is lent, to compare them with."""
-        ...
 
     def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
         """Compare elements [begin, end) of a tensor with `view`, which is what the section was lent.
@@ -57,7 +54,6 @@ class SectionSource(Protocol):
         Raises:
             CheckpointError: they are others.
         """
-        ...
 
 
 class GivenSource:
@@ -99,8 +95,8 @@ class GivenSource:
         if not torch.equal(ours, view.view(torch.uint8)):
             path = None if plan.external is None else plan.external.path
             raise CheckpointError(
-                f"frozen parameter {spec.owner} has other values in the model than in {path}, where frozen_from= says that they "
-                "are: load the file's values into the model, or build it on the meta device; or leave frozen_from out, and the "
+                f"frozen parameter {spec.owner} has other values in the model than in {path}, where external= says that they "
+                "are: load the file's values into the model, or build it on the meta device; or leave external= out, and the "
                 "model's own values are copied to the swap files"
             )
 
@@ -191,3 +187,69 @@ class CarriedSource:
         if path not in self._files:
             self._files[path] = beneath.open_for_transfers(path, read_only=True)
         return self._files[path]
+
+
+def iter_section_pages(
+    section: Section, pager: Pager, *, write: bool = False, fresh: bool = False, only: Sequence[Slot] | None = None
+) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
+    """Yield (slot, begin, end, flat view of its elements [begin, end)) for all that the section holds.
+
+    Each page is in memory once and, if it is changed, written once, however many tensors meet on it.
+
+    Args:
+        section: resident or paged.
+        pager: brings pages in and writes them back.
+        write: the views may be changed.
+        fresh: all of the content is made anew, so nothing is read; gaps become zeros. Implies `write`.
+        only: some of its slots, in order, instead of all; other pages are left alone.
+    """
+    slots = section.plan.slots if only is None else only
+    if section.resident:
+        if fresh:
+            section.memory.zero_()
+        for slot in slots:
+            yield slot, 0, slot.spec.numel, section.tensor(slot).view(-1)
+        return
+    first = 0  # the first slot that may reach into the page
+    for page in section.pages:
+        itself = frozenset({page.index})
+        access = Access(
+            None,
+            (page.index,),
+            fresh=itself if fresh else frozenset(),
+            writes=itself if write or fresh else frozenset(),
+        )
+        page_end = page.offset + page.nbytes
+        while first < len(slots) and slots[first].end <= page.offset:
+            first += 1
+        if only is not None and (first == len(slots) or slots[first].offset >= page_end):
+            continue
+        pager.acquire(access)
+        try:
+            for slot in slots[first:]:
+                if slot.offset >= page_end:
+                    break
+                itemsize = slot.spec.dtype.itemsize
+                begin = max(page.offset - slot.offset, 0) // itemsize
+                end = (min(slot.end, page_end) - slot.offset) // itemsize
+                yield slot, begin, end, section.tensor(slot).view(-1)[begin:end]
+        finally:
+            pager.release(access, access.writes)
+
+
+def compare(section: Section, pager: Pager, content: SectionSource) -> None:
+    """Have `content` compare what it has of the section, which lies where it was lent, with what that is.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    if not any(content.has(slot.spec) for slot in section.plan.slots):
+        return
+    for slot, begin, end, view in iter_section_pages(section, pager):
+        content.compare(section.plan, slot.spec, begin, end, view)
+
+
+def fill(section: Section, pager: Pager, content: SectionSource) -> None:
+    """Have `content` make all that the section holds."""
+    for slot, begin, end, view in iter_section_pages(section, pager, fresh=True):
+        content.fill(slot.spec, begin, end, view)

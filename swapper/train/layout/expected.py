@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.modules.groups import largest_working_set
@@ -24,19 +25,35 @@ UPDATED_BEHIND = 2
 what comes after it is on its way."""
 
 
+@dataclass(frozen=True)
+class StepKind:
+    """How a step goes.
+
+    Attributes:
+        update: when parameters are updated.
+        on_device: forwards and backwards run on an accelerator.
+        updates_there: so do updates.
+    """
+
+    update: str = "step"
+    on_device: bool = False
+    updates_there: bool = False
+
+
 def frames_needed(
-    inventory: Inventory,
-    resident: Callable[[SectionPlan], bool],
-    page_bytes: int,
-    update: str = "step",
-    on_device: bool = False,
-    update_on: str = "cpu",
+    inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, step: StepKind
 ) -> int:
     """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
 
-    With `update` "deferred" or "backward" the optimizer's sweep runs in the middle of a forward or backward. `on_device`,
+    With updates "deferred" or in "backward" the optimizer's sweep runs in the middle of a forward or backward. On a device,
     parameters only pass through their frames, and gradients through others; slices that are updated there are leased as many as
     are on their way.
+
+    Args:
+        inventory: what there is.
+        resident: whether a section stays in memory.
+        page_bytes: the size of a page.
+        step: how it goes.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
@@ -46,16 +63,19 @@ def frames_needed(
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
     leaving = int(any(section.transient and section.pages for section in sections))  # a page on which a gradient leaves
-    if on_device:
+    if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
-    meanwhile = 0 if update == "step" else most + leaving * on_device
+    meanwhile = 0 if step.update == "step" else most + leaving * step.on_device
     most += leaving
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
             # Several slices are leased at one time: any, for parameters without gradient are left out.
-            most = max(most, meanwhile + (2 if update_on == "cpu" else RING + 1) * len(part.access.pages))
+            most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * len(part.access.pages))
     return most + 2
+
+
+ByGroup = Mapping[int, Sequence[Access]]
 
 
 def expected_cycle(
@@ -68,41 +88,52 @@ def expected_cycle(
 ) -> list[Access]:
     """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
 
-    Forward updates a group before it uses it if `update` is "deferred", backward after if it is "backward". `resident_set` are the
-    groups that stay on a device, where there is one: pages of parameters are used one by one there, and those of these groups for
-    the first use of what an update has left.
+    Args:
+        inventory: what there is.
+        sections: all.
+        trainables: what is updated.
+        page_bytes: the size of a page.
+        update: when.
+        resident_set: the groups that stay on a device, where there is one: pages of parameters are used one by one there, and
+            those of these groups for the first use of what an update has left.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
         if section.plan.family == "param":
             pages[section.plan.group] += [page.index for page in section.pages]
-    by_group = {trainable.group: trainable for trainable in trainables}
+    updated = {trainable.group: trainable for trainable in trainables}
     uses = {group: _uses(group, indices, resident_set is not None) for group, indices in pages.items() if indices}
     kept = resident_set or ()
-    behind = 0 if resident_set is None else UPDATED_BEHIND
-    forward = {group: of for group, of in uses.items() if group not in kept or group in by_group}
-    backward: list[Access] = []
+    forward = {group: of for group, of in uses.items() if group not in kept or group in updated}
+    backward: dict[int, list[Access]] = {}
     seen: set[int] = set()
-    waiting: deque[list[Access]] = deque()  # slices of groups whose gradients are on their way
-    slices = {t.group: [part.access for part in t.all_slices(page_bytes)] for t in trainables}
     for group in sorted(pages, reverse=True):
-        backward += uses.get(group, []) if group not in kept else []
-        for places in reversed(by_group[group].places if group in by_group else []):
-            backward += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
-        if update == "backward":
-            waiting.append(slices.get(group, []))
-            backward += waiting.popleft() if len(waiting) > behind else []
-    backward += itertools.chain.from_iterable(waiting)
-    forwards = itertools.chain.from_iterable(forward.values())
+        backward[group] = list(uses.get(group, ()) if group not in kept else ())
+        for places in reversed(updated[group].places if group in updated else ()):
+            backward[group] += gradient_accesses(places.name, places.grad, seen) if places.grad is not None else []
+    updates = {group: [part.access for part in of.all_slices(page_bytes)] for group, of in updated.items()}
+    if update == "deferred":
+        return list(_updating_in_forward(forward, backward, updates))
     if update == "backward":
-        return [*forwards, *backward]
-    if update == "step":
-        return [*forwards, *backward, *itertools.chain.from_iterable(slices.values())]
-    updating = []
-    for group in sorted(pages):
-        updating += slices.get(group, [])
-        updating += forward.get(group, [])
-    return [*updating, *backward]
+        return list(_updating_in_backward(forward, backward, updates, 0 if resident_set is None else UPDATED_BEHIND))
+    return [access for by_group in (forward, backward, updates) for of in by_group.values() for access in of]
+
+
+def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) -> Iterator[Access]:
+    for group in sorted(backward):
+        yield from updates.get(group, ())
+        yield from forward.get(group, ())
+    yield from itertools.chain.from_iterable(backward.values())
+
+
+def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup, behind: int) -> Iterator[Access]:
+    yield from itertools.chain.from_iterable(forward.values())
+    waiting: deque[Sequence[Access]] = deque()  # slices of groups whose gradients are on their way
+    for group, of in backward.items():
+        yield from of
+        waiting.append(updates.get(group, ()))
+        yield from waiting.popleft() if len(waiting) > behind else ()
+    yield from itertools.chain.from_iterable(waiting)
 
 
 def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:

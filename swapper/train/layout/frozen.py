@@ -6,22 +6,22 @@ tensors come some of their neighbours' bytes, up to the next sectors: nobody loo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from swapper.errors import CheckpointError, ConfigError
+from swapper.errors import CheckpointError
 from swapper.formats.naming import Rename, renamed
 from swapper.formats.read_plan import plan_runs
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import StoredTensor
+from swapper.options import ExternalWeights
 from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 
 SHOWN_NAMES = 5
-REMEDY = "leave frozen_from out, and the model's own values are copied to the swap files"
+REMEDY = "leave external= out, and the model's own values are copied to the swap files"
 
 
 class FrozenFiles:
@@ -37,19 +37,14 @@ class FrozenFiles:
         self._rename = rename
 
     @classmethod
-    def parse(cls, frozen_from: str | os.PathLike[str] | None, rename: Rename) -> FrozenFiles | None:
-        """Open what the user names; None where nothing is named.
+    def of(cls, external: ExternalWeights) -> FrozenFiles:
+        """Open what the user names.
 
         Raises:
-            ConfigError: an option is wrong.
-            CheckpointError: `frozen_from` is no checkpoint, or damaged.
+            CheckpointError: it is no checkpoint, or damaged.
             IoError: it cannot be read.
         """
-        if frozen_from is None:
-            if rename is not None:
-                raise ConfigError("rename= maps the names of what frozen_from= names: say both, or none")
-            return None
-        return cls(open_source(frozen_from), rename)
+        return cls(open_source(external.path), external.rename)
 
     def find(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
         """Return the tensor that each of the `frozen` parameters of `model` is, by name. Empty ones are in no file.
@@ -138,12 +133,12 @@ def check_external(run: Mapping[str, tuple[int, int]], ours: Mapping[str, tuple[
     """
     if run and not ours:
         raise CheckpointError(
-            f"the directory's run reads frozen parameters from {_listed(run)}: say frozen_from= when it goes on, or "
+            f"the directory's run reads frozen parameters from {_listed(run)}: say external= when it goes on, or "
             "resume='discard' to throw the run away"
         )
     if ours and not run:
         raise CheckpointError(
-            f"the directory's run has all of its parameters in its own files: leave frozen_from= ({_listed(ours)}) out when it "
+            f"the directory's run has all of its parameters in its own files: leave external= ({_listed(ours)}) out when it "
             "goes on, or say resume='discard' to throw the run away"
         )
     unknown = list(ours.values())

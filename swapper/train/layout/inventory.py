@@ -20,8 +20,7 @@ from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, is_plain
-from swapper.train.optimizer.refused_optimizers import check_supported
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_supported, is_plain
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 MASTER = "master"
@@ -154,7 +153,7 @@ def _find_external(
     wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
     if not wanted and not may_be_none:
         raise ConfigError(
-            f"frozen_from={str(frozen.source.path)!r} has frozen parameters, and the model has none: requires_grad_(False) comes "
+            f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: requires_grad_(False) comes "
             "before manager.offload"
         )
     return frozen.find(model, wanted)

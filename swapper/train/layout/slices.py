@@ -192,11 +192,7 @@ def _grad_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
 
 
 def _access(
-    group: int,
-    number: int,
-    parameters: Sequence[ParameterLocations],
-    pieces: Sequence[SlicePiece],
-    unfilled: set[int],
+    group: int, number: int, parameters: Sequence[ParameterLocations], pieces: Sequence[SlicePiece], unfilled: set[int]
 ) -> Access:
     read: dict[int, None] = {}
     gradients: dict[int, None] = {}

@@ -16,7 +16,7 @@ from swapper.modules.groups import working_sets
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES, Budget, divide, resident_bytes
 from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.runtime.sizes import format_bytes
-from swapper.train.layout.expected import frames_needed
+from swapper.train.layout.expected import StepKind, frames_needed
 from swapper.train.layout.inventory import Inventory
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
@@ -36,9 +36,7 @@ def choose_placement(
     gradients: str,
     host_bytes: int,
     page_bytes: int | None,
-    update: str,
-    on_device: bool = False,
-    update_on: str = "cpu",
+    step: StepKind,
 ) -> tuple[dict[str, str], Budget]:
     """Return where "param", "state" and "grad" live, and the division of the budget.
 
@@ -47,9 +45,7 @@ def choose_placement(
         params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
         host_bytes: the budget.
         page_bytes: the size of a page where a run goes on; None to choose it.
-        update: when parameters are updated.
-        on_device: forwards and backwards run on an accelerator.
-        update_on: "device" if updates are made there too.
+        step: how it goes.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
@@ -60,7 +56,7 @@ def choose_placement(
             continue
         places = {"param": choice[0], "state": choice[1], "grad": "nvme" if gradients == "nvme" else "host"}
         try:
-            return places, _divide(inventory, places, host_bytes, page_bytes, update, on_device, update_on)
+            return places, _divide(inventory, places, host_bytes, page_bytes, step)
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
@@ -80,13 +76,7 @@ def groups_in_memory(inventory: Inventory, places: dict[str, str]) -> frozenset[
 
 
 def _divide(
-    inventory: Inventory,
-    places: dict[str, str],
-    host_bytes: int,
-    page_bytes: int | None,
-    update: str,
-    on_device: bool,
-    update_on: str,
+    inventory: Inventory, places: dict[str, str], host_bytes: int, page_bytes: int | None, step: StepKind
 ) -> Budget:
     def resident(plan: SectionPlan) -> bool:
         return is_resident(plan, places)
@@ -94,7 +84,7 @@ def _divide(
     kept = [p for p in inventory.plans if resident(p)]
     kept_grads = [p for p in inventory.grad_plans if resident(p)]
     kept_bytes = resident_bytes([p.nbytes for p in kept]) + resident_bytes([p.nbytes for p in kept_grads])
-    if on_device:
+    if step.on_device:
         kept_bytes += STAGING_BYTES
     explain = ", ".join(
         f"{name} {format_bytes(sum(p.nbytes for p in (*kept, *kept_grads) if p.family == family))}"
@@ -104,7 +94,7 @@ def _divide(
         host_bytes,
         kept_bytes,
         [p.nbytes for p in (*inventory.plans, *inventory.grad_plans) if not resident(p)],
-        lambda size: frames_needed(inventory, resident, size, update, on_device, update_on),
+        lambda size: frames_needed(inventory, resident, size, step),
         explain,
         page_bytes,
     )

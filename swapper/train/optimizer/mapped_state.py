@@ -26,6 +26,7 @@ from swapper.modules.cold import tensors_among, written_among
 from swapper.modules.cold_tables import METADATA
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
+from swapper.runtime.process import after_fork_in_child
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.optimizer.state_view import ShownState
 
@@ -273,4 +274,4 @@ def _expire_in_child() -> None:
         state.expired = state.expired or "a fork, in the child, which has not swapper's memory"
 
 
-os.register_at_fork(after_in_child=_expire_in_child)
+after_fork_in_child(_expire_in_child)

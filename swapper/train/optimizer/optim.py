@@ -23,19 +23,16 @@ class StateOwner(Protocol):
     @property
     def view(self) -> StateView:
         """Shows the state of each parameter."""
-        ...
 
     def save(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}."""
-        ...
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Take the same."""
-        ...
 
 
 class PagedOptimizer(Optimizer):
-    """An optimizer whose state lives where the manager placed it.
+    """An optimizer whose state lives where the manager placed it. Made by `SwapManager.offload`.
 
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.

@@ -140,12 +140,7 @@ class OptimizerProxy:
             own[name] = OrderedDict()
         return own
 
-    def _note_changes(
-        self,
-        shadow: Any,
-        groups: dict[int, dict[str, Any]],
-        before: dict[int, dict[str, Any]],
-    ) -> None:
+    def _note_changes(self, shadow: Any, groups: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
         settings, attributes = self._begun  # type: ignore[misc]
         known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
         for name, value in shadow.__dict__.items():

@@ -12,8 +12,8 @@ from torch import nn
 
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
+from swapper.train.layout.content import iter_section_pages
 from swapper.train.layout.inventory import MASTER
-from swapper.train.layout.section_pages import iter_section_pages
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of
 from swapper.train.optimizer.mapped_state import MappedState, expire, steady

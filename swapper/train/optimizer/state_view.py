@@ -23,15 +23,12 @@ class StateStore(Protocol):
 
     def with_state(self) -> list[torch.Tensor]:
         """Return the parameters that have any, in the order of the optimizer's groups."""
-        ...
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
         """Return what there is for a parameter."""
-        ...
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
         """Return one of that: a ShownState's tensor, or a value."""
-        ...
 
     def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Take these parameters' state over.
@@ -39,7 +36,6 @@ class StateStore(Protocol):
         Raises:
             StateError: it is not what the optimizer keeps. Nothing has changed then.
         """
-        ...
 
 
 class StateView(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):

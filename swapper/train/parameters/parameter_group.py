@@ -16,8 +16,7 @@ from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.paging.store.external_files import checksum_of
-from swapper.train.layout.content import SectionSource
-from swapper.train.layout.section_pages import compare, fill
+from swapper.train.layout.content import SectionSource, compare, fill
 
 
 class GroupParameters(LeasedGroup):

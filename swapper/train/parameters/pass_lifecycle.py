@@ -12,6 +12,7 @@ import torch
 
 from swapper.errors import DeviceError
 from swapper.modules.groups import Unit
+from swapper.modules.transforms import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.stats import StepClock
@@ -96,6 +97,7 @@ class PassLifecycle:
         if self._hooks is not None and self._load_hooks is not None:
             self._hooks.remove()
             self._load_hooks.remove()
+            _forget_failed_backward()
 
     @property
     def is_open(self) -> bool:
@@ -137,3 +139,10 @@ class PassLifecycle:
             self._on_device.finish()
             self._on_device.forget_uses()
         self._pager.drop_leases(kept)
+
+
+def _forget_failed_backward() -> None:
+    """Have a backward of nothing: what is left of one that failed is in the queue of autograd's engine until the next."""
+    if torch._C._current_graph_task_id() == -1:
+        with outside_transforms(), torch.inference_mode(False), torch.enable_grad():
+            torch.zeros((), device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]

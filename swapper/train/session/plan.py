@@ -1,7 +1,7 @@
 """The plan of a run: where everything will live, what that takes, and what a step will move. Nothing is written for it.
 
-`SwapManager.offload` carries out what this plans, so that the two cannot differ; the bytes of a step come from a rehearsal with
-the real pager (paging/dry_run.py).
+`SwapManager.offload` carries out what this plans, so that the two cannot differ; the bytes of a step come from a dry run with the
+real pager (paging/dry_run.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from swapper.device.device_budget import DeviceBudget
 from swapper.device.device_placement import DevicePlacement
 from swapper.durability.committer import steps_between_commits
 from swapper.formats.torch_zip.container import ContainerLayout
@@ -27,7 +26,7 @@ from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import by_family
 from swapper.train.device.device_sweep import ring_bytes
 from swapper.train.gradients.victim_cache import find_rooms
-from swapper.train.layout.expected import ORDER_TOLERANCE, expected_cycle
+from swapper.train.layout.expected import ORDER_TOLERANCE, StepKind, expected_cycle
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.train_placement import (
     choose_placement,
@@ -37,7 +36,7 @@ from swapper.train.layout.train_placement import (
     state_bytes,
     without_gradients,
 )
-from swapper.train.updates.adamw_kernel import AdamWKernel
+from swapper.train.session.request import Request
 from swapper.train.updates.sweep import Trainable
 
 
@@ -61,41 +60,29 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a model's parameters, gradients and optimizer state will live, and what that costs. `print` it.
+    """Where a model's parameters, gradients and optimizer state will live, and what that costs. `print` it; `offload` takes it.
 
     Attributes:
+        request: what the user asks for.
         inventory: what there is.
         places: "host" or "nvme" for "param", "state" and "grad".
         budget: how host memory is divided.
-        host_bytes: the budget that was given.
         layout: of a swap file.
         turns: how many swap files take turns.
         commit_every: steps from commit to commit, or None.
-        commit_policy: what was asked for.
         tuning: what `swapper tune` found out about the drive, or None.
-        update: when parameters are updated.
-        weights: of the drives that hold the run.
-        device: where forwards and backwards run, if not on the CPU, and of its memory.
-        on_device: how that is divided.
-        update_on: "cpu", or "device" where the optimizer's update is made there.
-        kernel: what updates there in place of the optimizer, or None.
+        on_device: how the memory of an accelerator is divided, where there is one.
     """
 
+    request: Request
     inventory: Inventory
     places: dict[str, str]
     budget: Budget
-    host_bytes: int
     layout: ContainerLayout
     turns: int
     commit_every: int | None
-    commit_policy: str | int | None
     tuning: Tuning | None
-    update: str
-    weights: tuple[float, ...] = (1.0,)
-    device: DeviceBudget | None = None
-    on_device: DevicePlacement | None = None
-    update_on: str = "cpu"
-    kernel: AdamWKernel | None = None
+    on_device: DevicePlacement | None
 
     def make_sections(self) -> list[Section]:
         """Return the sections of parameters and optimizer state, without memory."""
@@ -117,6 +104,11 @@ class Plan:
             first_page,
         )
 
+    @property
+    def _weights(self) -> tuple[float, ...]:
+        """Of the drives."""
+        return self.request.manager.drives.weights
+
     def _scratch_bytes_of(self, plan: SectionPlan) -> int:
         return 0 if is_resident(plan, self.places) else plan.nbytes
 
@@ -134,7 +126,7 @@ class Plan:
     @property
     def _placed_grad_plans(self) -> list[SectionPlan]:
         """Those of them that have a place of ours. Others stay where autograd makes them (train/gradients/autograd_grads.py)."""
-        if self.device is not None or self.places["grad"] == "nvme":
+        if self.request.device is not None or self.places["grad"] == "nvme":
             return self._grad_plans
         always_there = groups_in_memory(self.inventory, self.places)
         return [plan for plan in self._grad_plans if plan.group not in always_there]
@@ -155,7 +147,7 @@ class Plan:
         As many as the pool is too small for: one that has room for all parameters leaves the drive enough to do when forward ends.
         And what comes back must leave frames for others.
         """
-        if self.update != "deferred":
+        if self.request.options.update != "deferred":
             return 0
         pages = sum(len(section.pages) for section in self.make_sections() if section.plan.family == "param")
         frames = self.budget.frame_count
@@ -176,10 +168,10 @@ class Plan:
         files = self.turns if files is None else files
         pages = [page for section in self.make_sections() for page in pieces_of(section)]
         gradients = [page for section in self.make_grad_sections(0) for page in section.pages]
-        taken = [0] * len(self.weights)
+        taken = [0] * len(self._weights)
         for pieces, times in ((pages, files), (gradients, 1)):
             for page, drive in zip(
-                pieces, assign_to_drives([page.nbytes for page in pieces], self.weights), strict=True
+                pieces, assign_to_drives([page.nbytes for page in pieces], self._weights), strict=True
             ):
                 taken[drive] += page.nbytes * times if page.section.plan.external is None else 0
         taken[0] += files * (self.layout.tail_offset - sum(page.nbytes for page in pages))  # headers
@@ -188,19 +180,21 @@ class Plan:
     def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
         """Return the order of use that is expected of a step, given all sections."""
         stay = None if self.on_device is None else self.on_device.resident_set
-        return expected_cycle(self.inventory, sections, trainables, self.budget.page_bytes, self.update, stay)
+        return expected_cycle(
+            self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay
+        )
 
     @property
     def order_tolerance(self) -> int | None:
         """See Schedule: copies to a device go on beside updates, and each in its own time."""
-        return None if self.device is None else ORDER_TOLERANCE
+        return None if self.request.device is None else ORDER_TOLERANCE
 
     @cached_property
     def traffic(self) -> Traffic:
-        """What a step will move, found by rehearsal; commits of what stays in memory come on top (`commit_bytes`)."""
+        """What a step will move, found by a dry run; commits of what stays in memory come on top (`commit_bytes`)."""
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
-        found = find_rooms(sections, grad_sections) if self.device is None else {}
+        found = find_rooms(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
@@ -229,7 +223,7 @@ class Plan:
         return "\n".join(f"{name:<18}{text}" for name, text in self._lines())
 
     def _lines(self) -> list[tuple[str, str]]:
-        size, resident_set = self.inventory.family_bytes, self.inventory.staying_state
+        size, resident_set, budget = self.inventory.family_bytes, self.inventory.staying_state, self.budget
         lines = [
             ("parameters", f"{format_bytes(size('param'))} on {self.places['param']}"),
             *([("frozen", self._frozen())] if self.external_bytes else []),
@@ -237,16 +231,16 @@ class Plan:
             ("gradients", self._where("grad", self._grad_plans)),
             (
                 "host memory",
-                f"{format_bytes(self.budget.resident_bytes + self.budget.pool_bytes)} of {format_bytes(self.host_bytes)}: "
-                f"{format_bytes(self.budget.resident_bytes)} stay, {format_bytes(self.budget.pool_bytes)} are "
-                f"{self.budget.frame_count} frames of {format_bytes(self.budget.page_bytes)}",
+                f"{format_bytes(budget.resident_bytes + budget.pool_bytes)} of {format_bytes(self.request.manager.host_bytes)}: "
+                f"{format_bytes(budget.resident_bytes)} stay, {format_bytes(budget.pool_bytes)} are "
+                f"{budget.frame_count} frames of {format_bytes(budget.page_bytes)}",
             ),
             *(
                 [
                     ("device memory", self._on_device()),
-                    ("updates", f"on the {self.update_on}{', by AdamW as one kernel' if self.kernel else ''}"),
+                    ("updates", self._updates()),
                 ]
-                if self.device is not None
+                if self.request.device is not None
                 else []
             ),
             (
@@ -277,11 +271,16 @@ class Plan:
         return ", ".join([*([f"{format_bytes(kept)} on the device"] if kept else []), *where])
 
     def _on_device(self) -> str:
-        if self.device is None or self.on_device is None:
+        device = self.request.device
+        if device is None or self.on_device is None:
             return "none"
         count, resident_set = len(self.inventory.groups), len(self.on_device.resident_set)
-        size = f"{format_bytes(self.device.nbytes)} on {self.device.device}"
+        size = f"{format_bytes(device.nbytes)} on {device.device}"
         return f"{size}: {resident_set} of {count} groups stay from forward to backward"
+
+    def _updates(self) -> str:
+        where = "device" if self.request.updates_there else "cpu"
+        return f"on the {where}{', by AdamW as one kernel' if self.request.kernel else ''}"
 
     def _scratch(self) -> str:
         return f", and {format_bytes(self.scratch_bytes)} for gradients" if self.scratch_bytes else ""
@@ -291,13 +290,13 @@ class Plan:
         return f"{format_bytes(self.external_bytes)} of the parameters read from {frozen.source.path}" if frozen else ""
 
     def _by_drive(self) -> str:
-        if len(self.weights) == 1:
+        if len(self._weights) == 1:
             return ""
-        return f"; on {len(self.weights)} drives: " + ", ".join(map(format_bytes, self.space_by_drive()))
+        return f"; on {len(self._weights)} drives: " + ", ".join(map(format_bytes, self.space_by_drive()))
 
     def _commits(self) -> str:
         if self.commit_every is None:
-            why = ": what changes stays in memory" if self.commit_policy == "free" else ""
+            why = ": what changes stays in memory" if self.request.manager.commit_every == "free" else ""
             return f"none{why}; a killed run goes on from its last snapshot"
         every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         extra = (
@@ -307,76 +306,96 @@ class Plan:
 
 
 def plan_run(
+    request: Request,
     inventory: Inventory,
-    params: str,
-    optimizer_state: str,
-    gradients: str,
-    host_bytes: int,
-    commit_policy: str | int | None,
+    places: tuple[str, str] | None = None,
+    *,
     tuning: Tuning | None = None,
-    update: str = "step",
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
-    weights: tuple[float, ...] = (1.0,),
-    device: DeviceBudget | None = None,
-    buffer_bytes: int = 0,
-    update_on: str = "cpu",
-    state_stays: str = "host",
 ) -> Plan:
     """Decide everything about a run that can be decided before it begins.
 
     Args:
+        request: what the user asks for.
         inventory: what there is.
-        params, optimizer_state, gradients: "host", "nvme" or "auto"; gradients may be "device" where they are updated there.
-        host_bytes: the budget.
-        commit_policy: "free", a number of steps, or None.
+        places: of parameters and optimizer state, where they are not as the user wants them to be.
         tuning: what is known about the drive.
-        update: when parameters are updated.
         page_bytes, existing_files: of a run that goes on.
-        weights: of the drives that hold the run.
-        device: where forwards and backwards run, if not on the CPU; `params` may be "device" then.
-        buffer_bytes: of the model's buffers.
-        update_on: "device" if the optimizer's update is made there.
-        state_stays: "device" if all of the optimizer's state stays there beside its place, "auto" if it may.
 
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    there = update_on == "device"
-    stay = gradients if there else "host", state_stays if there and update == "step" else "host"
-    host_params = "auto" if params == "device" else params  # their place beside that
-    asked = host_params, optimizer_state, gradients, host_bytes
-
-    def on_host(placement: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
-        found = replace(without_gradients(inventory, placement.gradients), staying_state=placement.state)
-        return choose_placement(found, *asked, page_bytes, update, device is not None, update_on)
-
-    everything = DevicePlacement(
-        0,
-        frozenset(),
-        gradients=frozenset(plan.group for plan in inventory.grad_plans if stay[0] == "device"),
-        state=frozenset(group for group in state_bytes(inventory) if stay[1] == "device"),
-    )
-    inventory = replace(inventory, staying_state=everything.state)
-    places, budget = on_host(everything, page_bytes)
+    host_side = _HostSide(request, places)
+    on_device = _always_on_device(request, inventory)
+    found, budget = host_side.divide(inventory, on_device, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-    on_device = None
-    if device is not None:
-        sections = _make_sections(inventory, places, budget, layout)
-        trainables = find_trainables(inventory, find_places(inventory, sections))
-        slices = ring_bytes(trainables, budget.page_bytes) if update_on == "device" else 0
-        on_device = place_on_accelerator(inventory, device, buffer_bytes + slices, params, *stay)
-        if (on_device.gradients, on_device.state) != (everything.gradients, everything.state):
-            places, budget = on_host(on_device, budget.page_bytes)  # what they leave is for others
-        inventory = replace(inventory, staying_state=on_device.state)
-    every = steps_between_commits(
-        commit_policy, _make_sections(inventory, places, budget, layout), bool(inventory.staying_state)
-    )
+    inventory = replace(inventory, staying_state=on_device.state)
+    sections = _make_sections(inventory, found, budget, layout)
+    placement = None
+    if request.device is not None:
+        placement = _divide_device(request, inventory, sections, budget.page_bytes)
+        inventory = replace(inventory, staying_state=placement.state)
+        if (placement.gradients, placement.state) != (on_device.gradients, on_device.state):
+            found, budget = host_side.divide(inventory, placement, budget.page_bytes)  # what they leave is for others
+            sections = _make_sections(inventory, found, budget, layout)
+    every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
     turns = max(TURNS if every else 1, len(existing_files))
     return Plan(
-        inventory, places, budget, host_bytes, layout, turns, every, commit_policy, tuning, update, weights, device, on_device,
-        update_on,
+        request=request, inventory=inventory, places=found, budget=budget, layout=layout, turns=turns, commit_every=every,
+        tuning=tuning, on_device=placement,
     )  # fmt: skip
+
+
+class _HostSide:
+    """Divides host memory; what has a place on a device has one here, or on NVMe, beside that.
+
+    Args: as of `plan_run`.
+    """
+
+    def __init__(self, request: Request, places: tuple[str, str] | None) -> None:
+        options = request.options
+        params, state = places or (options.params, options.optimizer_state)
+        self._wishes = (
+            "auto" if params == "device" else params,
+            "nvme" if state == "device" else state,
+            options.gradients,
+        )
+        self._host_bytes = request.manager.host_bytes
+        self._step = StepKind(options.update, request.device is not None, request.updates_there)
+
+    def divide(
+        self, inventory: Inventory, on_device: DevicePlacement, page_bytes: int | None
+    ) -> tuple[dict[str, str], Budget]:
+        left = replace(without_gradients(inventory, on_device.gradients), staying_state=on_device.state)
+        return choose_placement(left, *self._wishes, self._host_bytes, page_bytes, self._step)
+
+
+def _stays_on_device(request: Request) -> tuple[str, str]:
+    """Return which gradients and which state stay there: "device" for all, "auto" for what fits, else none."""
+    options, there = request.options, request.updates_there
+    state = options.optimizer_state if there and options.update == "step" else "host"
+    return options.gradients if there else "host", state
+
+
+def _always_on_device(request: Request, inventory: Inventory) -> DevicePlacement:
+    """Return what must stay there, however much fits."""
+    gradients, state = _stays_on_device(request)
+    return DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if gradients == "device"),
+        state=frozenset(group for group in state_bytes(inventory) if state == "device"),
+    )
+
+
+def _divide_device(request: Request, inventory: Inventory, sections: list[Section], page_bytes: int) -> DevicePlacement:
+    assert request.device is not None
+    other_bytes = sum(buffer.nbytes for buffer in request.model.buffers())
+    if request.updates_there:
+        other_bytes += ring_bytes(find_trainables(inventory, find_places(inventory, sections)), page_bytes)
+    params = request.options.params
+    return place_on_accelerator(inventory, request.device, other_bytes, params, *_stays_on_device(request))
 
 
 def _make_sections(

@@ -26,8 +26,7 @@ from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.gradient_stash import GradientStash
 from swapper.train.layout.content import CarriedSource
-from swapper.train.session.plan import Plan
-from swapper.train.session.request import Request
+from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.training_session import Origin, TrainingSession
 
 PARTED = (
@@ -41,7 +40,6 @@ class Relayout:
 
     Args:
         run: the one that there is.
-        request: what it was made for.
         directory: the run's.
         open_run: opens a run.
 
@@ -52,12 +50,11 @@ class Relayout:
     def __init__(
         self,
         run: TrainingSession,
-        request: Request,
         directory: RunDirectory,
         open_run: Callable[[Plan, Origin], TrainingSession],
     ) -> None:
         self.run: TrainingSession | None = run
-        self._request = request
+        self._request = run.plan.request
         self._directory = directory
         self._open_run = open_run
 
@@ -88,7 +85,7 @@ class Relayout:
 
         try:
             add()
-            plan = _plan_more(self.run.plan, self._request)
+            plan = _plan_more(self.run.plan)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
                 self._change(plan, step, undo)
@@ -176,18 +173,20 @@ def _check_between_steps(run: TrainingSession) -> None:
         raise StateError(f"add_param_group in the middle of {doing}: add the group between two steps")
 
 
-def _plan_more(before: Plan, request: Request) -> Plan | None:
+def _plan_more(before: Plan) -> Plan | None:
     """Return the plan of a run that trains what the optimizer's groups have now; None if that is no more than `before`.
 
     Parameters and state stay where they are if the budget allows that.
     """
+    request = before.request
     inventory = request.inventory(before=before.inventory)
     if inventory.forms.keys() == before.inventory.forms.keys():
         return None
     try:
-        return request.plan(inventory, (before.places["param"], before.places["state"]))
+        places = before.places["param"], before.places["state"]
+        return plan_run(request, inventory, places, tuning=before.tuning)
     except BudgetError:
-        found = request.plan(inventory)
+        found = plan_run(request, inventory, tuning=before.tuning)
         if before.commit_every is not None and found.commit_every is None:
             raise  # a run that could be gone on from shall not become one that cannot
         return found

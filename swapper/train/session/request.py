@@ -1,10 +1,10 @@
-"""What the user asks of `offload` and `plan`, checked: which model and optimizer, and where everything shall live."""
+"""Checks what the user asks of a manager, of `offload` and of `plan`: which model and optimizer, and where all shall live."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,112 +12,153 @@ from torch.optim import Optimizer
 
 from swapper.device.device import Device
 from swapper.device.device_budget import DeviceBudget
-from swapper.errors import ConfigError
-from swapper.formats.naming import Rename
-from swapper.io.tuning import Tuning
+from swapper.errors import ConfigError, StateError
+from swapper.io.drives import Drives
 from swapper.modules.models import as_one
-from swapper.options import PLACEMENTS, UPDATE_PLACES, UPDATERS, UPDATES, parse_choice
+from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory
 from swapper.train.optimizer.conditions import check_update
 from swapper.train.optimizer.optim import NoOptimizer
-from swapper.train.session.plan import Plan, plan_run
 from swapper.train.updates.adamw_kernel import AdamWKernel
 from swapper.train.updates.update_rates import faster_place
 
 
-@dataclass(frozen=True)
-class Request:
-    """The user's wishes. See `SwapManager` and `SwapManager.offload`.
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions:
+    """What holds for all that a manager does. See `SwapManager`.
 
     Attributes:
-        model: one, or one that contains all.
+        host_bytes: the budget.
+        commit_every: "free", a number of steps, or None.
+        fsync: commits survive a power loss.
+        drives: those that hold the run.
+        backend: how transfers are made.
+        check_reads: what is read from swap files is compared with what was written.
+        operates: operations on parameters that are away are done; else they are refused.
+        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+    """
+
+    host_bytes: int
+    commit_every: str | int | None
+    fsync: bool
+    drives: Drives
+    backend: str
+    check_reads: bool
+    operates: bool
+    stall_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadOptions:
+    """The keywords of `SwapManager.offload` and `SwapManager.plan`, which say what they mean.
+
+    Raises:
+        ConfigError: a choice is not known.
+    """
+
+    params: str = "auto"
+    optimizer_state: str = "auto"
+    gradients: str = "auto"
+    master_weights: torch.dtype | None = None
+    update: str = "step"
+    device: str | torch.device | Device = "cpu"
+    device_memory: int | str = "auto"
+    accelerator: Accelerator | None = None
+    external: ExternalWeights | None = None
+
+    def __post_init__(self) -> None:
+        for option in ("params", "optimizer_state", "gradients"):
+            parse_choice(getattr(self, option), option, PLACEMENTS)
+        parse_choice(self.update, "update", UPDATES)
+        for option, kind, example in (("accelerator", Accelerator, "..."), ("external", ExternalWeights, "path=...")):
+            value = getattr(self, option)
+            if value is not None and not isinstance(value, kind):
+                raise ConfigError(f"{option}={value!r} is not known: say {option}=swapper.{kind.__name__}({example})")
+
+    def check_none_given(self) -> None:
+        """Raise ConfigError if any is given, beside a plan that has them."""
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)} beside a plan: what was planned is what is done. Give the plan alone, or plan again with "
+                f"manager.plan(..., {given[0]}=...)"
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """The user's wishes for one model.
+
+    Attributes:
+        given: the model, or several, as the user gives them.
+        model: it, or one that contains all.
         optimizer: the user's own, or one that has nothing to do.
-        update: when parameters are updated.
-        commit_policy: `commit_every`.
-        weights: of the drives that hold the run.
+        options: the keywords.
+        manager: what holds for all that the manager does.
         device: where forwards and backwards run, if not on the CPU, and of its memory.
-        update_on: "cpu", or "device" where the optimizer's update is made there.
+        updates_there: the optimizer's update is made there too.
         kernel: what updates there in place of the optimizer, or None.
         frozen: files of the user's that have what is not trained, and keep it; or None.
     """
 
+    given: Any
     model: nn.Module
     optimizer: Optimizer
-    params: str
-    optimizer_state: str
-    gradients: str
-    master_weights: torch.dtype | None
-    update: str
-    host_bytes: int
-    commit_policy: str | int | None
-    weights: tuple[float, ...] = (1.0,)
-    device: DeviceBudget | None = None
-    update_on: str = "cpu"
-    kernel: AdamWKernel | None = None
-    frozen: FrozenFiles | None = None
+    options: OffloadOptions
+    manager: ManagerOptions
+    device: DeviceBudget | None
+    updates_there: bool
+    kernel: AdamWKernel | None
+    frozen: FrozenFiles | None
 
     @classmethod
-    def parse(
+    def of(
         cls,
         model: nn.Module | Mapping[str, nn.Module] | Sequence[nn.Module],
         optimizer: Optimizer | None,
-        params: str,
-        optimizer_state: str,
-        gradients: str,
-        master_weights: torch.dtype | None,
-        update: str,
-        host_bytes: int,
-        commit_policy: str | int | None,
-        weights: tuple[float, ...] = (1.0,),
-        device: str | torch.device | Device = "cpu",
-        device_memory: int | str = "auto",
-        update_on: str = "cpu",
-        update_with: str = "optimizer",
-        stochastic_rounding: int | None = None,
-        frozen_from: str | os.PathLike[str] | None = None,
-        rename: Rename = None,
+        options: OffloadOptions,
+        manager: ManagerOptions,
     ) -> Request:
-        """Raises: ConfigError, DeviceError, UnsupportedError; CheckpointError, IoError: of `frozen_from`."""
-        for option, value in (("params", params), ("optimizer_state", optimizer_state), ("gradients", gradients)):
-            parse_choice(value, option, PLACEMENTS)
-        parse_choice(update, "update", UPDATES)
-        budget = DeviceBudget.parse(device, device_memory)
-        if budget is None and params == "device":
-            raise ConfigError("params='device' needs a device: say manager.offload(..., device='cuda')")
+        """Check what goes together, and open what is named.
+
+        Raises:
+            ConfigError: options do not go together.
+            DeviceError: there is no such device.
+            UnsupportedError: `model` is no model.
+            CheckpointError: what `external` names is no checkpoint, or damaged.
+            IoError: it cannot be read.
+        """
+        device = DeviceBudget.parse(options.device, options.device_memory)
         whole, used = as_one(model), NoOptimizer() if optimizer is None else optimizer
-        parse_choice(update_on, "update_on", UPDATE_PLACES)
-        if update_on == "device" and budget is None:
-            raise ConfigError("update_on='device' needs a device: say manager.offload(..., device='cuda')")
-        kernel = _parse_updater(update_with, stochastic_rounding)
-        if (
-            ("device" in (gradients, optimizer_state) or kernel is not None)
-            and update_on == "auto"
-            and budget is not None
-        ):
-            update_on = "device"
-        if update_on == "auto":
-            update_on = "cpu" if budget is None else faster_place(used, budget.device)
-        for option, value in (("optimizer_state", optimizer_state), ("gradients", gradients)):
-            if value == "device" and update_on != "device":
+        accelerator = options.accelerator or Accelerator()
+        updates_there = _check_accelerator(options, accelerator, device, used)
+        kernel = None
+        if accelerator.update_with == "kernel":
+            if device is None or not updates_there:
                 raise ConfigError(
-                    f"{option}='device' goes with an update there: with update_on={update_on!r} it is needed in host memory. Say "
-                    "update_on='device'"
+                    "update_with='kernel' updates on a device: say device='cuda', accelerator=swapper.Accelerator("
+                    "update_on='device', update_with='kernel')"
                 )
-        if optimizer_state == "device" and update != "step":
-            raise ConfigError(
-                f"optimizer_state='device' goes with update='step': with update={update!r} groups are of two steps at times, and "
-                "one that fails is put back to what its place has. Say update='step', or optimizer_state='auto'"
+            kernel = AdamWKernel(accelerator.stochastic_rounding)
+            kernel.check(used, options.master_weights, device.device.device)
+        frozen = None if options.external is None else FrozenFiles.of(options.external)
+        return cls(model, whole, used, options, manager, device, updates_there, kernel, frozen)
+
+    def check_is_for(self, model: Any, optimizer: Optimizer | None, manager: ManagerOptions) -> None:
+        """Raise StateError unless it was made for these."""
+        if self.manager is not manager:
+            raise StateError(
+                f"the plan is of the manager of {self.manager.drives.directories[0]}, and this one has "
+                f"{manager.drives.directories[0]}: plan with the manager that offloads"
             )
-        if kernel is not None and (budget is None or update_on != "device"):
-            raise ConfigError("update_with='kernel' updates on a device: say device='cuda', update_on='device' with it")
-        if kernel is not None and budget is not None:
-            kernel.check(used, master_weights, budget.device.device)
-        places = params, optimizer_state, gradients
-        return cls(
-            whole, used, *places, master_weights, update, host_bytes, commit_policy, weights, budget, update_on, kernel,
-            FrozenFiles.parse(frozen_from, rename),
-        )  # fmt: skip
+        theirs = None if isinstance(self.optimizer, NoOptimizer) else self.optimizer
+        for what, planned, given in (("model", self.given, model), ("optimizer", theirs, optimizer)):
+            if planned is not given and not (isinstance(planned, dict | list | tuple) and planned == given):
+                raise StateError(
+                    f"the plan is for another {what} ({type(planned).__name__}) than the one that is given "
+                    f"({type(given).__name__}): give what was planned, or plan again"
+                )
 
     @property
     def kind(self) -> str:
@@ -127,41 +168,36 @@ class Request:
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
         """List what there is. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
-        found = take_inventory(self.model, self.optimizer, self.master_weights, may_be_meta, before, where, self.frozen)
+        masters = self.options.master_weights
+        found = take_inventory(self.model, self.optimizer, masters, may_be_meta, before, where, self.frozen)
         if self.kernel is not None:
             parameters = [entry for group in found.groups for entry in group.parameters]
             self.kernel.check_parameters({name: p.dtype for name, p in parameters if name in found.forms})
-        check_update(self.update, self.model, found.forms.values(), type(self.optimizer).__name__)
+        check_update(self.options.update, self.model, found.forms.values(), type(self.optimizer).__name__)
         return found
 
-    def plan(
-        self,
-        inventory: Inventory,
-        places: tuple[str, str] | None = None,
-        tuning: Tuning | None = None,
-        page_bytes: int | None = None,
-        existing_files: Collection[int] = (),
-    ) -> Plan:
-        """Decide what lives where. See `plan_run`.
 
-        Args:
-            places: of parameters and optimizer state, where they are not as the user wants them to be.
-        """
-        params, optimizer_state = places or (self.params, self.optimizer_state)
-        optimizer_state = "nvme" if optimizer_state == "device" else optimizer_state  # its place beside that
-        plan = plan_run(
-            inventory, params, optimizer_state, self.gradients, self.host_bytes, self.commit_policy, tuning,
-            self.update, page_bytes, existing_files, self.weights, self.device,
-            sum(buffer.nbytes for buffer in self.model.buffers()), self.update_on,
-            self.optimizer_state,
-        )  # fmt: skip
-        return replace(plan, kernel=self.kernel)
-
-
-def _parse_updater(update_with: str, stochastic_rounding: int | None) -> AdamWKernel | None:
-    parse_choice(update_with, "update_with", UPDATERS)
-    if update_with == "kernel":
-        return AdamWKernel(stochastic_rounding)
-    if stochastic_rounding is not None:
-        raise ConfigError("stochastic_rounding goes with update_with='kernel': torch's optimizers round to nearest")
-    return None
+def _check_accelerator(
+    options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizer: Optimizer
+) -> bool:
+    """Return whether updates are made on a device. Raises: ConfigError: options do not go together."""
+    update_on = accelerator.update_on
+    if device is None:
+        for option, value in (("params", options.params), ("update_on", update_on)):
+            if value == "device":
+                raise ConfigError(f"{option}='device' needs a device: say manager.offload(..., device='cuda')")
+    elif update_on == "auto":
+        wants = "device" in (options.gradients, options.optimizer_state) or accelerator.update_with == "kernel"
+        update_on = "device" if wants else faster_place(optimizer, device.device)
+    for option in ("optimizer_state", "gradients"):
+        if getattr(options, option) == "device" and update_on != "device":
+            raise ConfigError(
+                f"{option}='device' goes with an update there: with update_on={accelerator.update_on!r} it is needed in host "
+                "memory. Say accelerator=swapper.Accelerator(update_on='device')"
+            )
+    if options.optimizer_state == "device" and options.update != "step":
+        raise ConfigError(
+            f"optimizer_state='device' goes with update='step': with update={options.update!r} groups are of two steps at times, "
+            "and one that fails is put back to what its place has. Say update='step', or optimizer_state='auto'"
+        )
+    return update_on == "device"

@@ -1,4 +1,4 @@
-"""How a manager comes to its run: opened for what the user asks, gone on with from a commit, or another one that trains more."""
+"""Plans and opens a manager's run: a new one, one that goes on from a commit, or another one that trains more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swapper.durability.commit import CommitRecord, check_group_count, check_sam
 from swapper.durability.directory import RunDirectory
 from swapper.durability.fallback import Commit
 from swapper.durability.recovery import follow_placement, page_bytes_of
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, StateError
 from swapper.io.tuning import find_tuning_of
 from swapper.runtime.stats import StepClock
 from swapper.train.layout.content import GivenSource
@@ -18,13 +18,12 @@ from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.membership import names_by_group
 from swapper.train.optimizer.optim import PagedOptimizer
-from swapper.train.session.plan import Plan
+from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
-from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.session_guard import Callbacks, SessionGuard
 from swapper.train.session.session_slot import SessionSlot
-from swapper.train.session.steps import Steps
-from swapper.train.session.training_session import Callbacks, Origin, TrainingSession
+from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.user_state import UserState
 
 
@@ -38,13 +37,8 @@ class SessionFactory:
         user: what belongs to a step besides.
         record: the commit to go on from, or None.
         fallback: the one before it, if that is still a way back.
-        fsync: commits survive a power loss.
-        check_reads: what is read from swap files is compared with what was written.
-        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
-        operates: operations on parameters that are away are done; else they are refused.
     """
 
-    _request: Request | None = None
     _given_members: list[list[str]]
     _optimizer: PagedOptimizer | None = None
 
@@ -56,59 +50,98 @@ class SessionFactory:
         user: UserState,
         record: CommitRecord | None,
         fallback: Commit | None,
-        *,
-        fsync: bool,
-        check_reads: bool,
-        stall_s: float | None,
-        operates: bool,
     ) -> None:
         self._current = current
         self._directory = directory
         self._clock = clock
-        self._counters = clock.counters
         self._user = user
         self._record = record
         self._fallback = fallback
-        self._fsync = fsync
-        self._check_reads = check_reads
-        self._stall_s = stall_s
-        self._operates = operates
-        self._steps = Steps(current, clock, user, lambda: self._train_more(lambda: None))
 
-    @property
-    def _asked(self) -> Request:
-        assert self._request is not None
-        return self._request
+    # --- planning ---------------------------------------------------------------------------------------------------
 
-    def open(self, request: Request, inventory: Inventory, init: Any) -> PagedOptimizer:
+    def plan(self, request: Request, may_be_meta: bool) -> Plan:
+        """Return what `open` does: of a new run, or of the one that is gone on from, which stays as it was divided.
+
+        Args:
+            request: what the user asks for.
+            may_be_meta: parameters may be on the meta device: their values come later, or are the run's.
+        """
+        record, frozen = self._record, request.frozen
+        inventory = request.inventory(may_be_meta or record is not None)
+        tuning = find_tuning_of(self._directory.drives)
+        if record is None:
+            return plan_run(request, inventory, tuning=tuning)
+        check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+        check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
+        check_same(record, inventory.plans, request.kind)
+        check_group_count(record, len(request.optimizer.param_groups))
+        options = request.options
+        wishes = ("auto" if wish == "device" else wish for wish in (options.params, options.optimizer_state))
+        places, page_bytes = follow_placement(record, *wishes), page_bytes_of(record)
+        return plan_run(request, inventory, places, tuning=tuning, page_bytes=page_bytes, existing_files=record.files)
+
+    def check_fresh(self, plan: Plan, may_be_meta: bool) -> Plan:
+        """Return `plan`, which was made some time ago.
+
+        Raises:
+            StateError: the model or the optimizer is not as it was then.
+        """
+        before, now = plan.inventory, plan.request.inventory(may_be_meta or self._record is not None)
+        for what, planned, found in (
+            ("parameters", _names(before), _names(now)),
+            ("optimizer's groups", before.settings, now.settings),
+            ("shapes, dtypes or requires_grad", [*before.plans, *before.grad_plans], [*now.plans, *now.grad_plans]),
+        ):
+            if planned != found:
+                raise StateError(f"the model's {what} have changed since manager.plan: plan again, and offload by that")
+        return plan
+
+    def agree(self, make: Callable[[], Plan]) -> Plan:
+        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
+        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
+        if len(set(every)) > 1:
+            steps = ["never" if n is None else f"every {n} steps" for n in every]
+            commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
+            raise ConfigError(
+                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
+                "CommitPolicy, placements and host_memory"
+            )
+        return plan
+
+    # --- opening ----------------------------------------------------------------------------------------------------
+
+    def open(self, plan: Plan, init: Any) -> PagedOptimizer:
         """Open the run and have the model in it. Where that fails, `give_up`.
 
         Args:
-            request: what the user asks.
-            inventory: what the model and the optimizer consist of.
+            plan: where everything shall live.
             init: where first values come from, or None.
 
         Returns:
             What takes the place of the user's optimizer.
         """
-        self._request = request
-        self._given_members = names_by_group(request.optimizer, _names(inventory))
-        record, model, optimizer = self._record, request.model, request.optimizer
-        plan = self._agree_on_plan(lambda: self._plan(request, inventory, init is not None))
-        run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
-        external = run.plan.inventory.external
-        values = Values(init, model, run.engine, external) if init is not None and record is None else None
+        request, record = plan.request, self._record
         if record is not None:
-            self._counters.step = record.step
-        run.adopt(GivenSource(optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(optimizer, self._steps.take, self._train_more)
+            check_buffers(request.model, "what a run goes on from")
+        elif request.frozen is not None and init is None:
+            check_buffers(request.model, "external")
+        self._given_members = names_by_group(request.optimizer, _names(plan.inventory))
+        run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
+        values = None
+        if init is not None and record is None:
+            values = Values(init, request.model, run.engine, plan.inventory.external)
+        if record is not None:
+            self._clock.counters.step = record.step
+        run.adopt(GivenSource(request.optimizer) if record is None else None)
+        self._optimizer = PagedOptimizer(request.optimizer, self._take_step, self._train_more)
         self._optimizer.bind(run.model.optimizer_state)
         self._user.begin_rng()
         if record is None:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
-        self._clock.start(find_tuning_of(self._directory.drives))
+        self._clock.start(plan.tuning)
         return self._optimizer
 
     def give_up(self) -> None:
@@ -119,85 +152,58 @@ class SessionFactory:
         self.remove_strays()
 
     def forget(self) -> None:
-        """The manager closes: let go of the user's model and optimizer."""
-        self._optimizer = self._request = None
+        """The manager closes: let go of the user's optimizer."""
+        self._optimizer = None
 
     def remove_strays(self) -> None:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
 
-    def _agree_on_plan(self, make: Callable[[], Plan]) -> Plan:
-        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
-        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
-        if len(set(every)) > 1:
-            steps = ["never" if n is None else f"every {n} steps" for n in every]
-            commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
-            raise ConfigError(
-                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
-                "commit_every=, placements and host_memory"
-            )
-        return plan
-
-    def _plan(self, request: Request, inventory: Inventory, may_be_meta: bool) -> Plan:
-        record, frozen = self._record, request.frozen
-        if record is None:
-            if frozen is not None and not may_be_meta:
-                check_buffers(request.model, "frozen_from")
-            return request.plan(inventory)
-        check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
-        check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
-        check_same(record, inventory.plans, request.kind)
-        check_group_count(record, len(request.optimizer.param_groups))
-        check_buffers(request.model, "what a run goes on from")
-        params = "auto" if request.params == "device" else request.params
-        state = "auto" if request.optimizer_state == "device" else request.optimizer_state
-        places = follow_placement(record, params, state)
-        return request.plan(inventory, places, page_bytes=page_bytes_of(record), existing_files=record.files)
-
     def _open_run(self, plan: Plan, origin: Origin) -> TrainingSession:
-        request, directory, current, steps = self._asked, self._directory, self._current, self._steps
-        described, frozen = describe_plans(plan.inventory.plans), request.frozen
-        external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
-        names = _names(plan.inventory)
-        return TrainingSession(
-            request.model, request.optimizer, plan, directory, origin, self._clock,
-            Callbacks(
-                SessionGuard(current.check, current.check_to_write, current.turns, self._operates), steps.begin, steps.undo_update,
-                lambda step: self._user.in_commit(
-                    step, directory, request, plan.places, described, external, self._edited_members(names)
-                ),
-            ),
-            backend=current.backend, fsync=self._fsync, check_reads=self._check_reads, stall_s=self._stall_s,
-        )  # fmt: skip
+        current, request = self._current, plan.request
+        guard = SessionGuard(current.check, current.check_to_write, current.turns, request.manager.operates)
+        describe = self._describe_commits(plan)
+        callbacks = Callbacks(guard, current.begin_step, current.undo_update, describe)
+        return TrainingSession(plan, self._directory, origin, self._clock, callbacks)
 
-    def _edited_members(self, names: Mapping[int, str]) -> list[list[str]] | None:
+    def _describe_commits(self, plan: Plan) -> Callable[[int], CommitRecord]:
+        request, frozen = plan.request, plan.request.frozen
+        described, names = describe_plans(plan.inventory.plans), _names(plan.inventory)
+        external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
+        return lambda step: self._user.in_commit(
+            step, self._directory, request, plan.places, described, external, self._edited_members(request, names)
+        )
+
+    def _edited_members(self, request: Request, names: Mapping[int, str]) -> list[list[str]] | None:
         """Return which parameters the optimizer's groups have; None where they are those that the script gives."""
-        members = names_by_group(self._asked.optimizer, names)
+        members = names_by_group(request.optimizer, names)
         return None if members == self._given_members else members
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _take_step(self) -> None:
+        self._current.take_step(lambda: self._train_more(lambda: None))
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
-        current = self._current
+        current, optimizer = self._current, self._optimizer
         with current.turns.turn():
-            self._change_over(current, add)
-
-    def _change_over(self, current: SessionSlot, add: Callable[[], None]) -> None:
-        current.check()
-        change = Relayout(current.running("add_param_group"), self._asked, self._directory, self._open_run)
-        current.run = None
-        optimizer = self._optimizer
-        assert optimizer is not None
-        optimizer.bind(None)
-        try:
-            change.train_more(add, self._counters.step)
-        except BaseException as error:
-            if change.run is None:
-                current.fail(self._counters.step, error)
-            raise
-        finally:
-            current.run = change.run
-            if change.run is not None:
-                optimizer.bind(change.run.model.optimizer_state)
+            current.check()
+            change = Relayout(current.running("add_param_group"), self._directory, self._open_run)
+            assert optimizer is not None
+            current.run = None
+            optimizer.bind(None)
+            step = self._clock.counters.step
+            try:
+                change.train_more(add, step)
+            except BaseException as error:
+                if change.run is None:
+                    current.fail(step, error)
+                raise
+            finally:
+                current.run = change.run
+                if change.run is not None:
+                    optimizer.bind(change.run.model.optimizer_state)
 
 
 def _names(inventory: Inventory) -> dict[int, str]:

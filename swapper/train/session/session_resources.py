@@ -66,7 +66,7 @@ class SessionResources(Resources[Stores]):
             backend,
             open_stores,
             schedule,
-            None if plan.device is None else plan.device.device,
+            None if plan.request.device is None else plan.request.device.device,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
             max_deferred_writes=plan.max_deferred_writes,

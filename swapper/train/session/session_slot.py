@@ -1,13 +1,20 @@
-"""What a manager has at the moment: the run, where a model is offloaded, and whether it can be used. Every verb asks here first."""
+"""Holds what a manager has at the moment: the run, where a model is offloaded, whether it can be used, and its steps.
+
+Every verb asks here first. A step that failed half-way is undone here, or else only closing is left.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError
 from swapper.modules.turns import Turns
+from swapper.paging.section import Section
+from swapper.runtime.stats import StepClock
 from swapper.train.session.training_session import TrainingSession
+from swapper.train.session.user_state import UserState
 
 
 class SessionSlot:
@@ -16,16 +23,21 @@ class SessionSlot:
     Args:
         directory: the manager's.
         backend: how transfers are made.
+        clock: divides steps into phases; its counters count them.
+        user: what belongs to a step besides.
 
     Attributes:
         turns: threads take them: a forward, a backward, a step, or whatever else goes through the model.
     """
 
-    def __init__(self, directory: RunDirectory, backend: str) -> None:
+    def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
         self.run: TrainingSession | None = None
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
+        self._clock = clock
+        self._counters = clock.counters
+        self._user = user
         self._pid = os.getpid()
         self._is_closed = False
         self._failure: BaseException | None = None
@@ -45,7 +57,7 @@ class SessionSlot:
             self.run.committer.enter()
 
     def check_to_write(self) -> None:
-        """As `enter`, where something is about to be changed from outside: the step before is committed as it was."""
+        """As `check`, where something is about to be changed from outside: the step before is committed as it was."""
         self.check_usable()
         if self.run is not None:
             self.run.committer.finish()
@@ -75,16 +87,74 @@ class SessionSlot:
     def has_failed(self) -> bool:
         return self._failure is not None
 
-    def fail(self, step: int, error: BaseException) -> None:
-        """`step` failed half-way: from now on only closing is left, unless it is undone."""
-        self._failure, self._failed_step = error, step
-
-    def recover(self) -> None:
-        """What failed is undone."""
-        self._failure = None
-
     def end(self) -> None:
         """From now on it is closed, and there is no run."""
         self._is_closed = True
         self.run = None
         self._failure = None  # its traceback may hold a forward's tensors, and they our hooks
+
+    # --- steps of the optimizer -------------------------------------------------------------------------------------
+
+    def take_step(self, train_more: Callable[[], None]) -> None:
+        """What `optimizer.step()` does.
+
+        Args:
+            train_more: puts another run in place of the current one, which trains what now has gradients too.
+        """
+        self.check_usable()
+        run = self.running("optimizer.step()")
+        with self.turns.turn():
+            with self._clock.phase("step"):
+                self._take_step(run, train_more)
+            self._clock.end_step()
+
+    def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
+        if run.model.gathering.is_open:
+            raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        run.model.passes.abandon()
+        run.model.finish_update(in_order=True)
+        run.model.follow_groups()
+        if run.model.has_more_to_train:
+            train_more()
+            run = self.running("optimizer.step()")
+        run.model.check_step()
+        if not run.model.updates.has_begun_early:
+            self.begin_step()
+        learn = run.model.updates.in_order
+        try:
+            run.model.update()
+            run.pager.end_step(learn)
+        except BaseException as error:
+            self.fail(self._counters.step + 1, error)
+            run.model.step_undone()
+            raise
+        self._counters.step += 1
+        self._user.note_rng()
+        run.committer.step_done(self._counters.step)
+
+    def begin_step(self) -> None:
+        """Parameters and state are about to be changed; the writes of the step before are long done."""
+        run = self.running("a step")
+        run.plan.inventory.check_files()
+        run.committer.before_step()
+
+    def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
+        """Updates outside of `optimizer.step()` failed half-way: have groups as before their step. Returns whether they are.
+
+        Args:
+            sections: the groups'.
+            error: what went wrong.
+            ahead: that step is so many after the last one that was counted.
+        """
+        return self.fail(self._counters.step + ahead, error, sections)
+
+    def fail(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
+        """`step` failed half-way: have `sections`, or all, as before it. Where that cannot be, only closing is left.
+
+        Returns:
+            Whether they are. Where there is no run, they are not.
+        """
+        self._failure, self._failed_step = error, step
+        if self.run is not None and self.run.roll_back(step - 1, sections):
+            self._failure = None
+        return self._failure is None

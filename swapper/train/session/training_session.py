@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
@@ -32,6 +31,7 @@ from swapper.paging.planning.schedule import Schedule
 from swapper.paging.section import Section
 from swapper.runtime.heap import Watch, watch_free_memory
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock
 from swapper.runtime.teardown import close_all
@@ -42,28 +42,10 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.session_guard import Callbacks
 from swapper.train.session.session_resources import SessionResources, stored_pieces
-from swapper.train.updates.step_rollback import UndoSections
 
 log = logging.getLogger("swapper")
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What a run asks of its manager.
-
-    Attributes:
-        entrance: where the user comes in.
-        begin_step: called before a backward updates the first group of a step.
-        undo_sections: see UndoSections.
-        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
-    """
-
-    session_guard: SessionGuard
-    begin_step: Callable[[], None]
-    undo_sections: UndoSections
-    describe: Callable[[int], CommitRecord]
 
 
 @dataclass(frozen=True)
@@ -97,16 +79,11 @@ class TrainingSession:
     """Everything that one offloaded model has at run time. Where opening fails, what was opened is closed.
 
     Args:
-        model, optimizer: the user's.
         plan: where everything shall live.
         directory: of the swap files, on each drive.
         origin: what to go on from.
         clock: divides the run into steps and phases; has the counters to keep.
         manager: whom to ask.
-        backend: of the engine.
-        fsync: commits survive a power loss.
-        check_reads: what is read from swap files is compared with what was written.
-        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
 
     Attributes:
         sections: of parameters and optimizer state.
@@ -124,18 +101,11 @@ class TrainingSession:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
         plan: Plan,
         directory: RunDirectory,
         origin: Origin,
         clock: StepClock,
         manager: Callbacks,
-        *,
-        backend: str,
-        fsync: bool,
-        check_reads: bool,
-        stall_s: float | None,
     ) -> None:
         self._manager = manager
         self._clock = clock
@@ -146,25 +116,27 @@ class TrainingSession:
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_resources(plan, origin, backend, check_reads)
-            self._open_model(model, optimizer, plan, origin, fsync)
+            self._open_resources(plan, origin)
+            self._open_model(plan, origin)
             self._note_sizes(plan)
             if origin.record is not None:
                 self._restore(origin.record)
-            self._watchdog = Watchdog(self._counters, self._make_describe(), stall_s)
+            if not is_off("watchdog"):
+                self._watchdog = Watchdog(self._counters, self._make_describe(), plan.request.manager.stall_s)
         except BaseException:
             self.close()
             raise
 
-    def _open_resources(self, plan: Plan, origin: Origin, backend: str, check_reads: bool) -> None:
+    def _open_resources(self, plan: Plan, origin: Origin) -> None:
         everything = [*self.sections, *self._grad_sections]
         trainables = find_trainables(plan.inventory, find_places(plan.inventory, everything))
         schedule = Schedule(plan.cycle(everything, trainables), plan.order_tolerance)
         paged_grads = [section for section in self._grad_sections if section.pages]
         needed = None if origin.record is None else files_of(origin.record)
+        options = plan.request.manager
         self._resources.open_session(
-            plan, self._directory, self.sections, paged_grads, origin.files, needed, origin.first_file, backend, check_reads,
-            schedule,
+            plan, self._directory, self.sections, paged_grads, origin.files, needed, origin.first_file, options.backend,
+            options.check_reads, schedule,
         )  # fmt: skip
         self.pager, self._store = self._resources.pager, self._resources.store.swap_files
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
@@ -178,13 +150,11 @@ class TrainingSession:
             plan.inventory.check_files,
         )
 
-    def _open_model(self, model: nn.Module, optimizer: Optimizer, plan: Plan, origin: Origin, fsync: bool) -> None:
-        inventory, page_bytes = plan.inventory, plan.budget.page_bytes
+    def _open_model(self, plan: Plan, origin: Origin) -> None:
+        fsync = plan.request.manager.fsync
         model_part = OffloadedModel(
-            model, optimizer, inventory, self.sections, self._grad_sections, self.pager, page_bytes, self._clock,
-            self._manager.session_guard, plan.update, self._manager.begin_step, self._manager.undo_sections,
-            self._open_on_device(plan),
-        )  # fmt: skip
+            plan, self.sections, self._grad_sections, self.pager, self._clock, self._manager, self._open_on_device(plan)
+        )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         ranks = self._directory.ranks if plan.commit_every is not None else None
         way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
@@ -197,11 +167,11 @@ class TrainingSession:
         self._model = model_part
 
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
-        host_side, updates = self._resources.host_side, plan.update_on == "device"
-        if plan.device is not None and plan.on_device is not None and host_side is not None:
+        host_side, request = self._resources.host_side, plan.request
+        if request.device is not None and plan.on_device is not None and host_side is not None:
             self.on_device = TrainingDevice(
-                plan.device, plan.on_device, host_side, self.pager, self._counters, updates, plan.kernel
-            )
+                request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel
+            )  # fmt: skip
         return self.on_device
 
     def _note_sizes(self, plan: Plan) -> None:
@@ -298,7 +268,7 @@ class TrainingSession:
     def begin(self, values: Values | None) -> None:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
         # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
-        self._free_memory = watch_free_memory(self.plan.host_bytes)
+        self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
         self._resources.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:

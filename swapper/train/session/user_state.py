@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import random
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from swapper.durability.commit import CommitRecord, boot_id, check_state
 from swapper.durability.directory import RunDirectory
-from swapper.durability.random_states import rng_states, set_rng_states
 from swapper.errors import CheckpointError, ConfigError
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.session.request import Request
@@ -115,3 +118,28 @@ class UserState:
             members=members,
             job=directory.job,
         )
+
+
+def rng_states() -> dict[str, Any]:
+    """Return the states in a form that torch.load(weights_only=True) reads."""
+    states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, gauss = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (name, [int(key) for key in keys], int(position), int(has_gauss), float(gauss))
+    return states
+
+
+def set_rng_states(states: dict[str, Any]) -> None:
+    """Put the generators back to where `rng_states` found them. Devices that are not there any more are left out."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, device)
+    if "numpy" in states:
+        import numpy
+
+        name, keys, position, has_gauss, gauss = states["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, gauss))

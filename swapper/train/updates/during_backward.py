@@ -7,7 +7,7 @@ gradients. So a group is updated in a backward when
 - each of its parameters that this backward gives a gradient to has got it. Autograd runs the node that accumulates a parameter's
   gradient once in a graph task, when all that adds to it is there, and can say whether it will run that node at all. A node that
   saved a parameter to compute with it gives that parameter a gradient in the same go, so it has run too;
-- every call of a module that used the group since the last step has been done with (pending_uses.py). That covers what
+- every call of a module that used the group since the last step has been done with (`PendingUses`). That covers what
   the first does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks
   of its own, one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
   Whatever else there may be (retained graphs, calls that no backward came to, a pass that only accumulates) leaves a
@@ -20,7 +20,7 @@ updated when the backward has come one module further, whose kernels are queued 
 
 [Note: between backward and step] Until `step()` some groups are of the new step and others of the old one. Nobody sees that:
 parameters of updated groups are cold, and refuse to be leased or looked at; their gradients can be looked at and not changed
-(used_gradient.py); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings are those that
+(`UsedGradient`); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings are those that
 were used. Where it does not come to that, because the backward fails or the manager is closed, groups are put back to what they
 were, if the step before is committed; else the manager can only be closed.
 """
@@ -37,12 +37,13 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
+from swapper.modules.cold import written_among
+from swapper.modules.cold_tables import METADATA
 from swapper.modules.own_hook import hookable
 from swapper.paging.planning.schedule import Access
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
 from swapper.train.updates.sweep import NO_GROUP, GroupUpdate, Sweep, Trainable
-from swapper.train.updates.used_gradient import ADVICE, protect, release
 
 log = logging.getLogger("swapper")
 
@@ -323,3 +324,69 @@ def _gets_gradient(parameter: nn.Parameter) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     return torch._C._will_engine_execute_node(node)
+
+
+ADVICE = (
+    "to clip or scale gradients, offload with update='step' or update='deferred'; what needs one gradient alone (clipping its "
+    "values) can be done in a hook, parameter.register_post_accumulate_grad_hook, which runs before the update"
+)
+
+
+class UsedGradient(torch.Tensor):
+    """A gradient that an update has used while the user may still think that there is time to change it.
+
+    Until `step()` it can be looked at, and an operation that would write to it raises an error. Writes that this cannot see (an
+    alias from before) are found in `step()` by the gradient's version. Never made by anyone: a tensor's class is set to it and
+    back, by `protect` and `release`.
+    """
+
+    swapper_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.mul_ and _is_one(args[1]):
+            return args[0]  # torch's clip_grad_norm_ where nothing is to be clipped
+        if func not in METADATA:
+            for tensor in written_among(func, args, kwargs):
+                if type(tensor) is UsedGradient:
+                    raise StateError(
+                        f"{getattr(func, '__name__', func)} would change the gradient of {tensor.swapper_name}, which was used in "
+                        f"backward already: with update='backward' gradients cannot be changed before optimizer.step(); {ADVICE}"
+                    )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func == _DATA and type(args[0]) is UsedGradient:
+            protect(result, args[0].swapper_name)  # it has a version counter of its own
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+
+def _is_one(factor: Any) -> bool:
+    is_number = isinstance(factor, int | float) or (type(factor) is torch.Tensor and factor.dim() == 0)
+    return is_number and bool(factor == 1)
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def protect(gradient: torch.Tensor, name: str) -> None:
+    """From now on `gradient`, that of the parameter `name`, can only be looked at."""
+    if type(gradient) is torch.Tensor:
+        gradient.__class__ = UsedGradient
+        gradient.swapper_name = name  # type: ignore[attr-defined]
+
+
+def release(gradient: torch.Tensor) -> None:
+    """`gradient` is an ordinary tensor again."""
+    if type(gradient) is UsedGradient:
+        gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+        del gradient.swapper_name

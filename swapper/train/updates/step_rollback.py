@@ -1,13 +1,13 @@
 """A step that failed half-way, or was never taken to its end, is undone: everything of the model as it was before it.
 
-Pages and sections go back by the last commit, which is the manager's part (train/session/steps.py). What is in no page
+Pages and sections go back by the last commit, which is the manager's part (train/session/session_slot.py). What is in no page
 goes back here: settings of the optimizer, which parameters have state, and what stays on a device.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -16,10 +16,7 @@ from swapper.paging.section import Section
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.parameter_group import GroupParameters
-
-UndoSections = Callable[[list[Section], BaseException, int], bool]
-"""Given sections and the error that updates outside of `optimizer.step()` ended with: has the sections as they were before their
-step, so many after the last one that was counted, and returns whether it could."""
+from swapper.train.session.session_guard import UndoSections
 
 
 class StepRollback:

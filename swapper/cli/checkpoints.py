@@ -1,0 +1,254 @@
+"""`swapper inspect`, `swapper verify` and `swapper export`: checkpoints as files, whole or in part, without the memory for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from swapper.durability.verify import Fault, Report
+from swapper.durability.verify import verify as verify_path
+from swapper.errors import ConfigError, SwapperError
+from swapper.options import parse_choice
+from swapper.runtime.sizes import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from swapper.checkpoint.quantization import Loss
+
+INTERRUPTED = 130
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Ends the command with 2 for a wrong argument, 1 for every other error of ours, 130 for Ctrl-C."""
+    console = Console(stderr=True)
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("Interrupted. Nothing is left behind.")
+        raise typer.Exit(INTERRUPTED) from None
+    except (SwapperError, OSError) as error:
+        text = escape(str(error) or type(error).__name__)
+        console.print(f"[red]Error:[/red] {text}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="A file, or a directory of Hugging Face or torch.distributed.checkpoint.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the tensors of a checkpoint: shapes, dtypes, places, alignment, step, checksums.
+
+    Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories and directories of
+    torch.distributed.checkpoint. Nothing that a file says is run.
+    """
+    with reported():
+        from swapper.checkpoint.inspecting import inspect as look
+
+        found = look(path)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    _show_tensors(found)
+
+
+def _show_tensors(found: dict[str, Any]) -> None:
+    console = Console()
+    checksums = any("crc32" in tensor for tensor in found["tensors"])
+    columns = (
+        "tensor",
+        "dtype",
+        "shape",
+        "bytes",
+        "offset",
+        "aligned to",
+        *(("record's CRC-32",) if checksums else ()),
+    )
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("tensor", "dtype", "shape") else "right", overflow="fold")
+    files = {tensor["file"] for tensor in found["tensors"]}
+    for tensor in found["tensors"]:
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        shape += f" strides {tuple(tensor['stride'])}" if tensor["stride"] else ""
+        place = f"{tensor['offset']:,}" + (f" of {tensor['file']}" if len(files) > 1 else "")
+        row = [tensor["name"], tensor["dtype"], shape, f"{tensor['bytes']:,}", place, str(tensor["alignment"])]
+        table.add_row(*(escape(cell) for cell in row), *([tensor["crc32"]] if checksums else []))
+    console.print(table)
+    step = f", step {found['step']}" if found["step"] is not None else ""
+    size = format_bytes(found["tensor_bytes"])
+    console.print(
+        f"{escape(found['path'])}: {found['kind']}, {len(found['tensors'])} tensors in {len(files)} files, {size}{step}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for name, value in found["metadata"].items():
+        console.print(escape(f"{name}: {value}"), highlight=False, soft_wrap=True)
+
+
+SHOWN_TENSORS = 3
+
+
+def verify(
+    path: Annotated[Path, typer.Argument(help="A snapshot, a run's directory, or any torch checkpoint.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Check every page and CRC, and name what is damaged.
+
+    Exit code: 0: whole; 1: damaged; 2: it cannot be checked (no such file, in use, no checksums in it as in a safetensors file, or
+    not of a kind that swapper reads).
+    """
+    console = Console(stderr=as_json)
+    columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("verifying", total=None)
+            reports = verify_path(path, lambda done, total: bar.update(task, completed=done, total=total))
+    except (SwapperError, OSError) as error:
+        console.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps([asdict(report) for report in reports], indent=2))
+    else:
+        for report in reports:
+            _show_report(report, console)
+    raise typer.Exit(1 if any(report.faults for report in reports) else 0)
+
+
+def _show_report(report: Report, console: Console) -> None:
+    for fault in report.faults:
+        console.print(f"[red]corrupt:[/red] {escape(_describe_fault(fault))}", soft_wrap=True, highlight=False)
+    checked = format_bytes(report.checked_bytes)
+    if report.faults:
+        verdict = f"[red]{len(report.faults)} faults[/red] in {checked}"
+    elif report.kind == "torch checkpoint":
+        verdict = (
+            f"[green]well[/green]: {checked} in records; it has no manifest, so what lies between them was not checked"
+        )
+    else:
+        verdict = f"[green]well[/green]: {checked}, every byte"
+    console.print(f"{escape(report.path)} ({report.kind}): {verdict}", soft_wrap=True, highlight=False)
+
+
+def _describe_fault(fault: Fault) -> str:
+    place = f"{fault.path}, {fault.nbytes} bytes at offset {fault.offset}"
+    names = ", ".join(fault.tensors[:SHOWN_TENSORS])
+    if len(fault.tensors) > SHOWN_TENSORS:
+        names += f" and {len(fault.tensors) - SHOWN_TENSORS} more"
+    parts = [fault.record and f"in {fault.record}", names and f"of {names}", fault.what]
+    return ": ".join([place, ", ".join(part for part in parts if part)])
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A snapshot, a file of torch.save or safetensors, or a directory.")],
+    target: Annotated[Path, typer.Argument(help="What to make: a file, or for huggingface and dcp a directory.")],
+    to: Annotated[str, typer.Option(help="torch, safetensors, huggingface or dcp.")],
+    what: Annotated[str, typer.Option(help="model, or all: the optimizer's state and the rest too.")] = "model",
+    shard: Annotated[str, typer.Option(help="The most that a file of a Hugging Face directory holds.")] = "5GB",
+    quantize: Annotated[
+        str | None, typer.Option(help="int8 or int4: large matrices in as many bits, for swapper.load.")
+    ] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Names (with * and ?) that are not quantised.")] = None,
+    report: Annotated[Path | None, typer.Option("--json", help="Write each tensor's error there.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
+) -> None:
+    """Write a checkpoint in another format, at the speed of the drive and within 100 MB beside Python and torch.
+
+    From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and directories of
+    torch.distributed.checkpoint. The result appears when it is complete, or not at all.
+    """
+    console = Console(stderr=True, quiet=quiet)
+    with reported(), _terminated_like_interrupted():
+        from swapper.checkpoint.exporting import FORMATS, WHAT, select
+        from swapper.checkpoint.exporting import export as run
+        from swapper.checkpoint.quantization import SCHEMES
+
+        parse_choice(to, "--to", FORMATS)
+        parse_choice(what, "--what", WHAT)
+        shard_bytes = parse_bytes(shard, "--shard")
+        if quantize is not None:
+            parse_choice(quantize, "--quantize", tuple(SCHEMES))
+        selection = select(source, what)
+        with _bar(console, f"{source.name} to {to}", selection.nbytes) as progress:
+            found = run(
+                source,
+                target,
+                to,
+                what=what,
+                shard_bytes=shard_bytes,
+                overwrite=overwrite,
+                selection=selection,
+                progress=progress,
+                quantize=quantize,
+                keep=keep or (),
+            )
+        text = f"{target}: {len(selection.tensors)} tensors, {format_bytes(_nbytes(target))}"
+        console.print(escape(text), highlight=False, soft_wrap=True)
+        if quantize is not None:
+            _show_losses(console, quantize, found)
+        if report is not None:
+            report.write_text(json.dumps({name: asdict(loss) for name, loss in found.items()}, indent=2) + "\n")
+        if selection.left_out and (to, what) != ("torch", "all"):
+            some = ", ".join(selection.left_out[:3]) + (", ..." if len(selection.left_out) > 3 else "")
+            console.print(escape(f"left out: {len(selection.left_out)} ({some})"), highlight=False, soft_wrap=True)
+
+
+def _nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+
+
+def _show_losses(console: Console, quantize: str, losses: Mapping[str, Loss]) -> None:
+    """By layer: names that differ in their numbers only share a line, with the worst of them."""
+    kinds: dict[str, list[Loss]] = {}
+    for name, loss in losses.items():
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(loss)
+    table = Table(title=f"Error of {quantize}, to the root mean square of the values", title_justify="left")
+    for column in ("tensors", "", "least", "most", "largest single error"):
+        table.add_column(column, justify="left" if column == "tensors" else "right")
+    for kind, some in kinds.items():
+        relative = [loss.relative for loss in some]
+        largest = max(loss.largest_error for loss in some)
+        table.add_row(escape(kind), str(len(some)), f"{min(relative):.3%}", f"{max(relative):.3%}", f"{largest:.3g}")
+    console.print(table)
+
+
+@contextmanager
+def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
+        task = bar.add_task(escape(title), total=nbytes)
+        yield lambda moved: bar.advance(task, moved)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: nothing is left behind."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,50 @@
+"""What swapper changes in the process that it runs in, beyond its own memory and the user's model, and how to have it not do so.
+
+Each change has a word. Those that SWAPPER_OFF in the environment names are left out, for the whole process: it is read when swapper
+is imported (csrc/base/process.h reads it too). docs/process.md says of each what it is for and what is lost without it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from swapper.errors import ConfigError
+
+VARIABLE = "SWAPPER_OFF"
+CHANGES = {
+    "atexit": "what is open is closed when the program ends",
+    "fork": "a forked child lets go of the run's lock, and its parameters raise errors",
+    "mallopt": "glibc keeps freed memory until swapper gives it back",
+    "mlock": "memory of transfers is locked",
+    "optimizers": "another optimizer's step on parameters of a manager is refused",
+    "sigint": "Ctrl-C is held back for moments",
+    "sigsegv": "memory that is away is read when it is touched, and writes are noted",
+    "sigusr1": "the signal asks for a dump",
+    "watchdog": "a thread looks for waits that are too long",
+}
+"""By word, what the process has."""
+
+
+def _parse(said: str) -> frozenset[str]:
+    words = {word.strip() for word in said.split(",")} - {""}
+    if unknown := words - CHANGES.keys():
+        raise ConfigError(
+            f"{VARIABLE}={said!r}: {', '.join(sorted(unknown))} is not known: use any of {', '.join(CHANGES)}"
+        )
+    return frozenset(words)
+
+
+_off = _parse(os.environ.get(VARIABLE, ""))
+
+
+def is_off(change: str) -> bool:
+    """Whether the environment says to leave out one of CHANGES."""
+    assert change in CHANGES, change
+    return change in _off
+
+
+def after_fork_in_child(act: Callable[[], None]) -> None:
+    """Have `act` called in each forked child."""
+    if not is_off("fork"):
+        os.register_at_fork(after_in_child=act)

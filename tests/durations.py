@@ -1,0 +1,48 @@
+"""How long each test takes, by the clock and of the processors, written to build/test-durations.tsv by a run of all of them."""
+
+from __future__ import annotations
+
+import resource
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).parents[1] / "build" / "test-durations.tsv"
+CPU = "cpu_s"
+
+
+def cpu_s() -> float:
+    """Return what this process and those that it has waited for have used of the processors, in seconds."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+class Durations:
+    """A plugin of pytest's, also in xdist's processes, which measure, and whose reports the first one gets."""
+
+    def __init__(self) -> None:
+        self._wall_s: dict[str, float] = defaultdict(float)
+        self._cpu_s: dict[str, float] = {}
+
+    def pytest_runtest_logstart(self) -> None:
+        self._before = cpu_s()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+        if call.when == "teardown":
+            item.user_properties.append((CPU, cpu_s() - self._before))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._wall_s[report.nodeid] += report.duration
+        if report.when == "teardown":
+            self._cpu_s[report.nodeid] = dict(report.user_properties)[CPU]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        option = session.config.option
+        if hasattr(session.config, "workerinput") or option.file_or_dir or option.keyword or option.collectonly:
+            return
+        slowest = sorted(self._cpu_s.items(), key=lambda each: -each[1])
+        lines = [f"{cpu:.2f}\t{self._wall_s[test]:.2f}\t{test}" for test, cpu in slowest]
+        FILE.parent.mkdir(exist_ok=True)
+        FILE.write_text("\n".join(["CPU s\ts\ttest", *lines, ""]))

@@ -1,0 +1,68 @@
+"""Which cases of large tables are run: few of them, others with each commit, and with each value of each parameter if they can.
+
+A table is the cases of one test. A case is what it has: pairs of a parameter's name and its value.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Case = frozenset[tuple[str, Any]]
+
+
+def seed_of_commit() -> str:
+    """Return SWAPPER_TEST_SEED, or the commit's first letters; "0" where there is no repository."""
+    if given := os.environ.get("SWAPPER_TEST_SEED"):
+        return given
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "0"
+
+
+def choose(cases: Mapping[str, Case], count: int, seed: str) -> set[str]:
+    """Choose `count` of a table's cases, by their names: always the one next that has most of what none before it has."""
+    left = sorted(cases, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
+    seen: set[tuple[str, Any]] = set()
+    chosen: set[str] = set()
+    for _ in range(min(count, len(left))):
+        best = max(left, key=lambda name: len(cases[name] - seen))  # of equals the first
+        left.remove(best)
+        chosen.add(best)
+        seen |= cases[best]
+    return chosen
+
+
+def pairwise(
+    choices: Mapping[str, Sequence[Any]], is_possible: Callable[[Mapping[str, Any]], bool], seed: str
+) -> list[dict[str, Any]]:
+    """Return combinations of choices in which each pair of them occurs that occurs in a possible combination.
+
+    "Each" is of those that some thousand combinations drawn by chance have: all but what is very rarely possible.
+    """
+    chance = Random(seed)
+    drawn = ({name: chance.choice(values) for name, values in choices.items()} for _ in range(6000))
+    possible = [row for row in drawn if is_possible(row)]
+    pairs = [set(combinations(row.items(), 2)) for row in possible]
+    having: dict[Any, list[int]] = {}
+    for number, of_row in enumerate(pairs):
+        for pair in of_row:
+            having.setdefault(pair, []).append(number)
+    found = []
+    while having:
+        candidates = min(having.values(), key=len)[:20]  # of the rarest pair that is left
+        best = max(candidates, key=lambda number: sum(pair in having for pair in pairs[number]))
+        found.append(possible[best])
+        for pair in pairs[best]:
+            having.pop(pair, None)
+    return found

@@ -1,0 +1,146 @@
+"""Saved activations come back as they were, within their memory, in every order of events that a seed can bring.
+
+A failing seed is its own reproduction: `pytest tests/sim -k "activation and wander and 17-"`. More seeds: SWAPPER_SIM_SEEDS=5000.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from simulated_activations import ActivationRun, train, wander
+from simulated_engine import SimulationError
+
+from swapper.errors import InvariantError, IoError
+from swapper.paging.residency import LEGAL_MOVES, Residency
+from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Stored
+
+SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "60")))
+
+
+@pytest.mark.large_table
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("fault_rate", [0.0, 0.05], ids=["sound drive", "failing drive"])
+@pytest.mark.parametrize("program", [train, wander])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_contents_memory_and_places_hold_in_every_order_of_events(program, fault_rate, on_device, seed):
+    program(ActivationRun(seed, fault_rate, on_device))
+
+
+# --- the simulation itself --------------------------------------------------------------------------------------------
+
+
+def test_the_seeds_meet_every_case(monkeypatch):
+    seen: Counter[Any] = Counter()
+    move = Stored.move
+    monkeypatch.setattr(Stored, "move", lambda stored, new: (seen.update([(stored.residency, new)]), move(stored, new)))
+    for seed in range(40):
+        for program in (train, wander):
+            run = program(ActivationRun(seed, 0.05, on_device=seed % 4 == 0))
+            seen += run.engine.seen
+            seen["waits"] += run.cache.counters.waits
+    assert all(seen[case] > 20 for case in ("read", "write", "failed read", "failed write", "waits")), seen
+    c, r, k, d, w = (Residency[name] for name in ("COLD", "READING", "CLEAN", "DIRTY", "WRITING"))
+    moves = {(d, w), (w, k), (w, d), (k, c), (c, r), (r, k), (r, c)}
+    assert {case for case in seen if isinstance(case, tuple)} == moves < LEGAL_MOVES
+
+
+class ForgetsUnderWay(SavedTensorCache):
+    """Gives a place back though it is written, or read."""
+
+    def _settle(self) -> None:
+        self._ending += self.forgotten
+        self.forgotten.clear()
+        for remains in self._ending:
+            self._free(remains)
+        self._ending.clear()
+        super()._settle()
+
+
+class WritesBeforeArrival(SavedTensorCache):
+    def _send_away(self, more_bytes: int) -> None:
+        here = [stored for stored in map(self._alive, self._here) if stored is not None]
+        arrivals = [stored.arrival for stored in here]
+        for stored in here:
+            stored.arrival = None
+        super()._send_away(more_bytes)
+        for stored, arrival in zip(here, arrivals, strict=True):
+            stored.arrival = arrival
+
+
+class TakesFailuresForContent(SavedTensorCache):
+    def _settle_one(self, stored: Stored) -> IoError | None:
+        stored.ticket.failure = None
+        return super()._settle_one(stored)
+
+
+class KeepsFailuresOfWrites(SavedTensorCache):
+    def _settle_one(self, stored: Stored) -> IoError | None:
+        error = super()._settle_one(stored)
+        stored.error = None
+        return error
+
+
+class LetsGoBeforeTheWrite(SavedTensorCache):
+    def _write(self, stored: Stored) -> None:
+        super()._write(stored)
+        self._let_go(stored)
+
+
+class LetsGoOfWhatIsInMemoryOnly(SavedTensorCache):
+    def _write(self, stored: Stored) -> None:
+        self._let_go(stored)
+
+
+class DoesNotWaitForReads(SavedTensorCache):
+    def fetch(self, stored: Stored) -> torch.Tensor:
+        memory = super().fetch(stored)
+        if stored.offset is not None and stored.residency is Residency.CLEAN:
+            self._let_go(stored)
+            self._read(stored)
+            assert stored.memory is not None
+            return stored.memory
+        return memory
+
+
+class HasNoLimit(SavedTensorCache):
+    def _wait_for_room(self, more_bytes: int) -> None:
+        self._send_away(more_bytes)
+
+
+class ReadsAheadWithoutRoom(SavedTensorCache):
+    def _lacks_room(self, stored: Stored) -> bool:
+        return False
+
+
+class KeepsPlaces(SavedTensorCache):
+    def _free(self, remains: Any) -> None:
+        give, self._file.give = self._file.give, lambda offset, nbytes: None  # type: ignore[method-assign]
+        super()._free(remains)
+        self._file.give = give  # type: ignore[method-assign]
+
+
+class CountsTwice(SavedTensorCache):
+    def _read(self, stored: Stored) -> None:
+        super()._read(stored)
+        self._add(stored.nbytes)
+
+
+BROKEN = [
+    ForgetsUnderWay, WritesBeforeArrival, TakesFailuresForContent, KeepsFailuresOfWrites, LetsGoBeforeTheWrite,
+    LetsGoOfWhatIsInMemoryOnly, DoesNotWaitForReads, HasNoLimit, ReadsAheadWithoutRoom, KeepsPlaces, CountsTwice,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("cache_class", BROKEN, ids=lambda cache_class: cache_class.__name__)
+def test_a_cache_that_breaks_a_rule_is_noticed(cache_class):
+    for seed in range(200):
+        for program in (train, wander):
+            try:
+                program(ActivationRun(seed, 0.05, cache_class=cache_class))
+            except (SimulationError, InvariantError):
+                return
+    pytest.fail("no seed noticed it")

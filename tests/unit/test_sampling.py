@@ -1,0 +1,45 @@
+"""What `tools/test` runs of large tables: each value, another choice with each seed, the same one with the same."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from sampling import choose, pairwise
+
+CASES = {f"{a}-{b}": frozenset({("a", a), ("b", b)}) for a, b in product(range(3), range(5))}
+CHOICES = {"a": [0, 1, 2, 3], "b": ["x", "y", "z"], "c": [True, False], "d": [4, 5]}
+
+
+def test_a_few_cases_have_each_value_of_each_parameter():
+    for seed in map(str, range(20)):
+        chosen = choose(CASES, 5, seed)
+        assert len(chosen) == 5
+        assert frozenset().union(*(CASES[name] for name in chosen)) == frozenset().union(*CASES.values())
+
+
+def test_with_one_seed_it_is_one_choice_and_with_many_it_is_all():
+    assert choose(CASES, 4, "seed") == choose(dict(reversed(CASES.items())), 4, "seed")
+    assert set().union(*(choose(CASES, 4, str(seed)) for seed in range(40))) == set(CASES)
+
+
+def test_a_table_that_is_smaller_than_its_sample_is_run_whole():
+    assert choose(CASES, 99, "seed") == set(CASES)
+    assert choose({"alone": frozenset()}, 1, "seed") == {"alone"}
+
+
+def is_possible(row):
+    return not (row["a"] == 0 and row["b"] != "x") and not (row["c"] and row["d"] == 5)
+
+
+def test_each_pair_that_is_possible_occurs_and_no_combination_that_is_not():
+    possible = [
+        row for values in product(*CHOICES.values()) if is_possible(row := dict(zip(CHOICES, values, strict=True)))
+    ]
+    expected = {pair for row in possible for pair in combinations(row.items(), 2)}
+    for seed in ("a", "b"):
+        found = pairwise(CHOICES, is_possible, seed)
+        assert all(map(is_possible, found))
+        assert {pair for row in found for pair in combinations(row.items(), 2)} == expected
+        assert len(found) < len(possible) / 1.2
+        assert found == pairwise(CHOICES, is_possible, seed)
+    assert pairwise(CHOICES, is_possible, "a") != pairwise(CHOICES, is_possible, "b")
