@@ -64,29 +64,14 @@ class Engine(Protocol):
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int: ...
-    def read(
-        self,
-        file: _C.File,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        keep: object = None,
-        after: Any = None,
-        checksum: bool = False,
-        expected: int | None = None,
-    ) -> Transfer: ...
-    def write(
-        self,
-        file: _C.File,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        keep: object = None,
-        after: Any = None,
-        checksum: bool = False,
-    ) -> Transfer: ...
+    def read(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.read`."""
+        ...
+
+    def write(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.write`."""
+        ...
+
     def drain(self) -> None: ...
     def close(self) -> None: ...
 

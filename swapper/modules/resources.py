@@ -111,6 +111,13 @@ class Resources(Generic[StoreT]):
         self._pages = [page for section in self._sections for page in section.pages]
         self.pager = Pager(self._pages, self.pool, self.store, schedule, self.counters, **pager_options)
 
+    def add_memory(self, sections: Sequence[Section]) -> None:
+        """Give resident sections their memory, after `open`."""
+        arena, nbytes = self.memory.attach(sections, 0)
+        self._sections += sections
+        if self.host_side is not None:
+            self.host_side.add(arena, nbytes)
+
     def count_bytes(self) -> None:
         """Bring the counters up to date."""
         if self.engine is not None:

@@ -106,7 +106,7 @@ class Trained(User):
     def __init__(self, directory: Path, device: str) -> None:
         super().__init__()
         options: dict[str, Any] = {} if device == "cpu" else {"device": HostDevice("late"), "device_memory": 8 * MIB}
-        self.manager = swapper.SwapManager(directory, host_memory=24 * MIB, commit_every=None, resume="discard")
+        self.manager = swapper.SwapManager(directory, host_memory=24 * MIB, commits=swapper.CommitPolicy(every=None))
         model = make()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         self.model, self.optimizer = self.manager.offload(

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.device.device_budget import DeviceBudget
+from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.naming import Rename
 from swapper.formats.sources import FileStamp, Source, open_source

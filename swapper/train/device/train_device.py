@@ -23,8 +23,7 @@ import torch
 from torch import nn
 
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.device_budget import DeviceBudget
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.device_placement import DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
 from swapper.device.image_layout import Span

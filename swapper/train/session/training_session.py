@@ -27,8 +27,12 @@ from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, StateError, SwapperError
+from swapper.io.engines import Engine
+from swapper.modules.resources import Resources
 from swapper.paging.planning.schedule import Schedule
-from swapper.paging.section import Section
+from swapper.paging.section import Page, Section, pieces_of
+from swapper.paging.store.scratch import ScratchFile, Stores
+from swapper.paging.store.swap_files import Store
 from swapper.runtime.heap import Watch, watch_free_memory
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
@@ -43,7 +47,6 @@ from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks
-from swapper.train.session.session_resources import SessionResources, stored_pieces
 
 log = logging.getLogger("swapper")
 
@@ -112,7 +115,7 @@ class TrainingSession:
         self._counters = clock.counters
         self._directory = directory
         self.plan = plan
-        self._resources = SessionResources(self._counters)
+        self._resources = Resources[Stores](self._counters)
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
@@ -128,16 +131,22 @@ class TrainingSession:
             raise
 
     def _open_resources(self, plan: Plan, origin: Origin) -> None:
-        everything = [*self.sections, *self._grad_sections]
+        everything, options = [*self.sections, *self._grad_sections], plan.request.manager
         trainables = find_trainables(plan.inventory, find_places(plan.inventory, everything))
-        schedule = Schedule(plan.cycle(everything, trainables), plan.order_tolerance)
-        paged_grads = [section for section in self._grad_sections if section.pages]
-        needed = None if origin.record is None else files_of(origin.record)
-        options = plan.request.manager
-        self._resources.open_session(
-            plan, self._directory, self.sections, paged_grads, origin.files, needed, origin.first_file, options.backend,
-            options.check_reads, schedule,
-        )  # fmt: skip
+        directory, device = self._directory, plan.request.device
+        directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
+        self._resources.open(
+            [*self.sections, *(section for section in self._grad_sections if section.pages)],
+            plan.budget,
+            directory.drives.directories,
+            options.backend,
+            partial(self._open_stores, plan, origin, options.check_reads),
+            Schedule(plan.cycle(everything, trainables), plan.order_tolerance),
+            None if device is None else device.device,
+            window_pages=plan.window_pages,
+            lazy=plan.lazy,
+            max_deferred_writes=plan.max_deferred_writes,
+        )
         self.pager, self._store = self._resources.pager, self._resources.store.swap_files
         retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
         self.publisher = Publisher(
@@ -149,6 +158,16 @@ class TrainingSession:
             unchanging,
             plan.inventory.check_files,
         )
+
+    def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
+        drives, layout = self._directory.drives, plan.layout
+        needed = None if origin.record is None else files_of(origin.record)
+        store = Store(
+            engine, drives, layout.headers(), layout.tail_offset, origin.files, plan.turns, stored_pieces(self.sections),
+            origin.first_file, needed, check_reads,
+        )  # fmt: skip
+        pages = [page for section in self._grad_sections for page in section.pages]
+        return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
 
     def _open_model(self, plan: Plan, origin: Origin) -> None:
         fsync = plan.request.manager.fsync
@@ -372,3 +391,8 @@ class TrainingSession:
         if self._model is not None:
             self._model.let_go()
         self._model = self.on_device = None
+
+
+def stored_pieces(sections: Sequence[Section]) -> list[Page]:
+    """Return all that is stored."""
+    return [piece for section in sections for piece in pieces_of(section)]
