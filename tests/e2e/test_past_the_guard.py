@@ -74,7 +74,7 @@ def make(twins: MakeTwins) -> Iterator[Callable[..., Twins]]:
         pair = twins(model.bfloat16() if master else model, master=master, **options)
         engine = _C.Engine(backend="threads", chaos={"seed": 5, "delay": 0.7, "reorder": 0.5})
         made.append((pair, engine))
-        pair.manager.current.run._backing.store._engine = engine
+        pair.manager.current.run._resources.store.swap_files._engine = engine
         return pair
 
     yield make_delayed

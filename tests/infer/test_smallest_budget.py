@@ -14,7 +14,7 @@ from e2e.twins import named_budget
 from torch import nn
 
 import swapper
-from swapper.modules.taken import taken_parameters
+from swapper.modules.groups import taken_parameters
 
 
 class WindowAttention(nn.Module):

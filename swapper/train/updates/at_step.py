@@ -61,8 +61,10 @@ class Updates:
         return False
 
     def take_step(self) -> None:
-        """`optimizer.step()`: see to it that every parameter that has a gradient is updated."""
-        self._sweep.run()
+        """`optimizer.step()`: update every parameter that has a gradient. Writes may still be in flight on return."""
+        self._sweep.begin()
+        self._sweep.update_all(self._sweep.fix_all())
+        self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
         """Somebody is about to look at what a step changes.
