@@ -6,6 +6,9 @@
 // write goes to that memory too, and is noted. When the window is mapped the next time, what was written is
 // put into the memory that is mapped there first.
 //
+// The memory of such answers is beside any budget, so it is bounded: 256 MiB, process-wide. Then the oldest
+// chunk goes, and is brought in again if need be; one that was written stays.
+//
 // A parameter that was leased for reading is mapped read-only. Code that changes it all the same
 // (weight.data.clamp_(), which torch's version counter does not see) faults once: the range becomes writable,
 // and where it was written first is noted for whoever takes the lease back. If nobody does, and the memory is

@@ -94,8 +94,7 @@ class LoadedModel:
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._mapped = MappedSource(source)  # for operations, which do not write
-        self._given = MappedSource(source)  # for users, who may
+        self._given = MappedSource(source)  # to users, who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._experts: Experts | None = None
@@ -219,7 +218,6 @@ class LoadedModel:
                 stop_looking_up(module)
                 stop_cutting(module)
         self._together = None
-        self._mapped.forget()
         self._given.forget()
         if self._experts is not None:
             self._experts.forget()
@@ -258,7 +256,7 @@ class LoadedModel:
         """Return the weight as the file is mapped, where it is used. Nothing is read before it is looked at, but for a device."""
         if parameter.requires_grad and torch.is_grad_enabled():
             refuse_gradient()
-        return self._shown(parameter, self._mapped).to(self._where)
+        return self._shown(parameter, MappedSource(self._source)).to(self._where)  # what others wrote is not in it
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
