@@ -53,7 +53,7 @@ def pairwise(
     chance = Random(seed)
     drawn = ({name: chance.choice(values) for name, values in choices.items()} for _ in range(6000))
     possible = [row for row in drawn if is_possible(row)]
-    pairs = [set(combinations(row.items(), 2)) for row in possible]
+    pairs = [list(combinations(row.items(), 2)) for row in possible]  # in an order that is every process's
     having: dict[Any, list[int]] = {}
     for number, of_row in enumerate(pairs):
         for pair in of_row:

@@ -52,6 +52,19 @@ def test_each_pair_that_is_possible_occurs_and_no_combination_that_is_not():
     assert pairwise(CHOICES, is_possible, "a") != pairwise(CHOICES, is_possible, "b")
 
 
+def test_every_process_draws_the_same():
+    """Whatever its hashes of strings: xdist's processes must all collect the same tests."""
+    script = "from sampling import pairwise; print(pairwise({name: 'abcdef' for name in 'uvwxyz'}, bool, 'seed'))"
+    drawn = {
+        subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT / "tests", env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(drawn) == 1
+
+
 def test_a_drive_without_room_for_all_of_it_is_named_before_anything_runs(small_tmpfs):
     command = [sys.executable, "-m", "pytest", "-n", "2", "-k", "nothing has this name"]
     environment = {**os.environ, "TMPDIR": str(small_tmpfs)}
