@@ -17,6 +17,15 @@ from typing import Any
 Case = frozenset[tuple[str, Any]]
 
 
+def runs_a_sample() -> bool:
+    return "SWAPPER_TEST_SAMPLE" in os.environ and "SWAPPER_TEST_ALL" not in os.environ
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a property are tried: a quarter of them in a sample."""
+    return count // 4 if runs_a_sample() else count
+
+
 def seed_of_commit() -> str:
     """Return SWAPPER_TEST_SEED, or the commit's first letters; "0" where there is no repository."""
     if given := os.environ.get("SWAPPER_TEST_SEED"):

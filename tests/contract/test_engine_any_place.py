@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper import _C
 from swapper.errors import IoError
@@ -63,7 +64,7 @@ shifts = st.sampled_from([0, 512, 1, 64, 4095])
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     start=sizes,
     runs=st.lists(st.tuples(st.booleans(), places, sizes, shifts), min_size=1, max_size=8),
@@ -112,7 +113,7 @@ def test_a_file_written_anywhere_is_what_python_would_have_made_of_it(
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 900), st.integers(1, 20_000)), min_size=1, max_size=120),
     begin=st.integers(0, 9000),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
@@ -27,7 +28,7 @@ OpenGate = Callable[[], object]
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 300)), min_size=1, max_size=6),
     depth=st.integers(1, 33),

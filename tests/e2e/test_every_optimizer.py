@@ -143,6 +143,7 @@ def test_a_first_gradient_that_comes_later_is_refused_where_torch_rounds_differe
     pair.close()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("name", ["SGD, momentum", "NAdam", "Adagrad", "Adafactor", "a rebinding one"])
 def test_state_is_taken_over_saved_and_loaded_as_in_plain_torch(twins: MakeTwins, name: str) -> None:
     """Steps before offload; a plain state_dict in between; and back into plain torch."""

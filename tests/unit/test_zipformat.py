@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 from torch.utils.serialization import config
 
 from swapper.formats.torch_zip import zip_writer
@@ -44,7 +45,7 @@ def assert_same_bytes_as_torch(path: Path, alignment: int) -> list[Entry]:
     return entries
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     sizes=st.lists(st.integers(0, 9000), max_size=12),
     alignment=st.sampled_from(ALIGNMENTS),
