@@ -27,6 +27,7 @@ MakeEngine = Callable[..., _C.Engine]
 OpenGate = Callable[[], object]
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("backend_name", BACKENDS)
 @settings(max_examples=examples(60), deadline=None)
 @given(
@@ -183,6 +184,7 @@ def test_operations_that_wait_let_later_ones_pass(
     assert gate.done
 
 
+@pytest.mark.large_table
 def test_neither_direction_starves_the_other(
     make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:
