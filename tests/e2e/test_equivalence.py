@@ -197,6 +197,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
         or (loop == "gradient penalty" and on_device)
         or (row["optimizer"] == "adafactor" and row["model"] == "odd shapes")  # torch divides by zero
+        or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # in torch the first one's dtype makes eps for all
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
@@ -212,7 +213,7 @@ COMBINATIONS = pairwise(CHOICES, is_possible, os.environ["SWAPPER_TEST_SEED"])
 
 @pytest.mark.large_table
 @pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: ", ".join(map(str, row.values())))
-def test_training_is_bit_equal(twins: MakeTwins, second_drive: Path, row: dict[str, Any]) -> None:
+def test_training_is_bit_equal(second_drive: Path, twins: MakeTwins, row: dict[str, Any]) -> None:
     device = None if row["device"] == "none" else HostDevice(row["device"])
     pair = twins(
         DTYPES[row["dtype"]](MODELS[row["model"]]()),
