@@ -197,7 +197,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
         or (loop == "gradient penalty" and on_device)
         or (row["optimizer"] == "adafactor" and row["model"] == "odd shapes")  # torch divides by zero
-        or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # in torch the first one's dtype makes eps for all
+        or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # torch: eps of the first one only
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
