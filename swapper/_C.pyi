@@ -10,6 +10,8 @@ import os
 from collections.abc import Mapping
 from typing import final
 
+from swapper.errors import IoError
+
 @final
 class Arena:
     """Page-locked host memory: one shared mapping of a memfd, never copied into forked children.
@@ -78,6 +80,9 @@ class Arena:
     def close(self) -> None:
         """Releases the memory; later uses of this object raise `IoError`. Views and windows stay valid."""
 
+    def retire(self) -> None:
+        """Closes, and gives the memory back at once, whatever has views of it. What was copied out is still there."""
+
 @final
 class View:
     """A part of an arena, as a writable buffer: `torch.frombuffer(view, dtype=...)` makes a tensor of it, uncopied.
@@ -89,6 +94,13 @@ class View:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def copy_out(self) -> None:
+        """Has ordinary memory with the same bytes take the place of the arena's, at the same addresses. Begins on a page.
+
+        Raises:
+            IoError: there is no memory.
+        """
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
@@ -116,6 +128,9 @@ class Window:
             ConfigError: misaligned, or outside of the window or the arena.
             IoError: out of memory, or of mappings (`vm.max_map_count`).
         """
+
+    def copy_out(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
+        """Has ordinary memory with the bytes that are mapped there take their place, as `View.copy_out` does."""
 
     def guard(self, window_offset: int, nbytes: int) -> None:
         """Makes the memory mapped at [window_offset, window_offset + nbytes) read-only, until the next `map` there.
@@ -375,8 +390,8 @@ class Ticket:
         """CRC-32 of the bytes transferred. Raises `ValueError` if not requested or not done, `IoError` if failed."""
 
     @property
-    def error(self) -> Exception | None:
-        """The `IoError` of a failed operation; None while pending, and after success."""
+    def error(self) -> IoError | None:
+        """The `IoError` of a failed operation; None while pending, and when all is well."""
 
     @property
     def cancelled(self) -> bool:
@@ -389,8 +404,8 @@ class Ticket:
         memory and its file are not touched.
         """
 
-    def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """Waits as `wait` does, and returns the `IoError` of a failed operation, or None, instead of raising it.
+    def exception(self, timeout_s: float | None = None) -> IoError | None:
+        """Waits as `wait` does, and gives the `IoError` of a failed operation, or None, instead of raising it.
 
         Raises:
             TimeoutError: not done after `timeout_s` seconds.

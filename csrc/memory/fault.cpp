@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -23,6 +24,7 @@ namespace swapper {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 << 10;
+constexpr std::size_t kMaxChunks = 1024;  // see "The memory of such answers" in fault.h
 
 // A part of an absent range.
 struct Chunk {
@@ -48,6 +50,8 @@ Ranges g_ranges;  // by first address; never destroyed: threads may fault until 
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
 std::uint64_t g_changes = 0;  // numbers the changes of ranges and chunks
 std::atomic<std::uint64_t> g_writes{0};
+std::array<std::byte*, kMaxChunks> g_brought{};  // places of chunks that were faulted in, as a ring; they may be gone
+std::size_t g_oldest = 0;                        // of these
 pid_t g_owner = 0;  // a forked child does not have this memory
 struct sigaction g_previous;
 
@@ -87,6 +91,13 @@ bool read_bytes(const Range& range, std::uint64_t from, std::byte* into, std::ui
   return read_all(range.backing.fd, into, nbytes, range.backing.offset + from);
 }
 
+// Replaces what is mapped at `place` by addresses without memory. Gives 0 or an errno.
+int reserve(std::byte* place, std::uint64_t nbytes) {
+  void* reserved =
+      ::mmap(place, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return reserved == MAP_FAILED ? errno : 0;
+}
+
 std::byte* take_memory(std::uint64_t nbytes) {
   void* made = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return made == MAP_FAILED ? nullptr : static_cast<std::byte*>(made);
@@ -97,6 +108,18 @@ bool move_memory(std::byte* made, std::uint64_t nbytes, std::byte* place) {
   if (::mremap(made, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED) return false;
   ::madvise(place, nbytes, MADV_DONTFORK);
   return true;
+}
+
+// Gives back the memory of the chunk at `place`, if it is there still and nobody has written to it.
+void drop_chunk(std::byte* place) {
+  auto after = g_ranges.upper_bound(place);
+  if (place == nullptr || after == g_ranges.begin()) return;
+  auto& [begin, range] = *std::prev(after);
+  const auto at = static_cast<std::uint64_t>(place - begin);
+  if (at >= range.nbytes || !range.is_away() || at % kChunkBytes != 0) return;
+  Chunk& chunk = range.chunks[at / kChunkBytes];
+  if (chunk.change == 0 || chunk.written) return;
+  if (reserve(place, std::min(kChunkBytes, range.nbytes - at)) == 0) chunk.change = 0;
 }
 
 bool fault_in_chunk(const Range& range, std::uint64_t from, std::byte* place, std::uint64_t nbytes) {
@@ -130,6 +153,8 @@ Answer serve_absent(std::byte* begin, Range& range, std::uint64_t at) {
   const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
   if (chunk.change == 0) {
     if (!fault_in_chunk(range, from, begin + from, nbytes)) return Answer::kRefused;
+    drop_chunk(std::exchange(g_brought[g_oldest], begin + from));
+    g_oldest = (g_oldest + 1) % kMaxChunks;
   } else if (may_try_again(chunk.change)) {
     return Answer::kServed;
   } else {
@@ -322,9 +347,7 @@ int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departin
     if (is_backed && before != nullptr && before->watched && before->written_at != nullptr) {
       return keep_written(begin, *before, now);
     }
-    void* reserved =
-        ::mmap(begin, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    return reserved == MAP_FAILED ? errno : 0;
+    return reserve(begin, nbytes);
   });
 }
 

@@ -5,6 +5,9 @@
 // at that address, and stay until the window is mapped or unmapped there again. A write goes to that memory
 // too, and is noted. The next map of the window first copies what was written into the mapped memory.
 //
+// The memory of such answers is outside of any budget, so it is bounded: 256 MiB for the process. Beyond that
+// the oldest chunk is dropped, and read again if needed; a written chunk stays.
+//
 // A parameter that was leased for reading is mapped read-only. Code that changes it anyway
 // (weight.data.clamp_(), which torch's version counter does not see) faults once: the range becomes writable,
 // and the address of the first write is noted for the end of the lease. If nobody collects it before the

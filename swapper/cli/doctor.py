@@ -207,7 +207,8 @@ def _drive(directory: Path) -> Iterator[Finding]:
         yield Finding("Tuning", GOOD, f"none stored: the defaults are in force (swapper tune {directory})")
     else:
         engine = open_engine([directory])
-        in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
+        piece = engine.piece_bytes
+        in_force = f"in force: {format_bytes(int(piece))} x {engine.depth} by {engine.backend}"
         engine.close()
         yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
 

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from swapper import _C
@@ -30,7 +29,6 @@ from swapper.errors import CheckpointError, IoError, StateError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
 from swapper.paging.section import EXTERNAL, Page, Section
-from swapper.paging.store.swap_files import Store
 from swapper.runtime.interrupts import defer_sigint
 
 log = logging.getLogger("swapper")
@@ -49,17 +47,8 @@ def steps_between_commits(
     return policy if isinstance(policy, int) else None
 
 
-class Step(Protocol):
-    """The last step, whose updates may not be finished."""
-
-    @property
-    def update_is_open(self) -> bool: ...
-
-    def finish_update(self) -> None: ...
-
-
 class State(Protocol):
-    """The optimizer's state."""
+    """The optimizer's state, which may be elsewhere than in its sections."""
 
     def sync_to_host(self) -> None:
         """Copy state that stays elsewhere to its sections."""
@@ -69,21 +58,30 @@ class State(Protocol):
         """Return the entries of the state, for the record."""
 
 
+class CommittedModel(Protocol):
+    """Of whose last step updates may still be to be done."""
+
+    @property
+    def optimizer_state(self) -> State: ...
+
+    @property
+    def update_is_open(self) -> bool: ...
+
+    def finish_update(self) -> None: ...
+
+
 class Committer:
     """Decides when to commit, and does it.
 
     Args:
-        directory: the run's.
-        every: how many steps there are from commit to commit; None: no commits.
-        durable: sync the files before the record, so that a commit survives a power loss.
+        model: what is to be committed.
         sections: all param and state sections.
-        pager, store: what transfers go through.
-        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
-        last_step: what is to be committed.
-        state: the optimizer's, which may be elsewhere than in its sections.
+        pager: what transfers go through.
         publisher: takes snapshots.
+        way_back: to the commit before; has the directory, and the store.
+        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
+        every: how many steps there are from commit to commit; None: no commits.
         committed: the step that is committed already, if a run resumes.
-        way_back: to the commit before.
 
     Attributes:
         edits: how often parameters were changed from outside since the last step.
@@ -91,27 +89,20 @@ class Committer:
 
     def __init__(
         self,
-        directory: Path,
-        every: int | None,
-        durable: bool,
+        model: CommittedModel,
         sections: Sequence[Section],
         pager: Pager,
-        store: Store,
-        describe: Callable[[int], CommitRecord],
-        last_step: Step,
-        state: State,
         publisher: Publisher,
-        committed: int | None,
         way_back: WayBack,
+        describe: Callable[[int], CommitRecord],
+        every: int | None,
+        committed: int | None,
     ) -> None:
-        self._directory = directory
-        self._durable = durable
+        self._model = model
         self._sections = sections
         self._pager = pager
-        self._store = store
+        self._store = way_back.store
         self._describe = describe
-        self._last_step = last_step
-        self._state = state
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
@@ -151,7 +142,7 @@ class Committer:
             IoError: as `finish`.
             StateError: another rank does not arrive.
         """
-        self._last_step.finish_update()
+        self._model.finish_update()
         may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
         if may_go_without and self._due is not None and self._publisher.reads_sources:
             self._drain()
@@ -186,7 +177,7 @@ class Committer:
             IoError: a write failed, or the record could not be written. The previous commit stays the last one.
         """
         self._publisher.settle()
-        self._last_step.finish_update()
+        self._model.finish_update()
         if self._due is not None:
             self._capture()
             self._pager.flush()
@@ -301,10 +292,11 @@ class Committer:
         with defer_sigint:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
-            if self._last_step.update_is_open:
+            if self._model.update_is_open:
                 return
-            self._state.sync_to_host()
-            self._record = dataclasses.replace(self._record, state_entries=self._state.packed_entries)
+            state = self._model.optimizer_state
+            state.sync_to_host()
+            self._record = dataclasses.replace(self._record, state_entries=state.packed_entries)
             self._store.prefer(self._store.newest())
             try:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
@@ -363,14 +355,14 @@ class Committer:
                     self._publisher.start(snapshot, self._way_back.forbids_linking)
 
     def _commit(self, record: CommitRecord) -> None:
-        if self._durable:
+        if self._way_back.durable:
             self._store.sync()
         self._check_frozen()
         self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
         self._way_back.prepare()
-        publish_commit(self._directory, data, self._durable)
+        publish_commit(self._way_back.directory, data, self._way_back.durable)
         self._way_back.committed(Commit.of(whole, data))
 
     def _check_frozen(self) -> None:

@@ -72,7 +72,7 @@ class WayBack:
 
     Args:
         directory: the run's.
-        durable: commits survive a power loss.
+        durable: the files are synced before a record, so that a commit survives a power loss.
         store: has the swap files.
         ranks: of the run; None if it never commits.
         last: the last commit, if a run resumes from its record.
@@ -88,9 +88,9 @@ class WayBack:
         last: Commit | None,
         before: Commit | None,
     ) -> None:
-        self._directory = directory
-        self._durable = durable
-        self._store = store
+        self.directory = directory
+        self.durable = durable
+        self.store = store
         self._ranks = ranks if ranks is not None and ranks.are_together else None
         self._last = self._agreed = last
         self._before = before
@@ -100,7 +100,7 @@ class WayBack:
     @property
     def step(self) -> int | None:
         """The step that can be returned to by restarting; None if there is none."""
-        is_there = self._before is not None and beneath.exists(self._directory / FALLBACK_NAME)
+        is_there = self._before is not None and beneath.exists(self.directory / FALLBACK_NAME)
         return self._before.step if self._before is not None and is_there else None
 
     @property
@@ -111,13 +111,13 @@ class WayBack:
     def prepare(self) -> None:
         """Keep the commit that all ranks have on disk, before a new one is published."""
         if self._ranks is not None and self._last is not None and self._last is self._agreed:
-            _keep_last(self._directory, self._last, self._durable)
+            _keep_last(self.directory, self._last, self.durable)
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
         """Note that `commit` was published."""
         if self._ranks is None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             if self._last is not None and self._last.id != commit.id:
                 self._before = self._last
         self._last = commit
@@ -134,7 +134,7 @@ class WayBack:
         Ranks have no such fallback: one of them could not return there alone.
         """
         if self._ranks is None and self._before is not None:
-            keep_fallback(self._directory, self._before, self._durable)
+            keep_fallback(self.directory, self._before, self.durable)
 
     def forbids_linking(self, number: int) -> bool:
         """Return True if completing file `number` to a snapshot would overwrite what all ranks may return to."""
@@ -151,7 +151,7 @@ class WayBack:
             IoError: that needs another swap file, and there is no space for it.
         """
         if self._ranks is not None and self._agreed is not self._last:
-            self._store.leave_spared()
+            self.store.leave_spared()
 
     def before_step(self, step: int) -> bool:
         """Wait for all ranks: the commits that all have are what they can return to. Return True if their last one is
@@ -181,10 +181,10 @@ class WayBack:
             self.before_change()
             return False
         if self._before is not None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             self._before = None
-            self._store.spare(frozenset())
-            self._store.release_frozen()
+            self.store.spare(frozenset())
+            self.store.release_frozen()
         self._agreed = self._last
         return True
 

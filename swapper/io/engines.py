@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
@@ -30,6 +30,52 @@ _shared: dict[tuple[Any, ...], _C.Engine] = {}
 _lock = threading.Lock()
 
 
+class Transfer(Protocol):
+    """The completion of a submitted transfer, or of several as one: what is asked of a `swapper._C.Ticket`."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> IoError | None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def crc32(self) -> int: ...
+    @property
+    def submitted_s(self) -> float: ...
+    @property
+    def completed_s(self) -> float: ...
+    def exception(self) -> IoError | None: ...
+    def wait(self) -> object: ...
+
+
+class Engine(Protocol):
+    """What submits transfers: a `swapper._C.Engine`, or those of several drives as one."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def depth(self) -> int | str: ...
+    @property
+    def piece_bytes(self) -> int | str: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+    def read(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.read`."""
+        ...
+
+    def write(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.write`."""
+        ...
+
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
 def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     """Return options of `swapper._C.Engine` for files in `directory`: the result of `swapper tune`, or nothing.
 
@@ -43,7 +89,7 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     return tuning.engine_options()
 
 
-def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Any:
+def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Engine:
     """Open an engine for files in `directories`, one a drive, with each drive's tuning.
 
     Args:
@@ -181,13 +227,13 @@ class EngineOfDrives:
             raise
         self._engines = list(by_drive.values())
 
-    def read(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+    def read(self, file: _C.File, offset: int, address: int, nbytes: int, **options: Any) -> _C.Ticket:
         return self._of(file).read(file, offset, address, nbytes, **options)
 
-    def write(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+    def write(self, file: _C.File, offset: int, address: int, nbytes: int, **options: Any) -> _C.Ticket:
         return self._of(file).write(file, offset, address, nbytes, **options)
 
-    def _of(self, file: Any) -> _C.Engine:
+    def _of(self, file: _C.File) -> _C.Engine:
         # Converting to a Path would take longer than submitting the transfer.
         return self._by_directory.get(os.path.dirname(file.path), self._engines[0])  # noqa: PTH120
 

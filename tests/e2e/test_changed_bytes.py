@@ -129,6 +129,7 @@ def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, t
     assert again.sections == record.sections
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm: Harm) -> None:
     """Of a run that commits every second step, the step in between is damaged."""

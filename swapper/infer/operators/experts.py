@@ -236,7 +236,7 @@ class OnDemandGroup(GroupWeights):
     """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
 
     Args:
-        index, weights, pager, keeper: as for any group; the pager is not used.
+        index, weights, pager, fault_handler: as for any group; the pager is not used.
         with_it: the weights of the expert's other groups, which will be needed next.
         experts: has the cache.
     """
@@ -259,36 +259,27 @@ class OnDemandGroup(GroupWeights):
     def settled(self) -> bool:
         return False
 
-    def lease(self) -> bool:
-        if self._leases == 0:
-            values = self._experts().lease(self._recipes, self._with_it)
-            for weight, value in zip(self.weights, values, strict=True):
-                materialize(weight.parameter)
-                with torch.inference_mode(False):
-                    weight.parameter.data = value
-            self._versions = [weight.parameter._version for weight in self.weights]
-        self._leases += 1
+    def _bring_in(self) -> bool:
+        values = self._experts().lease(self._recipes, self._with_it)
+        for parameter, value in zip(self.parameters, values, strict=True):
+            materialize(parameter)
+            with torch.inference_mode(False):
+                parameter.data = value
+        self._versions = [parameter._version for parameter in self.parameters]
         return False  # the pager was not used
 
-    def release(self) -> None:
-        self._leases -= 1
-        if self._leases == 0:
-            changed = self._changed()
-            self._put_away()
-            self.refuse_change(changed)
-
-    def forget_leases(self) -> None:
-        if self._leases:
-            self._leases = 0
-            self._put_away()
-
-    def _put_away(self) -> None:
+    def _give_back(self, changed: bool) -> None:
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
                 weight.parameter.data = weight.away()
             set_cold(weight.parameter)
         self._experts().release([key for key, _ in self._recipes])
+
+    def forget_leases(self) -> None:
+        if self._leases:
+            self._leases, self._versions = 0, []
+            self._give_back(changed=False)
 
     def _forget_change(self) -> None:
         self._experts().forget_changed([key for key, _ in self._recipes])

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.modules.groups import largest_working_set
+from swapper.modules.model_device import page_access
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
-from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING, page_access
+from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, plan_slices
 from swapper.train.updates.sweep import Trainable

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from swapper.device.device_budget import DeviceBudget
-from swapper.device.device_placement import DevicePlacement, place_on_device
+from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
 from swapper.device.downloads import MOST_BYTES
 from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.registered_frames import STAGING_BYTES

@@ -167,12 +167,17 @@ class MappedState:
         self._tensors[id(tensor)] = tensor
 
     def _map(self, page: Page) -> mmap.mmap:
-        path = self._pager.file_of(page).path
+        path = self._path_of(page)
         if path not in self._mappings:
             with Path(path).open("rb") as file:
                 flags = mmap.MAP_PRIVATE | MAP_NORESERVE
                 self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._mappings[path]
+
+    def _path_of(self, page: Page) -> str:
+        file = self._pager.file_of(page)
+        assert file is not None
+        return file.path
 
     def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:
         """Map pages of several files side by side."""
@@ -181,9 +186,7 @@ class MappedState:
         patchwork = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
         for page in pages:
-            _map_over(
-                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.stored_offset
-            )
+            _map_over(base + page.offset - pages[0].offset, page.nbytes, self._path_of(page), page.stored_offset)
         return patchwork
 
     def _copy(self, place: TensorLocation, pages: Iterable[Page]) -> torch.Tensor:

@@ -61,8 +61,10 @@ class Updates:
         return False
 
     def take_step(self) -> None:
-        """Run `optimizer.step()`: update every parameter that has a gradient, or arrange it."""
-        self._sweep.run()
+        """`optimizer.step()`: update every parameter that has a gradient. Writes may still be in flight on return."""
+        self._sweep.begin()
+        self._sweep.update_all(self._sweep.fix_all())
+        self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
         """Finish the step before an access to anything that it changes.

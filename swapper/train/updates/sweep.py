@@ -196,12 +196,6 @@ class Sweep:
         self._new.clear()
         self._last = None
 
-    def run(self) -> None:
-        """Take a whole step: update every parameter with a gradient. Writes may still be in flight on return."""
-        self.begin()
-        self.update_all(self.fix_all())
-        self.end()
-
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
         """Update these groups in order."""
         for update in updates:
