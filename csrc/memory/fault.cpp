@@ -50,9 +50,9 @@ Ranges g_ranges;  // by first address; never destroyed: threads may fault until 
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
 std::uint64_t g_changes = 0;  // numbers the changes of ranges and chunks
 std::atomic<std::uint64_t> g_writes{0};
-std::array<std::byte*, kMaxChunks> g_brought{};  // places of chunks that were faulted in, as a ring; they may be gone
+std::array<std::byte*, kMaxChunks> g_brought{};  // a ring of chunks that were faulted in
 std::size_t g_oldest = 0;                        // of these
-pid_t g_owner = 0;  // a forked child does not have this memory
+pid_t g_owner = 0;                               // a forked child does not have this memory
 struct sigaction g_previous;
 
 class SpinLock {
@@ -116,7 +116,7 @@ void drop_chunk(std::byte* place) {
   if (place == nullptr || after == g_ranges.begin()) return;
   auto& [begin, range] = *std::prev(after);
   const auto at = static_cast<std::uint64_t>(place - begin);
-  if (at >= range.nbytes || !range.is_away() || at % kChunkBytes != 0) return;
+  if (at >= range.nbytes || !range.is_absent() || at % kChunkBytes != 0) return;
   Chunk& chunk = range.chunks[at / kChunkBytes];
   if (chunk.change == 0 || chunk.written) return;
   if (reserve(place, std::min(kChunkBytes, range.nbytes - at)) == 0) chunk.change = 0;

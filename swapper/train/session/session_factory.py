@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from swapper.durability.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
@@ -110,7 +111,8 @@ class SessionFactory:
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(request.optimizer, self._take_step, self._train_more)
+        take_step = partial(self._current.take_step, partial(self._train_more, lambda: None))
+        self._optimizer = PagedOptimizer(request.optimizer, take_step, self._train_more)
         self._optimizer.bind(run.model.optimizer_state)
         self._user.begin_rng()
         if record is None:
@@ -176,9 +178,6 @@ class SessionFactory:
         return None if members == self._given_members else members
 
     # --- training -----------------------------------------------------------------------------------------------------
-
-    def _take_step(self) -> None:
-        self._current.take_step(lambda: self._train_more(lambda: None))
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
