@@ -1,11 +1,11 @@
-"""Fine-tunes a causal language model of transformers that does not fit in memory, by transformers' own Trainer.
+"""Fine-tunes a causal language model of transformers that does not fit in memory, with transformers' own Trainer.
 
     python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run          # all parameters
     python examples/finetune.py --model path/to/model --text lines.txt --directory /nvme/run --lora 8  # adapters by peft
 
-`path/to/model` is a directory as `save_pretrained` or `huggingface-cli download` leaves it. It is read tensor by tensor; the model
-is whole in memory at no time. A run that was killed goes on from its last step when the same command is given again.
-Needs transformers and accelerate, and peft for --lora.
+`path/to/model` is a directory as `save_pretrained` or `huggingface-cli download` leaves it. It is read tensor by
+tensor; the model is never whole in memory. To resume a killed run from its last step, run the same command again. Needs
+transformers and accelerate, and peft for --lora.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, required=True, help="for the run, on an NVMe drive")
     parser.add_argument("--budget", default="2GiB", help="host memory for swapper (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and not the model")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank instead of the model")
     return parser.parse_args()
 
 
@@ -39,7 +39,7 @@ def samples(tokenizer: Any, path: Path) -> list[dict[str, torch.Tensor]]:
 
 
 class Progress(TrainerCallback):
-    """Prints where the time of each step went."""
+    """Prints the time of each step by phase."""
 
     def __init__(self, manager: swapper.SwapManager) -> None:
         self._manager = manager
@@ -60,7 +60,7 @@ def main() -> None:
     optimizer: Any = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
 
     with swapper.SwapManager(options.directory, options.budget, resume="auto") as manager:
-        placement = {"params": "nvme", "optimizer_state": "nvme"}  # then each step is committed at no cost
+        placement = {"params": "nvme", "optimizer_state": "nvme"}  # so that each step is committed at no cost
         masters = torch.float32 if model.dtype in (torch.bfloat16, torch.float16) else None
         plan = manager.plan(model, optimizer, master_weights=masters, **placement)
         print(plan)

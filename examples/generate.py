@@ -3,9 +3,10 @@
     pip install swapper transformers
     python examples/generate.py path/to/model "Once upon a time" --host-memory 4GiB
 
-`path/to/model` is a directory as the Hugging Face Hub has them: config.json, tokenizer, and weights in safetensors or .bin files,
-which are read in place as each part of the model runs. What the budget can hold stays in memory; the rest is read once for each
-token, so that a token takes (weights - budget) / (the drive's speed). Without a path a small model with random weights is made.
+`path/to/model` is a directory as on the Hugging Face Hub: config.json, tokenizer, and weights in safetensors or .bin
+files, which are read in place as each part of the model runs. Weights stay in memory as far as the budget goes; the
+rest is read once for each token, so that a token takes (weights - budget) / (the drive's speed). Without a path it
+makes a small model with random weights.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from swapper.integrations.transformers import from_pretrained
 
 
 def make_random_model(folder: Path) -> None:
-    """For those who have no model at hand: 60 million parameters that have learnt nothing."""
+    """Make a model of 60 million random parameters, for a run without a model."""
     config = LlamaConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=8
     )
@@ -35,9 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="a directory with a causal language model")
     parser.add_argument("prompt", nargs="?", default="The quick brown fox")
-    parser.add_argument(
-        "--host-memory", default="auto", help='how much of the weights is in memory at one time: "4GiB"'
-    )
+    parser.add_argument("--host-memory", default="auto", help='memory for the weights: "4GiB"')
     parser.add_argument("--tokens", type=int, default=32, help="how many to generate")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as scratch:

@@ -1,4 +1,4 @@
-"""Saves a model and its optimizer, loads them again, and exports the model for others: nothing is paged here.
+"""Saves a model and its optimizer, loads them again, and exports the model. Nothing is paged here.
 
     python examples/save_load.py --directory /nvme
 

@@ -1,9 +1,9 @@
-"""Trains a byte-level GPT whose parameters and optimizer state live on a drive: the loop as a user writes it.
+"""Trains a byte-level GPT whose parameters and optimizer state live on a drive, in an ordinary loop.
 
     python examples/train.py --directory /nvme/run
 
-The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages
-that are in use. At the end a snapshot is written, and plain torch opens it.
+The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages in use.
+At the end it writes a snapshot, and plain torch opens it.
 """
 
 from __future__ import annotations

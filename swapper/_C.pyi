@@ -1,21 +1,23 @@
 """swapper's data plane: page-locked memory, files, and the engine that moves bytes between them.
 
-Everything here deals in bytes, addresses and file offsets; it knows no tensors. All objects may be used from several
-threads. In a forked child none of them works: methods raise `IoError`, buffers raise `BufferError`, and destructors
-do nothing, so that the child can exit. Numbers out of range or misaligned for memory raise `ConfigError` (a
-`ValueError`); whatever the system refuses raises `IoError` (an `OSError`), both from `swapper.errors`.
+It works with bytes, addresses and file offsets, and knows no tensors. All objects are thread-safe. In a forked child
+none of them works: methods raise `IoError`, buffers raise `BufferError`, and destructors do nothing, so that the child
+can exit. Numbers out of range, or misaligned for memory, raise `ConfigError` (a `ValueError`); refusals of the system
+raise `IoError` (an `OSError`), both from `swapper.errors`.
 """
 
 import os
 from collections.abc import Mapping
 from typing import final
 
+from swapper.errors import IoError
+
 @final
 class Arena:
     """Page-locked host memory: one shared mapping of a memfd, never copied into forked children.
 
-    The memory is zero to begin with. It goes back to the system when the arena is closed (or collected) and the last
-    view, window, engine that registered it, and transfer is gone.
+    The memory is zero initially. It returns to the system when the arena is closed (or collected) and the last view,
+    window, engine that registered it, and transfer is gone.
     """
 
     def __init__(
@@ -27,27 +29,30 @@ class Arena:
         huge_pages: bool = True,
         filled_once: bool = False,
     ) -> None:
-        """Takes `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
+        """Allocates `nbytes` bytes, rounded up to 4096; with `huge_pages`, in pages of 2 MiB as far as there are any.
 
-        With `head_bytes` only as many are taken now, and the others by `take_the_rest`, or as they are touched.
-        `filled_once` says that nothing is read into it again and again: no more huge pages where they turn out dear.
+        If the system refuses to lock or has no huge pages, the arena works without; see `lock_reason`.
 
-        If the system refuses to lock or has no huge pages, the arena goes on without; see `lock_reason`.
+        Args:
+            head_bytes: bytes to populate now; `take_the_rest`, or a touch, populates the others. None: all.
+            lock: lock the memory.
+            huge_pages: use pages of 2 MiB.
+            filled_once: no memory is read into again and again, so skip huge pages where they prove expensive.
 
         Raises:
-            ConfigError: `nbytes` is 0 or beyond any machine.
-            IoError: there is not that much address space, or the system refuses memory.
+            ConfigError: `nbytes` is 0 or too large for any machine.
+            IoError: there is not enough address space, or the system refuses memory.
         """
 
     def take_the_rest(self) -> None:
-        """Has a thread of low priority take what is beyond the head, and comes back at once. To be called once."""
+        """Starts a thread of low priority that populates the memory beyond the head. Call it once."""
 
     @property
     def taken_bytes(self) -> int:
-        """All before this offset is taken."""
+        """All bytes before this offset are populated."""
 
     def wait_taken(self, nbytes: int) -> None:
-        """Waits until the first `nbytes` bytes are taken.
+        """Waits until the first `nbytes` bytes are populated.
 
         Raises:
             IoError: the system refused some of them.
@@ -61,7 +66,7 @@ class Arena:
     def locked(self) -> bool: ...
     @property
     def huge_bytes(self) -> int:
-        """How many of the bytes lie in pages of 2 MiB, which drives transfer faster."""
+        """Bytes in pages of 2 MiB, which drives transfer faster."""
     @property
     def lock_reason(self) -> str:
         """Why the memory is not locked; empty if it is."""
@@ -73,7 +78,10 @@ class Arena:
         """A new range of addresses of `nbytes` bytes, rounded up to 4096, with nothing mapped."""
 
     def close(self) -> None:
-        """Lets go of the memory; later uses of this object raise `IoError`. Views and windows stay valid."""
+        """Releases the memory; later uses of this object raise `IoError`. Views and windows stay valid."""
+
+    def retire(self) -> None:
+        """Closes, and gives the memory back at once, whatever has views of it. What was copied out is still there."""
 
 @final
 class View:
@@ -86,14 +94,21 @@ class View:
     def address(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+    def copy_out(self) -> None:
+        """Has ordinary memory with the same bytes take the place of the arena's, at the same addresses. Begins on a page.
+
+        Raises:
+            IoError: there is no memory.
+        """
+
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
 class Window:
-    """A fixed range of addresses into which pieces of the arena are mapped, and from which they are taken away.
+    """A fixed range of addresses into which parts of the arena are mapped and unmapped.
 
     Implements the writable buffer protocol over its whole range, mapped or not: making a tensor of it touches nothing.
-    Touching an address where nothing is mapped is a segmentation fault. Begins on a 2 MiB boundary.
+    Touching an unmapped address is a segmentation fault. Begins on a 2 MiB boundary.
     """
 
     @property
@@ -101,36 +116,38 @@ class Window:
     @property
     def nbytes(self) -> int: ...
     def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False) -> bool:
-        """Shows the arena's [arena_offset, arena_offset + nbytes) at `window_offset`, in place of what was there.
+        """Maps the arena's [arena_offset, arena_offset + nbytes) at `window_offset`, replacing the old mapping.
 
         The same memory is then at both addresses. All three numbers are multiples of 4096. Releases the GIL.
 
-        Returns True where code wrote to the very same range while it was away (`unmap`): what it wrote is put into the
-        arena's memory first, and the range is as one that was guarded and then written. `guarded`: as if `guard` had been
-        called before anybody could write.
+        Returns True if code wrote to the very same range while it was absent (`unmap`): the written bytes are copied
+        into the arena's memory first, and the range is guarded and counts as written. `guarded`: as if `guard` had been
+        called before any write.
 
         Raises:
-            ConfigError: misaligned, or outside the window or the arena.
+            ConfigError: misaligned, or outside of the window or the arena.
             IoError: out of memory, or of mappings (`vm.max_map_count`).
         """
 
-    def guard(self, window_offset: int, nbytes: int) -> None:
-        """Makes what is mapped at [window_offset, window_offset + nbytes) read-only, until the next `map` there.
+    def copy_out(self, window_offset: int, arena_offset: int, nbytes: int) -> None:
+        """Has ordinary memory with the bytes that are mapped there take their place, as `View.copy_out` does."""
 
-        A write is let through all the same: the first one makes the range writable again and is noted.
+    def guard(self, window_offset: int, nbytes: int) -> None:
+        """Makes the memory mapped at [window_offset, window_offset + nbytes) read-only, until the next `map` there.
+
+        A write still succeeds: the first one makes the range writable again and is noted.
         """
 
     def written_at(self, window_offset: int) -> int:
-        """The window offset of the first write into the range at `window_offset`, guarded or away; -1 if there was none."""
+        """The window offset of the first write into the range at `window_offset`, guarded or absent; -1 without one."""
 
     def unmap(self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0) -> None:
-        """Takes away what is mapped in [window_offset, window_offset + nbytes); the arena keeps the bytes.
+        """Unmaps [window_offset, window_offset + nbytes); the arena keeps the bytes.
 
         Args:
-            source: has the same bytes from `source_offset` on: until the next `map`, code that reads the addresses all
-                the same gets them from there, what it writes stays (see `map`, `written_at`), and so does what was
-                written since `guard`. Without it every access is a segmentation fault. The window keeps the file
-                open, or the view's arena alive.
+            source: has the same bytes from `source_offset` on. Until the next `map`, reads of the addresses return
+                them, and writes there are kept (see `map`, `written_at`), as are writes since `guard`. Without it every
+                access is a segmentation fault. The window keeps the file open, or the view's arena alive.
         """
 
     def promise(
@@ -142,24 +159,24 @@ class Window:
         source: File,
         source_offset: int = 0,
     ) -> None:
-        """Takes away what is mapped there, as `unmap` does, while `write` is still moving it to `source`.
+        """Unmaps the range, as `unmap` does, while `write` is still in flight to `source`.
 
-        Until `write` is over, code that reads the addresses all the same gets the bytes from the arena, and afterwards from
-        `source`; from the arena still where the write failed. So the next use of the arena's memory can be submitted with
+        Until `write` is over, reads of the addresses return the bytes from the arena, and afterwards from `source`;
+        still from the arena if the write failed. So the next use of the arena's memory can be submitted with
         `after=write`.
         """
 
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 def writes_noted() -> int:
-    """So many writes were noted so far, in guarded or absent ranges of all windows of the process. See `Window.written_at`."""
+    """The number of noted writes in guarded or absent ranges of all windows of the process; see `Window.written_at`."""
 
 @final
 class File:
-    """An open file, direct (O_DIRECT, past the page cache) where the filesystem takes it.
+    """An open file, direct (O_DIRECT, past the page cache) if the filesystem supports it.
 
-    Stays open at the level of the system until the transfers in flight are done, also when closed here. Every use
-    after `close` raises `IoError` with errno EBADF, except `path`.
+    Its descriptor stays open until the transfers in flight are done, even after `close`. Every use after `close` raises
+    `IoError` with errno EBADF, except `path`.
     """
 
     def __init__(
@@ -175,9 +192,9 @@ class File:
 
         Args:
             create: make it, with mode 0600; it must not exist.
-            read_only: writes will be refused.
-            direct: True insists (`IoError` if refused), False wants the page cache, None tries and falls back.
-            at: a directory's descriptor; the last part of `path` is opened in that directory then, unless it is a link.
+            read_only: refuse writes.
+            direct: True insists (`IoError` if refused), False uses the page cache, None tries and falls back.
+            at: a directory's descriptor; opens the last part of `path` in that directory, unless it is a link.
         """
 
     @property
@@ -186,21 +203,21 @@ class File:
     def direct(self) -> bool: ...
     @property
     def alignment(self) -> int:
-        """What offsets and lengths of direct transfers are multiples of, by statx; 4096 where the system does not say.
+        """Offsets and lengths of direct transfers are multiples of this, by statx; 4096 if the system does not say.
 
-        The engine takes any; where a read does not fit, it goes by way of a slot (see `Engine`).
+        The engine takes any; a read that does not fit is staged in a slot (see `Engine`).
         """
 
     @property
     def memory_alignment(self) -> int:
-        """What addresses of direct transfers are multiples of. The engine takes any."""
+        """Addresses of direct transfers are multiples of this. The engine takes any."""
 
     @property
     def granule(self) -> int:
-        """What a write into a direct file should begin and end on a multiple of: 4096 or a filesystem block.
+        """A write into a direct file should begin and end on a multiple of this: 4096 or a filesystem block.
 
-        The rest of a write, less than a granule at its head and at its tail, goes through the page cache and from there to
-        the drive at once.
+        The rest of a write, less than a granule at its head and at its tail, goes through the page cache and is flushed
+        at once.
         """
 
     @property
@@ -212,32 +229,32 @@ class File:
         """The file's size now."""
 
     def allocate(self, nbytes: int, *, offset: int = 0) -> None:
-        """Makes the file at least `nbytes` long, with space on the drive behind it (ENOSPC raises here, not later).
+        """Makes the file at least `nbytes` long, with space on the drive (ENOSPC raises here, not later).
 
-        Where the filesystem cannot allocate, only the size is set. Releases the GIL.
+        If the filesystem cannot allocate, only the size is set. Releases the GIL.
         """
 
     def truncate(self, nbytes: int) -> None:
         """Sets the size."""
 
     def sync(self) -> None:
-        """fdatasync: returns when what was written is on the drive. Releases the GIL."""
+        """fdatasync: returns when all written bytes are on the drive. Releases the GIL."""
 
     def close(self) -> None: ...
 
 @final
 class Engine:
-    """Moves bytes between files and memory, in the background, by one thread of its own. One engine per drive.
+    """Moves bytes between files and memory in the background, with one thread. One engine per drive.
 
     An operation is cut into pieces of `piece_bytes`, up to `depth` of which are in flight; while there are both reads
     and writes, each gets at most half. In each direction operations start in the order of submission, except that one
     that waits for another (`after`) lets later ones pass. The engine keeps the memory until the transfer is over: an
-    arena's or a window's by itself, any other by `keep`. The caller leaves it alone until the ticket is done: of a
-    write unchanged, of a read unused. Submitting waits, without the GIL, while 4096 operations wait to be started.
+    arena's or a window's by itself, any other by `keep`. Until the ticket is done, do not change the memory of a write,
+    nor use that of a read. Submitting waits, without the GIL, while 4096 operations wait to be started.
 
-    Any address, any offset, any size. What direct I/O cannot take as it is goes chunk by chunk through a fixed ring of
-    slots, which the engine takes when it first needs them; edges of writes go through the page cache. A write changes
-    exactly its bytes and leaves exactly the file size that pwrite would, also beside other writes into the same sector.
+    Any address, any offset, any size. What direct I/O cannot transfer as it is goes chunk by chunk through a fixed ring
+    of slots, allocated at its first use; edges of writes go through the page cache. A write changes exactly its bytes
+    and leaves exactly the file size that pwrite would, even next to other writes into the same sector.
     """
 
     def __init__(
@@ -255,34 +272,35 @@ class Engine:
         """Starts the engine.
 
         Args:
-            backend: "uring" (io_uring), "aio" (libaio's system calls), "threads" (pread and pwrite), or "auto": the first
-                of them that works here. "chaos", or "chaos:" and one of these names: that one, with troubles put in its way.
+            backend: "uring" (io_uring), "aio" (libaio's system calls), "threads" (pread and pwrite), or "auto": the
+                first of them that works here. "chaos", or "chaos:" and one of these names: that one, with injected
+                faults.
             depth: kernel calls in flight, 1 to 4096.
             piece_bytes: bytes of one kernel call, a multiple of 4096 up to 1 GiB.
             arena: memory to register with the kernel, if the backend can and may. The engine keeps it alive.
-            staging_bytes: the most memory that the ring of slots may take, at least 256 KiB; none until it is needed.
-            stage: True sends every transfer of a direct file through the slots, unless its memory is an arena or a window.
-                None does so where nothing else is safe: reads into other memory on kernels before 6.5, where a fork
-                under way could take bytes away.
-            chaos: seed and rates of troubles, each optional: "seed"; "short", "interrupt" (EINTR), "again" (EAGAIN),
-                "delay", "reorder", and the ones that fail operations, "eio" and "enospc", from 0 to 1. Without this, the
-                "chaos" backend has the first five at 0.1 and the others at 0, from seed 0. With it, any backend gets them.
-                "until" is the number of an open descriptor, a pipe's or an eventfd's, of which the engine keeps a
-                duplicate: no transfer ends while it is not readable, and `drain`, `close` and the interpreter's end
-                wait until it is.
-            debug: fail an operation whose memory was changed by someone else while it was in flight. For a write the
-                CRC-32 of its memory is compared; the memory of a read is filled with 0xA5 at once and checked before the
-                bytes that were read go there. Both from submission on, or from the end of `after`. Costs time.
+            staging_bytes: maximum memory of the ring of slots, at least 256 KiB; none until it is needed.
+            stage: True stages every transfer of a direct file, unless its memory is an arena or a window. None stages
+                only where it is needed for safety: reads into other memory on kernels before 6.5, where a concurrent
+                fork could lose bytes.
+            chaos: seed and rates of injected faults, each optional: "seed"; "short", "interrupt" (EINTR), "again"
+                (EAGAIN), "delay", "reorder", and the ones that fail operations, "eio" and "enospc", from 0 to 1.
+                Without this, the "chaos" backend has the first five at 0.1 and the others at 0, from seed 0. With it,
+                any backend gets them. "until" is the number of an open descriptor, a pipe's or an eventfd's, which the
+                engine duplicates: no transfer ends while it is not readable, and `drain`, `close` and the interpreter's
+                end wait until it is.
+            debug: fail an operation whose memory somebody changed while it was in flight. For a write the CRC-32 of its
+                memory is compared; the memory of a read is filled with 0xA5 at once and checked before the bytes
+                arrive. Both from submission on, or from the end of `after`. Costs time.
 
         Raises:
-            ConfigError: an option is out of range, or the backend asked for does not work here (with the reason).
+            ConfigError: an option is out of range, or the requested backend does not work here (with the reason).
         """
 
     @property
     def backend(self) -> str: ...
     @property
     def reason(self) -> str:
-        """Why this backend, and what it got on this machine."""
+        """The reason for this backend, and its features on this machine."""
 
     @property
     def depth(self) -> int:
@@ -304,7 +322,7 @@ class Engine:
 
     @property
     def staging_bytes(self) -> int:
-        """Memory that the ring of slots has taken so far: 0 until something needs it."""
+        """Bytes of the ring of slots: 0 until it is needed."""
 
     def read(
         self,
@@ -318,19 +336,19 @@ class Engine:
         checksum: bool = False,
         expected: int | None = None,
     ) -> Ticket:
-        """Submits: file[offset : offset + nbytes] to memory at `address`.
+        """Submits a read of file[offset : offset + nbytes] into memory at `address`.
 
         Args:
-            keep: whatever owns the memory, a tensor say, where that is neither an arena's nor a window's: it is kept until
-                the transfer is over, also if the ticket is dropped before.
+            keep: the owner of memory that is neither an arena's nor a window's, such as a tensor: it is kept until the
+                transfer is over, even if the ticket is dropped earlier.
             after: begin only when this ticket is done (of any engine); if it failed, fail without touching anything.
             checksum: compute the CRC-32 of the bytes, on the I/O thread; see `Ticket.crc32`.
-            expected: the CRC-32 that the bytes must have: with another one the transfer fails (EBADMSG).
+            expected: the CRC-32 that the bytes must have: otherwise the transfer fails (EBADMSG).
 
         Raises:
             ConfigError: the memory is neither an arena's nor a window's, and there is no `keep`.
-            IoError: file or engine closed (EBADF); a range beyond what a file can hold (EINVAL); forked child. What
-                goes wrong later is the ticket's error.
+            IoError: file or engine closed (EBADF); a range beyond the maximum of a file (EINVAL); forked child. Later
+                failures are the ticket's error.
         """
 
     def write(
@@ -344,7 +362,7 @@ class Engine:
         after: Ticket | None = None,
         checksum: bool = False,
     ) -> Ticket:
-        """Submits: memory at `address` to file[offset : offset + nbytes]. Otherwise as `read`.
+        """Submits a write of memory at `address` to file[offset : offset + nbytes]. Otherwise as `read`.
 
         Of two writes into the same bytes, neither of which waits for the other, either may come last.
         """
@@ -357,22 +375,22 @@ class Engine:
 
 @final
 class Ticket:
-    """The completion of one operation. Has what the operation keeps (`keep`), and lets go of it once it is seen to be done."""
+    """The completion of one operation. Holds the operation's memory (`keep`) until it is seen to be done."""
 
     @property
     def done(self) -> bool:
-        """Finished, well or not. Takes no lock."""
+        """The operation has finished, successfully or not. Takes no lock."""
 
     @property
     def nbytes(self) -> int:
-        """What the operation asked for."""
+        """The requested bytes."""
 
     @property
     def crc32(self) -> int:
-        """CRC-32 of the bytes transferred. Raises `ValueError` if not asked for or not done, `IoError` if failed."""
+        """CRC-32 of the bytes transferred. Raises `ValueError` if not requested or not done, `IoError` if failed."""
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> IoError | None:
         """The `IoError` of a failed operation; None while pending, and when all is well."""
 
     @property
@@ -380,13 +398,13 @@ class Ticket:
         """`cancel` was in time."""
 
     def cancel(self) -> bool:
-        """Calls the operation off if it has not begun; gives whether it is called off.
+        """Calls the operation off if it has not begun; returns True if it is called off.
 
         The ticket is done very soon after, with an `IoError` that says so, and operations that wait for it fail too. Its
         memory and its file are not touched.
         """
 
-    def exception(self, timeout_s: float | None = None) -> Exception | None:
+    def exception(self, timeout_s: float | None = None) -> IoError | None:
         """Waits as `wait` does, and gives the `IoError` of a failed operation, or None, instead of raising it.
 
         Raises:
@@ -407,11 +425,11 @@ class Ticket:
 
     @property
     def submitted_s(self) -> float:
-        """When it was submitted, on the clock of `time.monotonic()`."""
+        """The time of submission, on the clock of `time.monotonic()`."""
 
     @property
     def completed_s(self) -> float:
-        """When it was done, on the same clock. Raises `ValueError` before that."""
+        """The time of completion, on the same clock. Raises `ValueError` before that."""
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Waits until done, without the GIL; Ctrl-C works. False if `timeout_s` seconds pass first.
@@ -421,10 +439,10 @@ class Ticket:
         """
 
 def crc32(buffer: object, value: int = 0) -> int:
-    """CRC-32 of a contiguous buffer, going on from `value`: the same numbers as `zlib.crc32`, several times faster."""
+    """CRC-32 of a contiguous buffer, continued from `value`: the same numbers as `zlib.crc32`, several times faster."""
 
 def crc32_address(address: int, nbytes: int, value: int = 0) -> int:
     """CRC-32 of the memory at `address`."""
 
 def crc32_combine(a: int, b: int, nbytes_b: int) -> int:
-    """CRC-32 of A followed by B, from `a` of A and `b` of B, where B has `nbytes_b` bytes."""
+    """CRC-32 of A followed by B, given `a` of A and `b` of B; B has `nbytes_b` bytes."""

@@ -1,6 +1,6 @@
-"""swapper pages PyTorch tensors between memory and NVMe. This file holds the public names and nothing else.
+"""Exports swapper's public names. swapper pages PyTorch tensors between memory and NVMe.
 
-What needs torch is imported when it is first asked for: the command line, and processes that only move bytes, start at once.
+Modules that need torch are imported on first use: the command line, and processes that only move bytes, start at once.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Every error that swapper raises, in one place, so that a user can catch them by what went wrong.
+"""Defines every error that swapper raises, so that a user can catch them by kind.
 
 All derive from `SwapperError`. Each message names the thing, the place and the remedy. `IoError` is also an `OSError`,
 so code written for ordinary files catches it too; the C++ engine raises it across the binding.
@@ -19,13 +19,13 @@ REMEDIES = {
     errno.ENOTEMPTY: "a directory has this name: move it away",
     errno.EEXIST: "something has this name: move it away",
     errno.ELOOP: "a link has this name: move it away",
-    errno.EACCES: "see to it that you may write there",
-    errno.EPERM: "see to it that you may write there",
+    errno.EACCES: "get permission to write there",
+    errno.EPERM: "get permission to write there",
     errno.EROFS: "the filesystem is read-only: mount it for writing",
-    errno.EIO: "the drive failed: look at the kernel's log (dmesg)",
-    errno.ENODEV: "the drive is gone: look at the kernel's log (dmesg)",
-    errno.ENXIO: "the drive is gone: look at the kernel's log (dmesg)",
-    errno.ESTALE: "the file server has lost the file: mount it anew",
+    errno.EIO: "the drive failed: see the kernel's log (dmesg)",
+    errno.ENODEV: "the drive is gone: see the kernel's log (dmesg)",
+    errno.ENXIO: "the drive is gone: see the kernel's log (dmesg)",
+    errno.ESTALE: "the file server has lost the file: mount it again",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "close files of other programs: the system has too many open",
     errno.ENOMEM: "free some memory",
@@ -33,12 +33,12 @@ REMEDIES = {
     errno.EBUSY: "another program uses the file: end it",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
-"""What to do about an error of the system, by its number."""
+"""Remedies of system errors, by errno."""
 
 
 def remedy(number: int | None) -> str:
-    """Return what to do about an error of the system, given its number."""
-    return REMEDIES.get(number or 0, "see to its cause")
+    """Return the remedy of a system error, given its errno."""
+    return REMEDIES.get(number or 0, "remove its cause")
 
 
 class SwapperError(Exception):
@@ -50,7 +50,7 @@ class ConfigError(SwapperError, ValueError):
 
 
 class BudgetError(SwapperError, MemoryError):
-    """The memory budget cannot hold what one step needs at one time; the message names the smallest that works."""
+    """The memory budget is too small for one step; the message names the smallest that works."""
 
 
 class DirectoryError(SwapperError):
@@ -58,11 +58,11 @@ class DirectoryError(SwapperError):
 
 
 class UnsupportedError(SwapperError, TypeError):
-    """This model or optimizer cannot be offloaded exactly; the message says why and what to do."""
+    """This model or optimizer cannot be offloaded exactly; the message gives the reason and the remedy."""
 
 
 class ColdParameterError(SwapperError, RuntimeError):
-    """An operation touched a parameter that is away on NVMe; the message names `manager.gather`."""
+    """An operation needs the data of a cold parameter and is not supported on one; the message names the remedy."""
 
 
 class StateError(SwapperError, RuntimeError):
@@ -74,11 +74,11 @@ class CheckpointError(SwapperError):
 
 
 class DeviceError(SwapperError, RuntimeError):
-    """An accelerator is not there, has too old a driver, or failed; or a tensor is on another device than its model."""
+    """An accelerator is missing, has too old a driver, or failed; or a tensor is on another device than its model."""
 
     @classmethod
     def at(cls, device: object, what: str, error: BaseException) -> DeviceError:
-        """Return the error for what `device` raised while it was at `what`."""
+        """Return the error for an exception of `device` during `what`."""
         return cls(
             f"{device} failed at {what}: {error}. An error of an earlier kernel may come up here; if it stays, the device can be "
             "used again in a new process only"
@@ -86,17 +86,17 @@ class DeviceError(SwapperError, RuntimeError):
 
 
 class InvariantError(SwapperError, AssertionError):
-    """A rule of swapper's own is broken: a bug in swapper. Please report it with the message."""
+    """An invariant of swapper is broken: a bug in swapper. Please report it with the message."""
 
 
 class IoError(SwapperError, OSError):
-    """A transfer failed. Carries everything needed to find out why.
+    """A transfer failed. Has everything needed to find out why.
 
     Attributes:
         op: "read", "write", "open", "sync", "allocate", "mlock", ...
-        path: the file's path ("" where there is none).
+        path: the file's path ("" if there is none).
         offset: byte offset in the file at which the transfer failed.
-        nbytes: bytes the operation asked for.
+        nbytes: requested bytes.
         errno: the system's error number; 0 for an unexpected end of file or a cancelled operation.
     """
 
@@ -118,9 +118,10 @@ class IoError(SwapperError, OSError):
 
 
 class ChecksumError(IoError):
-    """What was read is not what was written there: the drive, memory or another program changed it. `detail` says of which tensors.
+    """Bytes differ from what was written: the drive, memory or another program changed them. `detail` names the
+    tensors.
 
-    The step that needed it was not taken, and no commit and no snapshot is made of it. errno is EBADMSG.
+    The step that needed them was not taken, and they enter no commit and no snapshot. errno is EBADMSG.
     """
 
     _reason = "these are not the bytes that were written"

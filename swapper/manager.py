@@ -195,18 +195,20 @@ class SwapManager:
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
             device=device, device_memory=device_memory, accelerator=accelerator, external=external,
         )  # fmt: skip
-        has_init = init is not None
         if plan is not None:
+            if not isinstance(plan, Plan):
+                raise ConfigError(
+                    f"plan={plan!r} is not known: give what manager.plan returns, or keywords as params='nvme'"
+                )
             options.check_none_given()
             plan.request.check_is_for(model, optimizer, self._options)
 
         def make() -> Plan:
-            if plan is not None:
-                return self._factory.check_fresh(plan, has_init)
-            return self._factory.plan(Request.of(model, optimizer, options, self._options), has_init)
+            request = Request.of(model, optimizer, options, self._options) if plan is None else plan.request
+            return self._factory.plan(request, init is not None, plan)
 
         try:
-            paged = self._factory.open(self._factory.agree(make), init)
+            paged = self._factory.open(make, init)
             if (path := asked_for(self._directory.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else paged

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from durations import Durations
-from sampling import Case, choose, seed_of_commit
+from sampling import Case, choose, runs_a_sample, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -33,10 +33,6 @@ if (
 
 ROOM_BYTES = 6 << 30
 """What the files of a whole run take at one time, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
-
-
-def runs_a_sample() -> bool:
-    return "SWAPPER_TEST_SAMPLE" in os.environ and "SWAPPER_TEST_ALL" not in os.environ
 
 
 def pytest_configure(config: pytest.Config) -> None:

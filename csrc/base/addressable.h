@@ -1,7 +1,6 @@
-// Under AddressSanitizer: whether memory that the kernel is to transfer from or into is somebody's. A
-// sanitizer sees what instrumented code and the C library touch, and nothing of what the kernel does on its
-// own for io_uring and libaio: a transfer into memory that was freed would go unnoticed there, and be found
-// when something else breaks. In any other build this is nothing. Owns nothing.
+// Under AddressSanitizer, checks that memory handed to the kernel is allocated. A sanitizer sees the accesses
+// of instrumented code and of the C library, but not those that the kernel makes for io_uring and libaio: a
+// transfer into freed memory would go unnoticed. In any other build this is a no-op. Owns nothing.
 #pragma once
 
 #include <cstddef>
@@ -19,11 +18,11 @@
 
 namespace swapper {
 
-// Ends the process with the sanitizer's report if a byte of the range was freed, or was never given out.
+// Ends the process with the sanitizer's report if a byte of the range is freed or was never allocated.
 inline void check_addressable([[maybe_unused]] std::byte* address, [[maybe_unused]] std::uint64_t nbytes) {
 #ifdef __SANITIZE_ADDRESS__
   if (void* bad = __asan_region_is_poisoned(address, nbytes)) {
-    // An access that is instrumented: its report says who took the memory and who freed it.
+    // An instrumented access: its report names the allocation and the release of the memory.
     static_cast<void>(*static_cast<volatile char*>(bad));
   }
 #endif

@@ -1,6 +1,5 @@
-// Arithmetic on alignments. Direct I/O, page tables and huge pages all deal in powers of two; every rounding
-// in the data plane goes through these few functions, so that an off-by-one has one place to be. Owns
-// nothing.
+// Rounds to alignments, which are powers of two: sectors, pages, huge pages. All rounding in the data plane
+// goes through these functions. Owns nothing.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +22,7 @@ constexpr bool is_aligned(std::uint64_t value, std::uint64_t alignment) {
   return value % alignment == 0;
 }
 
-// True if [offset, offset + nbytes) lies in [0, limit), without overflowing on the way.
+// True if [offset, offset + nbytes) lies in [0, limit); computed without overflow.
 constexpr bool in_range(std::uint64_t offset, std::uint64_t nbytes, std::uint64_t limit) {
   return offset <= limit && nbytes <= limit - offset;
 }

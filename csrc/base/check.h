@@ -1,6 +1,6 @@
-// Checks of the engine's own rules, on in release builds too: a broken invariant in code that hands addresses
-// to the kernel must stop the process at once, before it writes the wrong bytes to somebody's checkpoint.
-// Mistakes of the caller and failures of the system are not for these: they are exceptions (error.h).
+// Checks the engine's own invariants, in release builds too: code that hands addresses to the kernel must
+// stop the process before it writes wrong bytes to a checkpoint. Errors of the caller and of the system are
+// exceptions instead (error.h).
 #pragma once
 
 #include <cstdio>

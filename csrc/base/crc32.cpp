@@ -1,14 +1,13 @@
-// CRC-32 by carry-less multiplication, with tables for the ends and for other machines. The method is that of
-// Intel's paper "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ" (Gopal et al., 2009). All
-// constants are derived below from the polynomial, at compile time. Owns the tables.
+// Computes CRC-32 by carry-less multiplication; tables serve the ends of the buffer and other processors. The
+// method is that of Intel's paper "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ" (Gopal et
+// al., 2009). All constants are derived below from the polynomial, at compile time. Owns the tables.
 //
 // [Note: folding] A message is a polynomial over GF(2); its CRC is the remainder modulo P. In the
-// bit-reflected order that zip uses, a 128-bit accumulator whose low half is L and high half is H may be
-// moved forward over D bits of message by replacing it with L * (x^(D+32) mod P) + H * (x^(D-32) mod P),
-// which is congruent modulo P (the products of reflected operands come out one bit low, hence the constants'
-// shift by one). So sixteen bytes are absorbed by two multiplications, in several independent accumulators at
-// once to hide the latency. The last sixteen bytes that remain are congruent to the whole message, and the
-// table method turns them into its CRC.
+// bit-reflected order that zip uses, a 128-bit accumulator with low half L and high half H moves forward over
+// D bits of message when it is replaced with L * (x^(D+32) mod P) + H * (x^(D-32) mod P), which is congruent
+// modulo P. (The products of reflected operands come out one bit low, hence the constants' shift by one.) So
+// two multiplications absorb sixteen bytes. Several independent accumulators hide the latency. The last
+// sixteen bytes are congruent to the whole message, and the tables turn them into its CRC.
 #include "base/crc32.h"
 
 #include <array>

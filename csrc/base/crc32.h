@@ -1,6 +1,6 @@
-// CRC-32 of zip and zlib, fast enough to hide behind a drive. Commits and snapshots checksum every page, and
-// zlib's own function (about 4 GB/s a core) would be slower than the I/O that it checks. Pure functions; owns
-// no state.
+// Computes the CRC-32 of zip and zlib, fast enough to hide behind a drive. Commits and snapshots checksum
+// every page; zlib's own function (about 4 GB/s a core) is slower than the I/O that it checks. Pure
+// functions; owns no state.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,19 @@
 
 namespace swapper {
 
-// Checksum of `nbytes` at `data`, going on from `value` (0 to begin): the same numbers as zlib.crc32.
+// CRC-32 of `nbytes` at `data`, continued from `value` (0 to begin): the same numbers as zlib.crc32.
 std::uint32_t crc32(const void* data, std::size_t nbytes, std::uint32_t value = 0);
 
-// Checksum of A followed by B from those of A and B, where B is `nbytes_b` long.
+// CRC-32 of A followed by B, given those of A and B; B is `nbytes_b` long.
 std::uint32_t crc32_combine(std::uint32_t a, std::uint32_t b, std::uint64_t nbytes_b);
 
-// One way to compute it, on the bare register (no complement before or after).
+// One implementation, on the bare register (no complement before or after).
 struct Crc32Method {
   const char* name;
   std::uint32_t (*update)(std::uint32_t crc, const unsigned char* data, std::size_t nbytes);
 };
 
-// Those that this processor can run, fastest first; crc32() uses the first. All give the same numbers.
+// The implementations that this processor can run, fastest first. crc32() uses the first; all agree.
 std::span<const Crc32Method> crc32_methods();
 
 }  // namespace swapper

@@ -1,6 +1,6 @@
-// The two errors that the data plane raises. `IoError` carries what someone needs to find out why a transfer
-// failed and mirrors swapper.errors.IoError field by field; bindings.cpp turns one into the other. It is also
-// a value: a ticket keeps it until somebody asks. `ConfigError` is for options that cannot be met.
+// The two errors that the data plane raises. `IoError` says which transfer failed and why; it mirrors
+// swapper.errors.IoError field by field, and bindings/module.cpp translates it. A ticket stores it as a
+// value. `ConfigError` is for options that cannot be met.
 #pragma once
 
 #include <cerrno>
@@ -12,7 +12,7 @@
 
 namespace swapper {
 
-// strerror without its thread-unsafe storage.
+// A thread-safe strerror.
 inline std::string errno_text(int code) {
   return std::generic_category().message(code);
 }

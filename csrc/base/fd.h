@@ -1,6 +1,5 @@
-// A file descriptor with one owner. Exists so that every early return and every exception closes what it
-// opened. Owns the descriptor; closing is not retried on EINTR, because Linux has let go of the number by
-// then.
+// A file descriptor with one owner: every early return and every exception closes it. Closing is not retried
+// on EINTR, because Linux has released the number by then.
 #pragma once
 
 #include <unistd.h>

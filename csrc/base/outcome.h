@@ -1,4 +1,4 @@
-// How an operation ended, for those who ask and must not wait, as the handler of a fault. Owns nothing.
+// The outcome of an operation, for readers that must not wait, such as the fault handler. Owns nothing.
 #pragma once
 
 #include <cstdint>

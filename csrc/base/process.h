@@ -1,8 +1,8 @@
-// What a fork and a new thread need to know. A forked child (a DataLoader worker) has copies of our objects
-// but not our threads, and not the memory marked MADV_DONTFORK: destroying those objects there would join a
-// thread that does not exist or unmap someone else's memory. `Creator` remembers which process made an
+// Handles forks, signals and SWAPPER_OFF. A forked child (a DataLoader worker) has copies of our objects but
+// not our threads, and not the memory marked MADV_DONTFORK: destroying those objects there would join a
+// thread that does not exist, or unmap memory of another owner. `Creator` remembers which process made an
 // object, so that its destructor can leak instead. `SignalsBlocked` keeps signals away from threads started
-// in its scope: Python handles them. `is_off` says what of the process is to be left as it is.
+// in its scope: Python handles them. `is_off` tells which changes of the process are switched off.
 #pragma once
 
 #include <pthread.h>
@@ -15,8 +15,8 @@
 
 namespace swapper {
 
-// Whether SWAPPER_OFF in the environment names a change of the process, to have it left out.
-// swapper/runtime/process.py has the words, and refuses others.
+// True if SWAPPER_OFF in the environment names this change of the process, to switch it off.
+// swapper/runtime/process.py lists the words, and refuses others.
 inline bool is_off(std::string_view change) {
   static const std::string said = [] {
     const char* value = std::getenv("SWAPPER_OFF");

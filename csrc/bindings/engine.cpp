@@ -1,13 +1,13 @@
-// Engine and Ticket in Python. Waiting releases the GIL and looks at signals between slices; the I/O thread
-// never needs the GIL. Owns the list of live engines, which are drained before the interpreter takes apart
-// the memory they transfer, and what tickets that were forgotten keep.
+// Binds Engine and Ticket to Python. Waiting releases the GIL and checks for signals between slices; the I/O
+// thread never needs the GIL. Owns the list of live engines, which are drained before the interpreter
+// destroys the memory they transfer, and the owners of memory whose tickets were dropped.
 //
-// [Note: who keeps the memory] A transfer's memory must not go before the transfer is over, whatever becomes
-// of who asked for it: an error of another transfer, Ctrl-C between two lines, the garbage collector. Of an
-// arena or a window the operation itself has a share (OwnedRange). The owner of any other memory is a Python
-// object, which the I/O thread could not let go of without the GIL: the ticket's handle has it (`keep`), and
-// lets go of it once it is seen to be done. A handle that goes before that leaves both in a list, which each
-// submission goes through. Memory that is neither is refused.
+// [Note: who keeps the memory] Memory must outlive its transfer, whatever becomes of the caller: an error of
+// another transfer, Ctrl-C between two lines, the garbage collector. The operation itself shares ownership of
+// an arena or a window (OwnedRange). Any other memory is owned by a Python object, which the I/O thread
+// cannot release without the GIL: the ticket's handle holds it (`keep`) and releases it once the ticket is
+// done. A handle that is destroyed earlier leaves both in a list, which each submission cleans up. Memory of
+// neither kind is refused.
 #include "io/engine.h"
 
 #include <nanobind/nanobind.h>
@@ -30,7 +30,8 @@ using namespace nanobind::literals;
 namespace swapper {
 namespace {
 
-// [Note: who keeps the memory] Touched with the GIL only; never destroyed, as the interpreter may be gone.
+// See [Note: who keeps the memory]. Accessed with the GIL only; never destroyed, as the interpreter may be
+// gone.
 struct Kept {
   std::shared_ptr<Ticket> ticket;
   nb::object owner;
@@ -41,7 +42,8 @@ std::vector<Kept>& kept() {
   return *all;
 }
 
-// Lets go of the memory of forgotten transfers that are over. What goes may run any Python code, also this.
+// Releases the memory of dropped tickets whose transfers are over. This may run any Python code, itself
+// included.
 void release_kept() {
   std::vector<Kept>& all = kept();
   if (all.empty()) return;
@@ -91,7 +93,7 @@ void close_engine(Engine& engine) {
   release_kept();
 }
 
-// Run by atexit, before modules and their tensors go.
+// Runs at exit (atexit), before modules and their tensors are destroyed.
 void close_live_engines() {
   LiveEngines& live = live_engines();
   if (!live.creator.is_this_process()) return;
@@ -105,7 +107,7 @@ void close_live_engines() {
     if (!engine) continue;
     try {
       close_engine(*engine);
-    } catch (nb::python_error&) {  // a second Ctrl-C: whoever presses it wants to leave
+    } catch (nb::python_error&) {  // a second Ctrl-C: the user wants to leave
       engine->abandon();
       throw;
     }
@@ -126,7 +128,7 @@ TicketHandle submit(const EngineHandle& self, Request request, nb::object keep) 
 
 void check_owner(const Request& request, const nb::object& keep) {
   if (!keep.is_none() || request.nbytes == 0 || owner_of(request.address, request.nbytes)) return;
-  throw ConfigError("the memory of a transfer that is neither an arena's nor a window's has an owner, keep=");
+  throw ConfigError("memory outside of arenas and windows needs its owner: pass it as keep=");
 }
 
 TicketHandle submit_transfer(Direction direction, const EngineHandle& self, const FileHandle& file,
@@ -142,7 +144,7 @@ TicketHandle submit_transfer(Direction direction, const EngineHandle& self, cons
   request.checksum = checksum || expected;
   request.expected = expected;
   if (after != nullptr) request.after = after->ticket;
-  self.engine->check_process(name_of(direction));  // a forked child has no arena's memory either
+  self.engine->check_process(name_of(direction));  // a forked child does not have the arena's memory either
   check_owner(request, keep);
   return submit(self, std::move(request), std::move(keep));
 }
@@ -196,7 +198,7 @@ nb::object ticket_exception(TicketHandle& self, std::optional<double> timeout_s)
 
 std::uint32_t ticket_crc32(const TicketHandle& self) {
   const Ticket& ticket = *self.ticket;
-  if (!ticket.has_checksum()) throw nb::value_error("no checksum was asked for (checksum=True)");
+  if (!ticket.has_checksum()) throw nb::value_error("no checksum was requested (checksum=True)");
   if (!ticket.finished()) throw nb::value_error("not finished yet: wait() first");
   if (ticket.error()) throw IoError(*ticket.error());
   return ticket.crc32();
@@ -219,8 +221,8 @@ EngineOptions engine_options(const std::string& backend, std::uint32_t depth, st
 
 }  // namespace
 
-// In a forked child somebody may have been waiting on it when the fork came, and its condition variable would
-// wait for them in turn: leak it there.
+// In a forked child, somebody may have been waiting on the ticket at the fork, and the destructor of its
+// condition variable would wait for them: leak it there.
 TicketHandle::~TicketHandle() {
   if (!ticket) return;
   if (!ticket->is_usable()) {

@@ -1,4 +1,4 @@
-// File in Python. Owns nothing.
+// Binds File to Python. Owns nothing.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>

@@ -1,7 +1,7 @@
-// What the files of the binding share: the handles that one of them makes and another takes, the turning of
-// paths and errors into Python's, and waiting that a signal can end. csrc/bindings/ is the only place of the
-// data plane that knows Python. Each class of swapper._C is a thin handle: a shared pointer to the real
-// object, so that memory, files and engines live as long as anything uses them. Owns nothing.
+// Shared by the files of the binding: the handles, the translation of paths and errors to Python, and waits
+// that a signal can end. Only csrc/bindings/ knows Python. Each class of swapper._C is a thin handle: a
+// shared pointer to the real object, so that memory, files and engines live as long as anything uses them.
+// Owns nothing.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -28,7 +28,7 @@ struct ArenaHandle {
   const std::shared_ptr<Arena>& get(const char* op) const {
     if (!arena) throw IoError(op, "", 0, 0, EBADF, "the arena is closed");
     if (!arena->is_usable())
-      throw IoError(op, "", 0, 0, 0, "used in a forked child, which has not this memory");
+      throw IoError(op, "", 0, 0, 0, "used in a forked child, which does not have this memory");
     return arena;
   }
 };
@@ -48,7 +48,7 @@ struct TicketHandle {
   TicketHandle(TicketHandle&&) = default;
   ~TicketHandle();  // engine.cpp
 
-  // Lets go of the memory if the transfer is over, which it gives.
+  // Releases the memory and returns its owner, if the transfer is over.
   bool is_over() {
     if (!ticket->finished()) return false;
     const nb::object gone = std::move(keep);
@@ -56,7 +56,7 @@ struct TicketHandle {
   }
 
   std::shared_ptr<Ticket> ticket;
-  nb::object keep;  // the owner of the memory, if that is a Python object
+  nb::object keep;  // the owner of the memory, if it is a Python object
 };
 
 nb::object to_python_path(const std::string& path);
@@ -64,7 +64,7 @@ std::string from_python_path(nb::handle path);
 nb::object to_python_error(const IoError& error);
 void translate_errors(const std::exception_ptr& pointer, void*);
 
-constexpr auto kSlice = std::chrono::milliseconds(50);  // between two looks at signals
+constexpr auto kSlice = std::chrono::milliseconds(50);  // between two checks for signals
 
 // Repeats attempt(patience) without the GIL until it is true, Python has a signal to handle, or time is up.
 template <typename Attempt>

@@ -1,5 +1,5 @@
-// Arena, View and Window in Python. Views and windows are buffers: tensors made of them share their memory.
-// Owns nothing.
+// Binds Arena, View and Window to Python. Views and windows are buffers: tensors made of them share their
+// memory. Owns nothing.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -18,7 +18,8 @@ using namespace nanobind::literals;
 namespace swapper {
 namespace {
 
-// Part of an arena. What was copied out of one goes with the last who has it, whatever becomes of the arena.
+// A part of an arena. Memory copied out of an arena lives as long as its last holder, even if the arena is
+// gone.
 struct View {
   View(std::shared_ptr<Arena> of, std::byte* begin, std::uint64_t size)
       : arena(std::move(of)), address(begin), nbytes(size) {}
@@ -40,7 +41,7 @@ struct WindowHandle {
 int fill_buffer(PyObject* self, Py_buffer* buffer, int flags, bool usable, std::byte* address,
                 std::uint64_t nbytes) {
   if (!usable) {
-    PyErr_SetString(PyExc_BufferError, "used in a forked child, which has not this memory");
+    PyErr_SetString(PyExc_BufferError, "used in a forked child, which does not have this memory");
     return -1;
   }
   return PyBuffer_FillInfo(buffer, self, address, static_cast<Py_ssize_t>(nbytes), /*readonly=*/0, flags);
@@ -78,7 +79,7 @@ void copy_view_out(View& self) {
 
 Window& usable(const WindowHandle& self, const char* op) {
   if (!self.window->is_usable())
-    throw IoError(op, "", 0, 0, 0, "used in a forked child, which has not this memory");
+    throw IoError(op, "", 0, 0, 0, "used in a forked child, which does not have this memory");
   return *self.window;
 }
 
@@ -179,14 +180,14 @@ void bind_memory(nb::module_& module) {
           },
           "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true,
           "filled_once"_a = false)
-      .def("take_the_rest", [](const ArenaHandle& self) { self.get("take_the_rest")->take_the_rest(); })
+      .def("take_the_rest", [](const ArenaHandle& self) { self.get("take_the_rest")->prefault_rest(); })
       .def_prop_ro("taken_bytes",
-                   [](const ArenaHandle& self) { return self.get("taken_bytes")->taken_bytes(); })
+                   [](const ArenaHandle& self) { return self.get("taken_bytes")->populated_bytes(); })
       .def(
           "wait_taken",
           [](const ArenaHandle& self, std::uint64_t nbytes) {
             const auto arena = self.get("wait_taken");
-            wait_in_slices([&](Clock::duration patience) { return arena->wait_taken(nbytes, patience); });
+            wait_in_slices([&](Clock::duration patience) { return arena->wait_populated(nbytes, patience); });
           },
           "nbytes"_a)
       .def_prop_ro("nbytes", [](const ArenaHandle& self) { return self.get("nbytes")->nbytes(); })

@@ -1,4 +1,4 @@
-// The Python module swapper._C: what swapper/_C.pyi promises. Owns nothing.
+// Defines the Python module swapper._C as swapper/_C.pyi declares it. Owns nothing.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -64,7 +64,7 @@ std::uint32_t crc32_of_address(std::uintptr_t address, std::uint64_t nbytes, std
 NB_MODULE(_C, module) {
   using namespace swapper;
   module.doc() = "swapper's data plane: memory, files and the engine that moves bytes between them.";
-  nb::set_leak_warnings(false);  // tensors in globals keep views alive to the very end, and that is in order
+  nb::set_leak_warnings(false);  // tensors in globals may keep views alive to the very end
   nb::register_exception_translator(&translate_errors);
   bind_memory(module);
   bind_file(module);

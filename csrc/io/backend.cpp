@@ -1,5 +1,4 @@
-// The choice of a backend, made once when an engine starts and kept with its reason. Owns the table of
-// makers.
+// Chooses a backend when an engine starts, and keeps the reason. Owns the table of makers.
 #include "io/backend.h"
 
 #include <fcntl.h>
@@ -44,7 +43,7 @@ ChosenBackend choose_plain(const std::string& name, const BackendOptions& option
     if (name != maker.name) continue;
     try {
       auto backend = maker.make(options);
-      std::string reason = std::string(maker.name) + " (asked for): " + backend->describe();
+      std::string reason = std::string(maker.name) + " (requested): " + backend->describe();
       return {std::move(backend), maker.name, std::move(reason)};
     } catch (const BackendUnavailable& refusal) {
       throw ConfigError("backend \"" + name + "\" does not work here: " + refusal.what());
@@ -62,10 +61,10 @@ ChosenBackend choose_backend(const std::string& name, const BackendOptions& opti
   if (!named && !chaos) return choose_plain(name, options);
   const std::string inner = name == "chaos" ? "auto" : named ? name.substr(prefix.size()) : name;
   ChosenBackend chosen = choose_plain(inner, options);
-  const ChaosOptions troubles = chaos.value_or(ChaosOptions{});
-  chosen.backend = make_chaos_backend(std::move(chosen.backend), troubles);
+  const ChaosOptions faults = chaos.value_or(ChaosOptions{});
+  chosen.backend = make_chaos_backend(std::move(chosen.backend), faults);
   chosen.name = prefix + chosen.name;
-  chosen.reason = "troubles from seed " + std::to_string(troubles.seed) + " around " + chosen.reason;
+  chosen.reason = "faults from seed " + std::to_string(faults.seed) + " around " + chosen.reason;
   return chosen;
 }
 

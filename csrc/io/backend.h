@@ -1,6 +1,6 @@
-// A backend is one way to do I/O: it gets transfers, each small enough for one kernel call, and gives back
-// results. Everything else (cutting, order, fairness, errors, tickets) is the scheduler's and the same for
-// all. A backend is made, used and destroyed on the engine's I/O thread; only `wake` may be called from
+// A backend is one way to do I/O: it takes transfers, each small enough for one kernel call, and returns
+// results. The scheduler does everything else (cutting, order, fairness, errors, tickets), the same for all
+// backends. A backend is made, used and destroyed on the engine's I/O thread; only `wake` may be called from
 // elsewhere. To add one, write backend_<name>.cpp with its `make_<name>_backend` and name it in the list
 // below. Owns nothing.
 #pragma once
@@ -27,7 +27,7 @@ namespace swapper {
 enum class Command : std::uint8_t {
   read,
   write,
-  flush,  // the page cache's dirty bytes in the range to the drive; the result is 0, or a negative errno
+  flush,  // write the page cache's dirty bytes in the range to the drive; the result is 0 or a negative errno
 };
 
 struct Transfer {
@@ -36,13 +36,13 @@ struct Transfer {
   std::uint64_t offset;
   std::byte* address;
   std::uint32_t nbytes;
-  std::uint32_t slot;       // comes back with the result
+  std::uint32_t slot;       // returned with the result
   std::uint32_t alignment;  // of the offset: a sector, or 1
   bool is_copy = false;     // see File::is_copied
   bool in_memory = false;   // the file has no drive behind it
 };
 
-// What every backend without an asynchronous one does for Command::flush. Gives 0 or a negative errno.
+// Implements Command::flush for every backend without an asynchronous one. Returns 0 or a negative errno.
 std::int64_t flush_range(const Transfer& transfer);
 
 struct Completion {
@@ -54,21 +54,21 @@ class Backend {
  public:
   virtual ~Backend() = default;
 
-  // What it is like on this machine, for people: flags, what was refused.
+  // Describes the backend on this machine, for people: flags, and what was refused.
   virtual std::string describe() const = 0;
 
-  // Takes a transfer; it may begin now or at the next reap(). Never more than `depth` are open at one time.
+  // Takes a transfer; it may begin now or at the next reap(). At most `depth` are open at any time.
   virtual void submit(const Transfer& transfer) = 0;
 
-  // Begins what was submitted and fills in results; gives their number. With `wait` it sleeps until there is
-  // a result or a wake(), and may then give none.
+  // Begins what was submitted, stores results and returns their number. With `wait` it sleeps until there is
+  // a result or a wake(), and may then return none.
   virtual std::size_t reap(std::span<Completion> results, bool wait) = 0;
 
-  // Says that many transfers will come from and into this memory, which outlives the backend's last reap().
-  // Called at most once.
+  // Announces that many transfers will use this memory, which outlives the backend's last reap(). Called at
+  // most once.
   virtual void expect_memory(std::byte*, std::uint64_t) {}
 
-  // Ends a sleep in reap(), the present one or the next. From any thread.
+  // Ends a sleep in reap(), the current one or the next. From any thread.
   virtual void wake() noexcept = 0;
 };
 
@@ -77,7 +77,7 @@ struct BackendOptions {
   std::shared_ptr<Arena> arena;  // may be empty; memory worth registering with the kernel
 };
 
-// Thrown by a backend's maker: this machine cannot, and why.
+// Thrown by a backend's maker if this machine does not support it, with the reason.
 struct BackendUnavailable : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -92,7 +92,8 @@ struct ChosenBackend {
   std::string reason;
 };
 
-// Seed and rates, from 0 to 1, of the troubles that backend_chaos.h makes, and the gate that it has.
+// Options of the chaos backend (backend_chaos.h): its seed, the rates of its faults, from 0 to 1, and its
+// gate.
 struct ChaosOptions {
   std::uint64_t seed = 0;
   double brief = 0.1;  // short transfers
@@ -102,11 +103,11 @@ struct ChaosOptions {
   double reorder = 0.1;
   double eio = 0;
   double enospc = 0;
-  int until = -1;  // a descriptor: no result comes in while it is not readable
+  int until = -1;  // a descriptor: no result arrives while it is not readable
 };
 
-// Makes the backend called `name`, or for "auto" the first that works; with "chaos" or "chaos:<name>", or
-// with `chaos`, the chaos backend around it. Throws ConfigError with the reason.
+// Makes the backend called `name`, or for "auto" the first that works. With "chaos", "chaos:<name>" or
+// `chaos`, wraps it in the chaos backend. Throws ConfigError with the reason.
 ChosenBackend choose_backend(const std::string& name, const BackendOptions& options,
                              const std::optional<ChaosOptions>& chaos = std::nullopt);
 

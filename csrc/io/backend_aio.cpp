@@ -1,7 +1,7 @@
-// libaio's system calls, without libaio: for machines where io_uring is forbidden and O_DIRECT is not. It is
-// asynchronous for direct transfers only; the kernel does buffered ones, and flushes, while they are being
-// submitted. Every result rings an eventfd, which is also the bell, so that one poll waits for both. Owns the
-// context and the eventfd.
+// Uses libaio's system calls, without libaio, on machines that forbid io_uring but allow O_DIRECT. Only
+// direct transfers are asynchronous; the kernel does buffered ones, and flushes, during submission. Every
+// result signals an eventfd, which `wake` signals too, so that one poll waits for both. Owns the context and
+// the eventfd.
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -65,11 +65,11 @@ class AioBackend final : public Backend {
   void wake() noexcept override {
     const std::uint64_t one = 1;
     const ssize_t written = ::write(bell_.get(), &one, sizeof one);
-    static_cast<void>(written);  // fails only if it is ringing already
+    static_cast<void>(written);  // fails only if it is signaled already
   }
 
  private:
-  // The kernel takes a run of requests up to one that it refuses, and refuses it by itself the next time.
+  // The kernel takes requests up to one that it refuses, and reports that refusal at the next call.
   void begin() {
     auto first = unsubmitted_.begin();
     while (first != unsubmitted_.end()) {
@@ -85,7 +85,7 @@ class AioBackend final : public Backend {
     unsubmitted_.clear();
   }
 
-  // Sleeps until a result or the bell, unless a result is here already.
+  // Sleeps until a result or a wake(), unless a result is here already.
   void sleep() {
     if (!ready_.empty()) return;
     pollfd bell{bell_.get(), POLLIN, 0};
@@ -115,7 +115,7 @@ class AioBackend final : public Backend {
   std::vector<iocb> blocks_;  // by slot
   std::vector<io_event> events_;
   std::vector<iocb*> unsubmitted_;
-  std::vector<Completion> ready_;  // results of what never was in the kernel's queue
+  std::vector<Completion> ready_;  // results of transfers that never entered the kernel's queue
 };
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Troubles, each decided by a throw of the dice when a transfer is submitted or its result comes in. A
-// transfer that is to fail never reaches the other backend. A short read leaves junk behind the bytes that it
-// admits to, as a kernel may. Owns nothing beyond backend_chaos.h.
+// Injects faults, each decided at random when a transfer is submitted or its result arrives. A transfer that
+// is to fail never reaches the inner backend. A short read leaves junk behind the bytes that it reports, as a
+// kernel may. Owns nothing beyond backend_chaos.h.
 #include "io/backend_chaos.h"
 
 #include <fcntl.h>
@@ -27,10 +27,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::byte kJunk{0xEE};
-constexpr std::uint64_t kMostDelayUs = 2000;
+constexpr std::uint64_t kMaxDelayUs = 2000;
 constexpr auto kNap = std::chrono::microseconds(100);
 
-// The gate's own descriptor, since the number may be another file's soon; none if there is no gate.
+// Duplicates the gate's descriptor, since the number may soon be another file's; empty if there is no gate.
 UniqueFd duplicate(int fd) {
   if (fd < 0) return {};
   UniqueFd gate(::fcntl(fd, F_DUPFD_CLOEXEC, 0));
@@ -44,7 +44,7 @@ class ChaosBackend final : public Backend {
       : inner_(std::move(inner)), options_(options), random_(options.seed), gate_(duplicate(options.until)) {}
 
   std::string describe() const override {
-    return inner_->describe() + ", with troubles from seed " + std::to_string(options_.seed);
+    return inner_->describe() + ", with faults from seed " + std::to_string(options_.seed);
   }
 
   void submit(const Transfer& transfer) override {
@@ -57,11 +57,11 @@ class ChaosBackend final : public Backend {
     inner_->submit(transfer);
   }
 
-  // Everything that has come in is held, and some of what is held is let go.
+  // Holds everything that has arrived, and releases some of it.
   std::size_t reap(std::span<Completion> results, bool wait) override {
     for (;;) {
       take_in(results, wait && held_.empty() && !woken_);
-      const std::size_t count = let_go(results);
+      const std::size_t count = release_due(results);
       if (count > 0 || !wait || woken_.exchange(false)) return count;
       if (!held_.empty()) std::this_thread::sleep_for(kNap);
     }
@@ -102,7 +102,7 @@ class ChaosBackend final : public Backend {
     }
   }
 
-  // At least one sector is left: a direct transfer that does not get that far has reached the file's end.
+  // At least one sector is left: a direct transfer that moves less has reached the end of the file.
   std::int64_t shortened(const Transfer& transfer, std::int64_t result) {
     const auto units = static_cast<std::uint64_t>(std::max<std::int64_t>(result, 0)) / transfer.alignment;
     if (transfer.command == Command::flush || units < 2 || !strikes(options_.brief)) return result;
@@ -116,18 +116,18 @@ class ChaosBackend final : public Backend {
 
   void hold(const Completion& completion) {
     auto until = Clock::now();
-    if (strikes(options_.delay)) until += std::chrono::microseconds(below(kMostDelayUs));
+    if (strikes(options_.delay)) until += std::chrono::microseconds(below(kMaxDelayUs));
     const bool jumps = strikes(options_.reorder) && !held_.empty();
     held_.insert(jumps ? held_.begin() : held_.end(), {completion, until});
   }
 
-  // A pipe whose other end is closed is open too.
+  // A pipe whose other end is closed counts as open too.
   bool is_gate_open() const {
     pollfd gate{gate_.get(), POLLIN, 0};
     return !gate_ || ::poll(&gate, 1, 0) > 0;
   }
 
-  std::size_t let_go(std::span<Completion> results) {
+  std::size_t release_due(std::span<Completion> results) {
     if (held_.empty() || !is_gate_open()) return 0;
     const auto now = Clock::now();
     std::size_t count = 0;
@@ -175,7 +175,7 @@ ChaosOptions parse_chaos(const std::map<std::string, double>& options) {
     }
     const auto rate = rates.find(name);
     if (rate == rates.end()) {
-      throw ConfigError("chaos: unknown trouble \"" + name +
+      throw ConfigError("chaos: unknown fault \"" + name +
                         "\"; there are seed, until, short, interrupt, again, delay, reorder, eio, enospc");
     }
     if (!(value >= 0 && value <= 1)) throw ConfigError("chaos: the rate of \"" + name + "\" is from 0 to 1");

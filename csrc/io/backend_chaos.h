@@ -1,8 +1,8 @@
-// A backend that puts troubles in another one's way, from a seed: results that are short, interrupted, late,
-// out of order, or errors. For tests: everything above a backend must come through with every byte accounted
-// for. It stays within what a kernel may do. With `until` results come in only while that descriptor is
-// readable, so that a test knows what is still under way; who closes or drains an engine waits for it like
-// for a slow drive. Owns the other backend, what it holds back, and a duplicate of the descriptor.
+// Wraps another backend and injects faults from a seed: results that are short, interrupted, late, out of
+// order, or errors. For tests: everything above a backend must still account for every byte. It does nothing
+// that a kernel may not do. With `until`, results arrive only while that descriptor is readable, so that a
+// test knows what is in flight; closing or draining an engine waits for it as for a slow drive. Owns the
+// inner backend, the results it holds, and a duplicate of the descriptor.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,6 @@
 // The backend that works everywhere: a few threads, each doing one blocking pread or pwrite at a time, or
-// filling pages of a file in memory (see [Note: filling]). The fallback where io_uring is forbidden
-// (containers' seccomp filters) or missing, and the way to files in memory. Owns its threads; they end with
-// it.
+// filling pages of a file in memory ([Note: filling]). The fallback where io_uring is forbidden (containers'
+// seccomp filters) or missing, and the backend for files in memory. Owns its threads.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -22,12 +21,12 @@
 namespace swapper {
 namespace {
 
-constexpr std::uint32_t kMostThreads = 8;
+constexpr std::uint32_t kMaxThreads = 8;
 
 class ThreadsBackend final : public Backend {
  public:
   explicit ThreadsBackend(const BackendOptions& options) {
-    const std::uint32_t count = std::min(options.depth, kMostThreads);
+    const std::uint32_t count = std::min(options.depth, kMaxThreads);
     try {
       for (std::uint32_t n = 0; n < count; ++n) start_one();
     } catch (const std::system_error& error) {
@@ -127,10 +126,10 @@ class ThreadsBackend final : public Backend {
   std::condition_variable news_;
   std::deque<Transfer> waiting_;
   std::vector<Completion> completed_;
-  std::atomic<bool> is_writing_ = false;  // one of the threads, into a file in memory. See [Note: filling]
+  std::atomic<bool> is_writing_ = false;  // a thread is writing into a file in memory. See [Note: filling]
   bool woken_ = false;
   bool stopping_ = false;
-  std::vector<std::thread> threads_;  // last: they use what is above
+  std::vector<std::thread> threads_;  // last: the threads use the members above
 };
 
 }  // namespace

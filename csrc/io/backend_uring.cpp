@@ -1,8 +1,8 @@
 // The preferred backend: one io_uring. The arena is registered with the kernel, in slabs, and so are staging
-// slots when they come, so that transfers from and into them skip looking up and pinning their pages; where
-// that is refused, or memory lies elsewhere, plain reads and writes do. Files are not registered: that would
-// save tens of nanoseconds on a transfer of a megabyte, and keep closed files open until this thread gets
-// round to letting go of them. Owns the ring and the bell.
+// slots once they exist, so that transfers of their memory skip looking up and pinning pages. Where that is
+// refused, or for other memory, plain reads and writes serve. Files are not registered: that would save tens
+// of nanoseconds on a transfer of a megabyte, and would keep closed files open until this thread releases
+// them. Owns the ring and its wake-up eventfd.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -21,8 +21,8 @@ namespace swapper {
 namespace {
 
 constexpr std::uint64_t kSlabBytes = std::uint64_t{1} << 30;  // the kernel's limit for one registered buffer
-// Copies of at least this much are left to the kernel's threads, so that several go on at one time.
-constexpr std::uint32_t kLeastSharedBytes = std::uint32_t{64} << 10;
+// Bytes from which a copy is left to the kernel's threads, so that several run in parallel.
+constexpr std::uint32_t kMinSharedBytes = std::uint32_t{64} << 10;
 constexpr std::uint64_t kBellData = ~std::uint64_t{0};
 
 class UringBackend final : public Backend {
@@ -40,7 +40,7 @@ class UringBackend final : public Backend {
   }
 
   ~UringBackend() override {
-    // Closing a ring lets go of the pages some time later; this does it now.
+    // Closing a ring unpins the pages some time later; this unpins them now.
     if (registered_) ring_.register_with(uring::kUnregisterBuffers, nullptr, 0);
   }
 
@@ -59,7 +59,7 @@ class UringBackend final : public Backend {
     request.address = reinterpret_cast<std::uint64_t>(transfer.address);
     request.nbytes = transfer.nbytes;
     request.user_data = transfer.slot;
-    if (transfer.is_copy && transfer.nbytes >= kLeastSharedBytes) request.flags = uring::kAsync;
+    if (transfer.is_copy && transfer.nbytes >= kMinSharedBytes) request.flags = uring::kAsync;
     if (transfer.command == Command::flush) {
       request.opcode = uring::kSyncFileRange;
       request.address = 0;
@@ -79,7 +79,7 @@ class UringBackend final : public Backend {
     return count;
   }
 
-  // Into the place that was kept free for it.
+  // Uses the slot that was kept free for it.
   void expect_memory(std::byte* address, std::uint64_t nbytes) override {
     if (!spare_ || nbytes > kSlabBytes) return;
     const iovec vector{address, nbytes};
@@ -95,11 +95,11 @@ class UringBackend final : public Backend {
   void wake() noexcept override {
     const std::uint64_t one = 1;
     const ssize_t written = ::write(bell_.get(), &one, sizeof one);
-    static_cast<void>(written);  // fails only if it is ringing already
+    static_cast<void>(written);  // fails only if it is signaled already
   }
 
  private:
-  // A filter may allow setting a ring up and forbid using it.
+  // A seccomp filter may allow setting up a ring and forbid using it.
   void try_it() {
     uring::Submission nop{};
     nop.opcode = uring::kNop;
@@ -110,18 +110,19 @@ class UringBackend final : public Backend {
     } catch (const IoError& error) {
       throw BackendUnavailable("io_uring_enter: " + errno_text(error.code));
     }
-    if (!ring_.pop(entry) || entry.result != 0) throw BackendUnavailable("io_uring does not do even nothing");
+    if (!ring_.pop(entry) || entry.result != 0)
+      throw BackendUnavailable("io_uring does not complete a no-op");
   }
 
   void register_arena() {
     std::vector<iovec> slabs;
-    // Registering takes memory, so only what is taken already: huge pages cost little without.
-    arena_bytes_ = arena_ ? arena_->taken_bytes() : 0;
+    // Registering takes memory, so only populated memory is registered; without it huge pages lose little.
+    arena_bytes_ = arena_ ? arena_->populated_bytes() : 0;
     for (std::uint64_t begin = 0; begin < arena_bytes_; begin += kSlabBytes) {
       slabs.push_back({arena_->address() + begin, std::min(kSlabBytes, arena_bytes_ - begin)});
     }
     const auto count = static_cast<std::uint32_t>(slabs.size());
-    slabs.push_back({nullptr, 0});  // kept free for expect_memory; before 5.13 there was no such thing
+    slabs.push_back({nullptr, 0});  // kept free for expect_memory; needs Linux 5.13
     int result = ring_.register_with(uring::kRegisterBuffers, slabs.data(), count + 1);
     if (result == 0) {
       spare_ = count;
@@ -133,7 +134,7 @@ class UringBackend final : public Backend {
     arena_note_ = registered_ ? ", arena registered" : ", arena not registered: " + errno_text(-result);
   }
 
-  // The registered slab that holds the whole transfer, or -1.
+  // Returns the registered slab that holds the whole transfer, or -1.
   int slab_of(const Transfer& transfer) const {
     if (transfer.address >= extra_.address && transfer.address < extra_.address + extra_.nbytes) {
       return static_cast<int>(*spare_);
@@ -173,14 +174,14 @@ class UringBackend final : public Backend {
 
   std::shared_ptr<Arena> arena_;
   UniqueFd bell_;
-  uring::Ring ring_;  // after the bell, on which it polls
+  uring::Ring ring_;  // after the eventfd, which it polls
   struct {
     std::byte* address = nullptr;
     std::uint64_t nbytes = 0;
   } extra_;
   bool registered_ = false;
-  std::uint64_t arena_bytes_ = 0;       // of the arena, from its first byte on, those that are registered
-  std::optional<std::uint32_t> spare_;  // the free place among the registered slabs
+  std::uint64_t arena_bytes_ = 0;       // registered bytes of the arena, from its first byte on
+  std::optional<std::uint32_t> spare_;  // the free slot among the registered slabs
   bool woken_ = false;
   std::string arena_note_;
 };

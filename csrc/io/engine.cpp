@@ -1,5 +1,5 @@
-// The engine's life: start the I/O thread, serve, stop. The loop of that thread is Engine::serve, and
-// everything it decides is in scheduler.cpp. Owns nothing beyond engine.h.
+// Starts, runs and stops the I/O thread. Its loop is Engine::serve; scheduler.cpp makes its decisions. Owns
+// nothing beyond engine.h.
 #include "io/engine.h"
 
 #include <pthread.h>
@@ -19,23 +19,23 @@
 namespace swapper {
 namespace {
 
-// Operations that wait at one time before submitters are made to wait.
+// Number of operations that may wait before submitters are blocked.
 constexpr std::size_t kInboxOps = 4096;
-constexpr std::uint32_t kMostDepth = 4096;
-constexpr std::uint64_t kLeastStagingBytes = 4 * kSlotUnitBytes;
-constexpr std::uint64_t kMostPieceBytes = std::uint64_t{1} << 30;  // a kernel call's result is an int
+constexpr std::uint32_t kMaxDepth = 4096;
+constexpr std::uint64_t kMinStagingBytes = 4 * kSlotUnitBytes;
+constexpr std::uint64_t kMaxPieceBytes = std::uint64_t{1} << 30;  // a kernel call's result is an int
 
 void check_options(const EngineOptions& options) {
-  if (options.depth == 0 || options.depth > kMostDepth) {
-    throw ConfigError("depth is from 1 to 4096, not " + std::to_string(options.depth));
+  if (options.depth == 0 || options.depth > kMaxDepth) {
+    throw ConfigError("depth must be from 1 to 4096, not " + std::to_string(options.depth));
   }
-  if (options.piece_bytes == 0 || options.piece_bytes > kMostPieceBytes ||
+  if (options.piece_bytes == 0 || options.piece_bytes > kMaxPieceBytes ||
       !is_aligned(options.piece_bytes, kPageBytes)) {
-    throw ConfigError("piece_bytes is a multiple of 4096 up to 1 GiB, not " +
+    throw ConfigError("piece_bytes must be a multiple of 4096 up to 1 GiB, not " +
                       std::to_string(options.piece_bytes));
   }
-  if (options.staging_bytes < kLeastStagingBytes) {
-    throw ConfigError("staging_bytes is at least 262144, not " + std::to_string(options.staging_bytes));
+  if (options.staging_bytes < kMinStagingBytes) {
+    throw ConfigError("staging_bytes must be at least 262144, not " + std::to_string(options.staging_bytes));
   }
 }
 
@@ -53,9 +53,9 @@ void check_request(const Request& request) {
   }
 }
 
-// The target of a large read is asked to get huge pages when it is touched first: clearing them and
-// transferring into them is several times faster (see [Note: huge pages by collapse]). A hint, which the
-// kernel may not follow; all of the memory is about to be filled, so that it takes no more of it.
+// Asks for huge pages in the target of a large read before its first touch: clearing them and transferring
+// into them is several times faster ([Note: huge pages by collapse]). The kernel may ignore the hint. The
+// read fills all of the memory, so that the hint costs none.
 void hint_huge_pages(const Request& request) {
   const auto address = reinterpret_cast<std::uint64_t>(request.address);
   const std::uint64_t begin = align_up(address, kHugePageBytes);
@@ -96,7 +96,7 @@ Engine::~Engine() {
   if (creator_.is_this_process()) {
     close();
   } else {
-    // A forked child: the thread is not here, and whoever held the inbox's mutex may be neither.
+    // In a forked child the thread does not exist, and the holder of the inbox's mutex may not either.
     static_cast<void>(thread_.release());
     static_cast<void>(new std::shared_ptr<Inbox>(inbox_));
   }
@@ -114,13 +114,13 @@ void Engine::run(const EngineOptions& options, Start& start) {
     start.result.set_exception(std::current_exception());
     return;
   }
-  start.result.set_value();  // `start` is gone from here on
+  start.result.set_value();  // `start` is destroyed from here on
   serve(*chosen.backend);
   inbox_->set_bell(nullptr);
 }
 
-// The order of the steps matters: new pieces reach the drive (the reap begins them) before this thread spends
-// time on a copy or a checksum, a little at a time, so that those hide behind transfers.
+// The order matters: new pieces reach the drive (reap begins them) before this thread spends time on a copy
+// or a checksum. Those run a little at a time and hide behind transfers.
 void Engine::serve(Backend& backend) {
   Staging staging(staging_, backend, staging_bytes_);
   Scheduler scheduler(backend, inbox_, totals_, staging, depth_);
@@ -139,8 +139,8 @@ void Engine::serve(Backend& backend) {
   }
 }
 
-// Transfers that go through slots though their alignment would not ask for it: all reads in debug mode (see
-// watch.h); into memory that a fork may take away; or what the user says.
+// Stages transfers whose alignment does not need it: all reads in debug mode (see watch.h), transfers into
+// memory that a fork may take away, and those that the user asked to stage.
 bool Engine::must_stage(const Request& request) const {
   const bool reading = request.direction == Direction::read;
   if (debug_ && reading) return true;
@@ -204,7 +204,7 @@ void Engine::close() {
 
 void Engine::check_process(const char* op) const {
   if (!creator_.is_this_process()) {
-    throw IoError(op, "", 0, 0, 0, "used in a forked child; make an engine of its own there");
+    throw IoError(op, "", 0, 0, 0, "used in a forked child; make a new engine there");
   }
 }
 

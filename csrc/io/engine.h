@@ -1,6 +1,6 @@
-// The engine: the face of the data plane. It checks requests, hands them to its I/O thread, and can be
-// drained and closed. One engine per drive. Owns the I/O thread, and through it the backend; holds the arena
-// for as long as the backend may have it registered with the kernel.
+// The engine, the interface of the data plane: it checks requests, hands them to its I/O thread, and can be
+// drained and closed. One engine per drive. Owns the I/O thread, and through it the backend; keeps the arena
+// alive while the backend may have it registered with the kernel.
 #pragma once
 
 #include <atomic>
@@ -24,7 +24,7 @@ namespace swapper {
 struct EngineOptions {
   std::string backend = "auto";
   std::uint32_t depth = 32;                            // pieces in flight
-  std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // what one kernel call gets
+  std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // bytes of one kernel call
   std::shared_ptr<Arena> arena;
   std::uint64_t staging_bytes = std::uint64_t{32} << 20;
   std::optional<bool> stage;  // see must_stage in engine.cpp
@@ -44,9 +44,9 @@ class Engine {
   std::uint32_t depth() const { return depth_; }
   std::uint64_t piece_bytes() const { return piece_bytes_; }
 
-  // Submitting has two halves, so that a caller may look at signals while the inbox is full: prepare checks
-  // the request and throws; enqueue tries for a while and is false if no room came up. nothing to transfer
-  // and nothing to wait for: prepare gives a finished ticket, and enqueue takes it without ado.
+  // Submitting has two halves, so that a caller may check for signals while the inbox is full: prepare checks
+  // the request and throws; enqueue waits for space for a while, and is false if there was none. If there is
+  // nothing to transfer and nothing to wait for, prepare returns a finished ticket and enqueue does nothing.
   std::shared_ptr<Op> prepare(Request request);
   bool enqueue(const std::shared_ptr<Op>& op, Clock::duration patience);
 
@@ -57,14 +57,14 @@ class Engine {
 
   void refuse_submissions();  // from now on enqueue throws
   void abandon();             // fails what has not begun, so that close is quick
-  void close();               // drains and ends the I/O thread; may be called again, and by several threads
+  void close();               // drains and ends the I/O thread; idempotent and thread-safe
 
   // Throws IoError in a forked child, which has no I/O thread.
   void check_process(const char* op) const;
   bool is_usable() const { return creator_.is_this_process(); }
 
  private:
-  struct Start;  // what the I/O thread reports when its backend is up, or why it is not
+  struct Start;  // the I/O thread's report that its backend started, or why not
   void run(const EngineOptions& options, Start& start);
   void serve(Backend& backend);
   bool must_stage(const Request& request) const;

@@ -1,4 +1,4 @@
-// Opens files and settles whether they are direct. Owns nothing beyond file.h.
+// Opens files and decides whether they are direct. Owns nothing beyond file.h.
 #include "io/file.h"
 
 #include <fcntl.h>
@@ -20,12 +20,12 @@
 namespace swapper {
 namespace {
 
-// What statx says about direct I/O, read by offset from its fixed 256-byte answer, so that building needs
-// neither headers nor a C library that know STATX_DIOALIGN (Linux 6.1).
+// The answer of statx about direct I/O, read by offset from its fixed 256-byte layout, so that building needs
+// neither headers nor a C library with STATX_DIOALIGN (Linux 6.1).
 struct DirectAlignment {
   bool known = false;
   std::uint32_t memory = 0;
-  std::uint32_t offset = 0;  // 0: this file takes no direct I/O
+  std::uint32_t offset = 0;  // 0: this file supports no direct I/O
 };
 
 DirectAlignment ask_alignment(int fd) {
@@ -61,7 +61,7 @@ int retry_interrupted(Call call) {
 File::File(std::string path, const FileOptions& options)
     : path_(std::move(path)), read_only_(options.read_only) {
   if (options.create && options.read_only) throw ConfigError("create and read_only exclude each other");
-  // Not blocking, or opening a FIFO to read would wait for somebody to write.
+  // O_NONBLOCK: opening a FIFO to read would wait for a writer.
   int flags = O_CLOEXEC | O_NONBLOCK | (options.read_only ? O_RDONLY : O_RDWR);
   if (options.create) flags |= O_CREAT | O_EXCL;
   const bool is_beneath = options.at >= 0;
@@ -84,7 +84,7 @@ void File::identify() {
   identity_ = {status.st_dev, status.st_ino};
   struct statfs filesystem{};
   in_memory_ = ::fstatfs(fd_.get(), &filesystem) == 0 && is_memory(filesystem.f_type);
-  // io_uring would take it as a wish to be told EAGAIN.
+  // With O_NONBLOCK, io_uring would return EAGAIN instead of waiting.
   const int flags = ::fcntl(fd_.get(), F_GETFL);
   if (flags < 0 || ::fcntl(fd_.get(), F_SETFL, flags & ~O_NONBLOCK) != 0) {
     throw IoError("open", path_, 0, 0, errno);
@@ -93,13 +93,13 @@ void File::identify() {
 
 void File::choose_direct(std::optional<bool> wish) {
   if (wish.has_value() && !*wish) {
-    reason_ = "buffered: asked for";
+    reason_ = "buffered: requested";
     return;
   }
   const std::string refusal = refusal_of_direct();
   if (refusal.empty()) {
     direct_ = true;
-    reason_ = wish.has_value() ? "direct: asked for" : "direct: the filesystem takes it";
+    reason_ = wish.has_value() ? "direct: requested" : "direct: the filesystem supports it";
   } else if (wish.has_value()) {
     throw IoError("open", path_, 0, 0, EINVAL, refusal);
   } else {
@@ -107,11 +107,11 @@ void File::choose_direct(std::optional<bool> wish) {
   }
 }
 
-// Switches the descriptor to direct and learns the alignments; says why not otherwise. The switch comes after
-// the open, because open(O_CREAT | O_DIRECT) on a filesystem that refuses leaves the new file behind.
+// Switches the descriptor to direct and reads the alignments; otherwise returns the reason. The switch comes
+// after the open, because open(O_CREAT | O_DIRECT) on a filesystem that refuses leaves the new file behind.
 std::string File::refusal_of_direct() {
   const DirectAlignment alignment = ask_alignment(fd_.get());
-  if (alignment.known && alignment.offset == 0) return "the filesystem takes no direct I/O on this file";
+  if (alignment.known && alignment.offset == 0) return "the filesystem supports no direct I/O on this file";
   if (alignment.known && alignment.offset > kSlotUnitBytes) {
     return "direct I/O on this file needs multiples of " + std::to_string(alignment.offset);
   }
@@ -126,7 +126,7 @@ std::string File::refusal_of_direct() {
   return "";
 }
 
-// The page cache writes back whole pages, or whole blocks of the filesystem.
+// The unit in which the page cache writes back: whole pages, or whole blocks of the filesystem.
 void File::choose_granule() {
   struct statvfs filesystem{};
   std::uint64_t block = ::fstatvfs(fd_.get(), &filesystem) == 0 ? filesystem.f_frsize : kPageBytes;
@@ -140,7 +140,7 @@ Demands File::demands() const {
   return {alignment_, granule_, memory_alignment_};
 }
 
-// By way of /proc, which leads to the same file also when its name is gone.
+// Opens by way of /proc, which leads to the same file even after its name is gone.
 void File::ready_edges() {
   std::call_once(edges_once_, [this] {
     const std::string self = "/proc/self/fd/" + std::to_string(fd_.get());
@@ -170,7 +170,7 @@ void File::allocate(std::uint64_t nbytes, std::uint64_t offset) {
   const auto begin = static_cast<off_t>(offset), length = static_cast<off_t>(nbytes);
   if (retry_interrupted([&] { return ::fallocate(fd_.get(), 0, begin, length); }) == 0) return;
   if (errno != EOPNOTSUPP) throw IoError("allocate", path_, offset, nbytes, errno);
-  // the size at least; the space may still run out later
+  // sets the size at least; the space may still run out later
   if (this->nbytes() < offset + nbytes) truncate(offset + nbytes);
 }
 

@@ -1,8 +1,8 @@
 // An open file as the engine sees it: a descriptor, whether it is direct, and the alignment that direct
-// transfers need. Which of the two it is, is decided once, at open, and the reason is kept for the user to
-// read. A direct file gets a second, buffered descriptor when the first write with an edge comes (see
-// [Note: three ways] in plan.h). Shared by the handle in Python and by every operation in flight, so that
-// closing the handle never pulls a descriptor from under the kernel. Owns the descriptors.
+// transfers need. Open decides once whether it is direct, and keeps the reason for the user. A direct file
+// gets a second, buffered descriptor at the first write with an edge ([Note: three ways] in plan.h). The
+// Python handle and every operation in flight share the file, so that closing the handle never closes a
+// descriptor in use. Owns the descriptors.
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@
 
 namespace swapper {
 
-// Which file it is, whatever descriptor or name leads to it.
+// The identity of a file, whatever descriptor or name leads to it.
 struct FileIdentity {
   dev_t device = 0;
   ino_t inode = 0;
@@ -28,7 +28,7 @@ struct FileOptions {
   bool create = false;  // O_CREAT | O_EXCL, mode 0600
   bool read_only = false;
   std::optional<bool> direct;  // none: try, and fall back to buffered
-  int at = -1;                 // a directory's descriptor: open the last part of the path in it, no link
+  int at = -1;  // a directory's descriptor: open the last part of the path in it; links are refused
 };
 
 class File {
@@ -43,21 +43,20 @@ class File {
   std::uint32_t alignment() const { return alignment_; }                // of offsets and lengths, if direct
   std::uint32_t memory_alignment() const { return memory_alignment_; }  // of addresses, if direct
 
-  // A transfer is copying by the kernel, on whatever thread submits it: the file is buffered, or lies in
-  // memory altogether.
+  // True if the kernel copies, on whatever thread submits: the file is buffered, or lies in memory.
   bool is_copied() const { return !direct_ || in_memory_; }
   bool in_memory() const { return in_memory_; }
 
   std::uint32_t granule() const { return granule_; }  // of direct writes, if direct
-  Demands demands() const;                            // of the descriptor `fd`
+  Demands demands() const;                            // on transfers by the descriptor `fd`
   const FileIdentity& identity() const { return identity_; }
 
-  // The buffered descriptor, which ready_edges must have opened before. Throws IoError.
+  // The buffered descriptor. Requires ready_edges first. Throws IoError.
   void ready_edges();
   int edge_fd() const { return edge_fd_.get(); }
 
   std::uint64_t nbytes() const;
-  void allocate(std::uint64_t nbytes, std::uint64_t offset = 0);  // space for a range of the file
+  void allocate(std::uint64_t nbytes, std::uint64_t offset = 0);  // reserves space for a range of the file
   void truncate(std::uint64_t nbytes);
   void sync();
 

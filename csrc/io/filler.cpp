@@ -1,4 +1,4 @@
-// Filling absent pages of files in memory. Owns nothing beyond filler.h.
+// Fills absent pages of files in memory. Owns nothing beyond filler.h.
 #include "io/filler.h"
 
 #include <fcntl.h>
@@ -15,10 +15,10 @@
 namespace swapper {
 namespace {
 
-constexpr std::uint64_t kLeastBytes = std::uint64_t{64} << 10;  // less is not worth a mapping
+constexpr std::uint64_t kMinBytes = std::uint64_t{64} << 10;  // below this, mapping costs more than it saves
 constexpr int kUserModeOnly = 1;  // UFFD_USER_MODE_ONLY, Linux 5.11: needs no privilege
 
-// A mapping of a stretch of a file, for as long as it lives.
+// A mapping of a range of a file, unmapped by its destructor.
 class Mapping {
  public:
   Mapping(int fd, std::uint64_t offset, std::uint64_t nbytes)
@@ -49,7 +49,7 @@ Filler::Filler() : faults_(static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC
 
 std::uint64_t Filler::fill(int fd, std::uint64_t offset, const std::byte* address, std::uint64_t nbytes) {
   const std::uint64_t whole = align_down(nbytes, kPageBytes);
-  if (!faults_ || whole < kLeastBytes || !is_aligned(offset, kPageBytes)) return 0;
+  if (!faults_ || whole < kMinBytes || !is_aligned(offset, kPageBytes)) return 0;
   const Mapping mapping(fd, offset, whole);
   if (!mapping) return 0;
   uffdio_register range{};

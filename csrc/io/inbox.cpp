@@ -1,4 +1,4 @@
-// The inbox's few critical sections. Owns nothing beyond inbox.h.
+// Implements the inbox's few critical sections. Owns nothing beyond inbox.h.
 #include "io/inbox.h"
 
 #include <iterator>

@@ -1,7 +1,7 @@
-// The door between the threads that submit and the one I/O thread: a bounded queue, the count of what is
-// unfinished, and the bell that wakes the I/O thread where it sleeps. Bounded, because a submitter that never
-// waits must not fill the memory. One mutex, held for moments; the bell is rung under it, so that the backend
-// cannot be gone by then. Owns the operations until the I/O thread takes them.
+// Connects the submitting threads to the one I/O thread: a bounded queue, the count of unfinished operations,
+// and the call that wakes the I/O thread. Bounded, because a submitter that never waits must not fill the
+// memory. One mutex, held for moments; the backend is woken under it, so that it cannot be destroyed
+// meanwhile. Owns the operations until the I/O thread takes them.
 #pragma once
 
 #include <atomic>
@@ -25,26 +25,26 @@ class Inbox {
 
   enum class Push : std::uint8_t { taken, full, closed };
 
-  // Submitting threads.
-  Push push(const std::shared_ptr<Op>& op, Clock::duration patience);  // full: no room came up in that time
+  // For submitting threads.
+  Push push(const std::shared_ptr<Op>& op, Clock::duration patience);  // full: no space within that time
   bool wait_until_drained(Clock::duration patience);
   std::uint64_t in_flight() const { return in_flight_.load(std::memory_order_acquire); }
   void close();    // later pushes are refused
-  void stop();     // the I/O thread may leave once all is finished
-  void abandon();  // what has not been handed to the backend shall fail instead
+  void stop();     // the I/O thread may exit once all is finished
+  void abandon();  // fails what has not been handed to the backend
   bool is_closed();
 
-  // Any thread that finishes a ticket for which an operation here waited.
+  // For any thread that finishes a ticket for which an operation here waited.
   void release(std::shared_ptr<Op> op);
 
-  // The I/O thread.
+  // For the I/O thread.
   void set_bell(std::function<void()> bell);
   void take(Ops& ops);  // appends all that arrived
-  // True: nothing arrived, and the bell will ring when something does. `full`: no new operation could begin
-  // before a result comes, which ends the sleep anyway; so they do not ring.
+  // True: nothing arrived, and the next arrival wakes the thread. `full`: no new operation could begin before
+  // a result arrives, which ends the sleep anyway; then new operations wake nobody.
   bool may_sleep(bool full);
   void note_started();  // an operation no longer waits
-  void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket says so
+  void note_finishing() { in_flight_.fetch_sub(1, std::memory_order_acq_rel); }  // before its ticket finishes
   void note_finished();                                                          // after
   bool may_leave();
   bool is_abandoned();

@@ -1,7 +1,7 @@
-// An operation: one transfer between a range of a file and a range of memory, as somebody asked for it. Made
-// by the submitting thread, handed over through the inbox, and from then on touched by the engine's I/O
-// thread alone; what the rest of the world sees of it is its ticket. Owns a share of its file, so that the
-// descriptor outlives the transfer, and of its memory, where that is an arena's or a window's.
+// An operation: one requested transfer between a range of a file and a range of memory. The submitting thread
+// makes it and hands it over through the inbox; from then on only the engine's I/O thread touches it, and
+// others see its ticket. Shares ownership of its file, so that the descriptor outlives the transfer, and of
+// its memory, if that is an arena or a window.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct Request {
   bool checksum = false;
   std::shared_ptr<Ticket> after;                         // may be empty
   std::shared_ptr<const OwnedRange> owner = nullptr;     // of memory that is swapper's own: held to the end
-  std::optional<std::uint32_t> expected = std::nullopt;  // CRC-32 of what is read: with another one it fails
+  std::optional<std::uint32_t> expected = std::nullopt;  // CRC-32 that a read must have
 };
 
 struct PieceChecksum {
@@ -37,7 +37,7 @@ struct PieceChecksum {
   std::uint64_t nbytes = 0;
 };
 
-// What debug mode remembers of an operation's memory; see watch.h.
+// What debug mode records about an operation's memory; see watch.h.
 struct Watch {
   bool wanted = false;
   bool begun = false;
@@ -61,13 +61,13 @@ struct Op {
 
   Request request;
   std::shared_ptr<Ticket> ticket;
-  std::uint64_t sequence = 0;  // order of submission, given by the inbox
+  std::uint64_t sequence = 0;  // order of submission, assigned by the inbox
 
   Cutter cutter;
   Watch watch;
   bool started = false;
   bool finished = false;
-  std::uint32_t outstanding = 0;  // pieces on their way, and pieces still to be checksummed
+  std::uint32_t outstanding = 0;  // pieces in flight, and pieces still to be checksummed
   std::optional<IoError> error;   // the first one
   std::vector<PieceChecksum> checksums;
 };

@@ -1,4 +1,4 @@
-// The arithmetic of plan.h. Owns nothing.
+// Implements the arithmetic of plan.h. Owns nothing.
 #include "io/plan.h"
 
 #include <algorithm>

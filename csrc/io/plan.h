@@ -1,18 +1,16 @@
-// How a request is cut into pieces, and which way each piece takes. Pure: numbers in, numbers out. Owns
-// nothing.
+// Cuts a request into pieces, and chooses a way for each. Pure functions of numbers. Owns nothing.
 //
-// [Note: three ways] A direct file takes sectors, from and into aligned memory. What fits goes that way,
-// plain. A read that does not fit is rounded out to sectors and goes by way of a slot (staging.h), and so
-// does the middle of a write whose memory is not aligned. What is left are the edges of a write: bytes that
-// share a sector with others. Reading that sector, patching and writing it back would lose what another
-// operation, engine or process writes there in between, and at the end of the file it would leave the wrong
-// size. So edges go through a second, buffered descriptor, where the kernel patches under its own lock and
-// sets the exact size. The page cache and direct I/O must then never meet: the cache writes whole blocks
-// back, and would put old bytes over what a direct write has just brought. Therefore a direct write is made
-// of whole granules (a page or a block of the filesystem, whichever is larger) and edges are everything
-// outside of them; the scheduler lets no direct write and no edge into one granule at one time; and an edge
-// is flushed to the drive before its piece has finished, which also brings the drive's errors to light. See
-// docs/decisions/edges-of-writes.md.
+// [Note: three ways] A direct file transfers whole sectors, from and into aligned memory. What fits goes that
+// way, plain. A read that does not fit is rounded out to sectors and staged in a slot (staging.h); so is the
+// middle of a write whose memory is not aligned. The edges of a write remain: bytes that share a sector with
+// others. Reading that sector, patching it and writing it back would lose what another operation, engine or
+// process writes there meanwhile, and would leave the wrong size at the end of the file. So edges go through
+// a second, buffered descriptor: the kernel patches under its own lock and sets the exact size. The page
+// cache and direct I/O must then never overlap: the cache writes whole blocks back, and would overwrite new
+// direct bytes with old ones. Therefore a direct write consists of whole granules (a page or a block of the
+// filesystem, whichever is larger), and edges are everything outside of them; the scheduler never has a
+// direct write and an edge in one granule at the same time; and an edge is flushed to the drive before its
+// piece finishes, which also reports the drive's errors. See docs/decisions/edges-of-writes.md.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +19,7 @@
 
 namespace swapper {
 
-// A slot's size is a multiple of this, and no direct file's sector or granule is larger.
+// The unit of a slot's size; no direct file's sector or granule is larger.
 inline constexpr std::uint64_t kSlotUnitBytes = std::uint64_t{64} << 10;
 
 enum class Way : std::uint8_t { plain, staged, edge };
@@ -33,7 +31,7 @@ struct Piece {
   Way way = Way::plain;
 };
 
-// What a file demands of transfers. All are powers of two, and 1 for a buffered file.
+// A file's requirements on transfers. All are powers of two, and 1 for a buffered file.
 struct Demands {
   std::uint32_t sector = 1;   // offsets and lengths
   std::uint32_t granule = 1;  // offsets and lengths of direct writes: whole sectors
@@ -45,8 +43,8 @@ struct PieceSizes {
   std::uint64_t staged = 0;  // what fits into a slot: whole sectors
 };
 
-// An operation as it will be cut: [0, head) and [body_end, nbytes) are a piece each if there is anything in
-// them; the body between is cut into steps, the first of them shorter by `phase`.
+// An operation as it will be cut. [0, head) and [body_end, nbytes) are one piece each, unless empty; the body
+// between is cut into steps, the first of them shorter by `phase`.
 struct Plan {
   std::uint64_t nbytes = 0;
   std::uint64_t head = 0;

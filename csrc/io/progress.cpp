@@ -1,7 +1,7 @@
-// The rules of progress.h. The one that is easily got wrong: a direct transfer may end between two sectors
-// (at the end of a file whose size is no multiple of a sector, or when a drive gives up half-way). It cannot
-// go on from there, so it goes back to the sector boundary below and transfers those bytes again; only if
-// that brings nothing new has the file ended.
+// Implements the rules of progress.h. The subtle one: a direct transfer may end between two sectors (at the
+// end of a file whose size is no multiple of a sector, or when a drive gives up half-way). It cannot continue
+// from there, so it returns to the sector boundary below and transfers those bytes again; the file has ended
+// only if that transfers nothing new.
 #include "io/progress.h"
 
 #include <cerrno>
@@ -23,7 +23,7 @@ Step PieceProgress::interrupted(int error_number) {
 
 Step PieceProgress::stalled() {
   if (direction_ == Direction::read) return fail(0, "unexpected end of file");
-  return fail(EIO, "the file takes no more bytes, without saying why");
+  return fail(EIO, "the file accepts no more bytes, and the kernel gives no reason");
 }
 
 Step PieceProgress::advance(std::int64_t result) {

@@ -1,6 +1,5 @@
-// How far a piece of an operation has come: judging what the kernel says about it. Pure: no system calls, no
-// threads, no clocks, so that short transfers, ends of files and error numbers can be tested by feeding
-// numbers in. Owns nothing.
+// Judges the results of a piece's transfers and tracks how far it is. Pure: no system calls, no threads, no
+// clocks, so that tests feed it numbers for short transfers, ends of files and errors. Owns nothing.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +30,7 @@ class PieceProgress {
  public:
   PieceProgress() = default;
   // `alignment` is what the file's offsets need: 1 for a buffered file. Of a read that was rounded out to
-  // sectors only the first `needed` bytes must come: the file may end behind them.
+  // sectors only the first `needed` bytes must arrive: the file may end behind them.
   PieceProgress(Direction direction, std::uint64_t nbytes, std::uint32_t alignment, std::uint64_t needed)
       : direction_(direction), alignment_(alignment), nbytes_(nbytes), needed_(needed) {}
   PieceProgress(Direction direction, std::uint64_t nbytes, std::uint32_t alignment)
@@ -51,7 +50,7 @@ class PieceProgress {
   Step interrupted(int error_number);
   Step stalled();
 
-  // A result of "try again" repeated this often, with no byte moved in between, is an error.
+  // Repeats of "try again", with no byte transferred in between, after which it is an error.
   static constexpr int kPatience = 1000;
 
   Direction direction_ = Direction::read;
@@ -61,8 +60,8 @@ class PieceProgress {
   const char* detail_ = "";
   std::uint64_t nbytes_ = 0;
   std::uint64_t needed_ = 0;
-  std::uint64_t begin_ = 0;        // where the next transfer starts: aligned
-  std::uint64_t transferred_ = 0;  // the furthest byte reached: may lie up to an alignment beyond begin_
+  std::uint64_t begin_ = 0;        // aligned start of the next transfer
+  std::uint64_t transferred_ = 0;  // the furthest byte reached; may lie up to an alignment beyond begin_
 };
 
 }  // namespace swapper

@@ -1,5 +1,5 @@
-// The life of an operation on the I/O thread: accepted, ready, cut, copied if need be and handed over,
-// completed, checksummed, finished. Owns nothing beyond scheduler.h.
+// Moves an operation through its life on the I/O thread: accepted, ready, cut, copied if needed and
+// submitted, completed, checksummed, finished. Owns nothing beyond scheduler.h.
 #include "io/scheduler.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr char kAbandoned[] = "cancelled: the program ended";
 
 constexpr char kCancelled[] = "cancelled before it began";
 
-// What work() does before it looks after the backend again.
+// Bytes that work() processes before it returns to the backend.
 constexpr std::uint64_t kWorkBytes = std::uint64_t{256} << 10;
 
 std::uint32_t combined_checksum(const Op& op) {
@@ -66,13 +66,13 @@ void Scheduler::accept(std::vector<OpPtr>& ops) {
 }
 
 void Scheduler::accept_one(OpPtr op) {
-  if (op->finished) return;  // called off before, and now what it waited for has finished too
+  if (op->finished) return;  // called off before; now its dependency has finished too
   if (op->ticket->cancelled()) {
     drop_cancelled(*op);
     return;
   }
   if (op->request.after) {
-    if (op->request.after->subscribe(inbox_, op)) return;  // it comes back through the inbox
+    if (op->request.after->subscribe(inbox_, op)) return;  // it returns through the inbox
     const bool failed = op->request.after->error().has_value();
     op->request.after.reset();
     if (failed) fail(*op, op->error_at(0, 0, "cancelled: the operation it waited for failed"));
@@ -120,7 +120,7 @@ bool Scheduler::can_start(Direction direction) const {
   return staging_.has_free() && staged_[index_of(direction)] < limit;
 }
 
-// True if an edge and a direct write would be under way in one granule. See [Note: three ways].
+// True if an edge and a direct write would be in flight in one granule. See [Note: three ways].
 bool Scheduler::meets_an_edge(const Op& op, const Piece& piece) const {
   const File& file = *op.request.file;
   const bool edge = piece.way == Way::edge;
@@ -129,8 +129,7 @@ bool Scheduler::meets_an_edge(const Op& op, const Piece& piece) const {
   const std::uint64_t end = align_up(op.request.offset + piece.begin + piece.nbytes, file.granule());
   return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) {
     if (!slot.op || slot.op->request.direction == Direction::read) return false;
-    if ((slot.piece.way == Way::edge) == edge)
-      return false;  // edges among each other are the kernel's affair
+    if ((slot.piece.way == Way::edge) == edge) return false;  // the kernel orders edges among each other
     const std::uint64_t other = slot.op->request.offset + slot.piece.begin;
     return slot.op->request.file->identity() == file.identity() &&
            overlap(begin, end, align_down(other, file.granule()),
@@ -186,7 +185,7 @@ void Scheduler::start_piece(Direction direction) {
   }
 }
 
-// Where the transfer goes, in the file and in memory. A staged piece is rounded out to sectors.
+// The range of the transfer, in the file and in memory. A staged piece is rounded out to sectors.
 void Scheduler::place(Slot& slot) {
   const Request& request = slot.op->request;
   const std::uint32_t sector = slot.piece.way == Way::edge ? 1 : request.file->demands().sector;
@@ -235,7 +234,7 @@ void Scheduler::complete_one(const Completion& completion) {
   const std::uint32_t number = completion.slot;
   SWAPPER_CHECK(number < slots_.size() && slots_[number].op, "a result for no piece");
   Slot& slot = slots_[number];
-  check_addressable(slot.address, slot.piece.nbytes);  // it was the transfer's to the end
+  check_addressable(slot.address, slot.piece.nbytes);  // allocated until the end of the transfer
   const Step step = judge(slot, completion.result);
   if (step == Step::again && !slot.op->error) {
     hand_over(number);
@@ -249,7 +248,7 @@ void Scheduler::complete_one(const Completion& completion) {
 
 Step Scheduler::judge(Slot& slot, std::int64_t result) {
   if (slot.flushing) {
-    // Files that are always where they belong do not know the call.
+    // Filesystems in memory do not implement the call.
     if (result == 0 || result == -ESPIPE || result == -ENOSYS) return Step::finished;
     return slot.progress.advance(result);
   }
@@ -342,7 +341,7 @@ void Scheduler::release(std::uint32_t number) {
   finish_if_done(*op);
 }
 
-// The first error stays; pieces not yet handed over never will be, those at the backend are waited for.
+// Keeps the first error. Pieces not yet submitted never will be; those at the backend are waited for.
 void Scheduler::fail(Op& op, IoError error) {
   if (!op.error) op.error = std::move(error);
   ready_[index_of(op.request.direction)].erase(op.sequence);

@@ -1,4 +1,4 @@
-// Slots are as large as pieces, but not so large that a copy leaves the cache before the kernel reads it.
+// Makes slots as large as pieces, but small enough that a copy stays in the cache until the kernel reads it.
 // Owns nothing beyond staging.h.
 #include "io/staging.h"
 
@@ -10,9 +10,9 @@
 namespace swapper {
 
 StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, std::uint32_t depth) {
-  constexpr std::uint64_t kMostSlotBytes = std::uint64_t{1} << 20;
+  constexpr std::uint64_t kMaxSlotBytes = std::uint64_t{1} << 20;
   StagingOptions options;
-  options.slot_bytes = std::min(align_up(piece_bytes, kSlotUnitBytes), kMostSlotBytes);
+  options.slot_bytes = std::min(align_up(piece_bytes, kSlotUnitBytes), kMaxSlotBytes);
   options.slot_bytes = std::min(options.slot_bytes, align_down(nbytes / 2, kSlotUnitBytes));
   const std::uint64_t most = std::min<std::uint64_t>(nbytes / options.slot_bytes, depth);
   options.slots = static_cast<std::uint32_t>(std::max<std::uint64_t>(most, 2));

@@ -1,7 +1,7 @@
-// The ring of slots through which transfers go that the file cannot take as they are (see [Note: three
-// ways]). Bounded, so that memory stays the same whatever is asked for; taken when the first transfer needs
-// it, because most engines never do. It is an arena: shared memory that forked children do not inherit.
-// Lives on the I/O thread; only `nbytes` may be asked by others. Owns the memory.
+// The ring of slots for transfers that a file does not accept as they are ([Note: three ways]). Bounded, so
+// that its memory does not grow with requests; allocated at the first such transfer, since most engines have
+// none. It is an arena: shared memory that forked children do not inherit. Lives on the I/O thread; other
+// threads may only read `nbytes`. Owns the memory.
 #pragma once
 
 #include <atomic>
@@ -21,7 +21,7 @@ struct StagingOptions {
   std::uint32_t slots = 2;
 };
 
-// The slots for an engine of `depth` pieces of `piece_bytes` that may take `nbytes` of memory for them.
+// The slots for an engine of `depth` pieces of `piece_bytes`, limited to `nbytes` of memory.
 StagingOptions choose_staging(std::uint64_t nbytes, std::uint64_t piece_bytes, std::uint32_t depth);
 
 class Staging {
@@ -42,7 +42,8 @@ class Staging {
   std::atomic<std::uint64_t>& nbytes_;
   std::uint32_t free_;
   std::unique_ptr<Arena> memory_;
-  std::vector<std::byte*> idle_;  // once there is memory; last given, first taken: it is in the cache
+  std::vector<std::byte*>
+      idle_;  // empty until the memory is allocated; last in, first out, as it is in the cache
 };
 
 }  // namespace swapper

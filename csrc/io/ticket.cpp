@@ -1,4 +1,4 @@
-// Waiting for tickets and finishing them. Owns nothing beyond ticket.h.
+// Waits for tickets and finishes them. Owns nothing beyond ticket.h.
 #include "io/ticket.h"
 
 #include <fcntl.h>
@@ -13,13 +13,13 @@
 namespace swapper {
 namespace {
 
-// A full eventfd is ringing already, and a write to it could wait for good: the I/O thread must not.
+// A full eventfd is signaled already, and a write to it could block forever: the I/O thread must not.
 void ring(const UniqueFd& listener) {
   pollfd room{listener.get(), POLLOUT, 0};
   if (::poll(&room, 1, 0) <= 0) return;
   const std::uint64_t one = 1;
   const ssize_t written = ::write(listener.get(), &one, sizeof one);
-  static_cast<void>(written);  // what fails is the listener's affair
+  static_cast<void>(written);  // a failure concerns only the listener
 }
 
 }  // namespace
@@ -85,7 +85,7 @@ void Ticket::finish(std::optional<IoError> error, std::uint32_t crc32) {
     subscriptions.swap(subscriptions_);
     listeners.swap(listeners_);
   }
-  changed_.notify_all();  // who wakes finds the mutex free; the caller keeps the ticket alive
+  changed_.notify_all();  // a woken thread finds the mutex free; the caller keeps the ticket alive
   for (Subscription& each : subscriptions) each.inbox->release(std::move(each.op));
   for (const UniqueFd& listener : listeners) ring(listener);
 }

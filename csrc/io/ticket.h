@@ -1,8 +1,8 @@
-// A ticket: the completion of one operation, seen from outside. Written once by the I/O thread, read by
-// anybody: asking `finished()` takes no lock, because the pager asks all the time. Also the place where
-// operations that wait for this one (after=) leave word, which may belong to another engine, and event loops
-// (notify). Whether the operation may begin or is called off is settled here, by whoever comes first. Owns
-// the error, if there was one.
+// A ticket: the completion of one operation, seen from outside. The I/O thread writes it once; any thread
+// reads it. `finished()` takes no lock, because the pager calls it all the time. Operations that wait for
+// this one (after=), which may belong to another engine, and event loops (notify) register here. A ticket
+// also decides whether the operation begins or is called off, whichever comes first. Owns the error, if there
+// is one.
 #pragma once
 
 #include <atomic>
@@ -41,10 +41,10 @@ class Ticket {
   bool has_checksum() const { return checksum_; }
   Clock::time_point submitted() const { return submitted_; }
 
-  // False in a forked child, where nobody will finish it.
+  // False in a forked child, where no thread will finish it.
   bool is_usable() const { return creator_.is_this_process(); }
 
-  // Of a finished ticket only.
+  // Only for a finished ticket.
   const std::optional<IoError>& error() const { return error_; }
   std::uint32_t crc32() const { return crc32_; }
   Clock::time_point completed() const { return completed_; }
@@ -55,7 +55,8 @@ class Ticket {
     return {ticket, &ticket->outcome_};
   }
 
-  // Hands `op` back to `inbox` when this ticket finishes. False if it already has, and then nothing is kept.
+  // Hands `op` back to `inbox` when this ticket finishes. Returns false, and keeps nothing, if it has
+  // finished.
   bool subscribe(std::shared_ptr<Inbox> inbox, std::shared_ptr<Op> op);
 
   // Calls the operation off if it has not begun; true if it is called off. It finishes a little later.
@@ -66,13 +67,13 @@ class Ticket {
   // Throws IoError.
   void notify(int fd);
 
-  // By the engine, before the operation is enqueued: where to send word that it is called off.
+  // Called by the engine before the operation is enqueued: the inbox to notify when it is called off.
   void attach(std::weak_ptr<Inbox> inbox, std::weak_ptr<Op> op);
 
-  // By the I/O thread, before it touches anything: false if the operation is called off.
+  // Called by the I/O thread before it begins: false if the operation is called off.
   bool claim();
 
-  // Once, by the I/O thread that did the work.
+  // Called once, by the I/O thread that did the work.
   void finish(std::optional<IoError> error, std::uint32_t crc32);
 
  private:

@@ -1,6 +1,6 @@
-// The part of the kernel's io_uring interface that swapper uses, stated here rather than taken from
-// linux/io_uring.h: the layout is fixed for ever, while the headers on build machines (manylinux images) are
-// older than the kernels that run. Names are the kernel's without their prefixes. Owns nothing.
+// Declares the part of the kernel's io_uring interface that swapper uses, instead of including
+// linux/io_uring.h: the layout never changes, but the headers on build machines (manylinux images) are older
+// than the kernels that run. Names are the kernel's without their prefixes. Owns nothing.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ inline constexpr std::uint32_t kUnregisterBuffers = 1;
 inline constexpr std::uint32_t kRegisterProbe = 8;
 inline constexpr std::uint32_t kRegisterBuffersUpdate = 16;  // 5.13
 
-inline constexpr std::uint8_t kAsync = 1u << 4;  // a submission's flag: by a thread of the kernel's
+inline constexpr std::uint8_t kAsync = 1u << 4;  // a submission's flag: a kernel thread does it
 
 enum Opcode : std::uint8_t {
   kNop = 0,

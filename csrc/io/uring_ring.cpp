@@ -1,5 +1,5 @@
-// Setting up, entering and reading an io_uring. Only the ends of the rings are shared with the kernel: what
-// it writes is read with acquire, what we write is published with release. Owns nothing beyond uring_ring.h.
+// Sets up, enters and reads an io_uring. Only the ends of the rings are shared with the kernel: its writes
+// are read with acquire, ours are published with release. Owns nothing beyond uring_ring.h.
 #include "io/uring_ring.h"
 
 #include <sys/mman.h>
@@ -24,7 +24,7 @@ std::uint32_t& word_at(std::byte* rings, std::uint32_t offset) {
   return *reinterpret_cast<std::uint32_t*>(rings + offset);
 }
 
-// Best first: completions run when we ask for them (6.1), at the next system call (5.19), at once.
+// Best first: completions run when we ask for them (6.1), at the next system call (5.19), or at once.
 constexpr std::uint32_t kFlagChoices[] = {kSetupSingleIssuer | kSetupDeferTaskrun | kSetupSubmitAll,
                                           kSetupCoopTaskrun | kSetupSubmitAll, 0};
 
@@ -100,7 +100,7 @@ int Ring::register_with(std::uint32_t opcode, const void* argument, std::uint32_
 }
 
 void Ring::push(const Submission& submission) {
-  const std::uint32_t tail = word_at(rings_, params_.sq.tail);  // written by us alone
+  const std::uint32_t tail = word_at(rings_, params_.sq.tail);  // written by this thread only
   const std::uint32_t head = Word(word_at(rings_, params_.sq.head)).load(std::memory_order_acquire);
   SWAPPER_CHECK(tail - head < params_.sq_entries, "the submission ring is full");
   submissions_[tail & (params_.sq_entries - 1)] = submission;
@@ -115,13 +115,13 @@ void Ring::enter(bool wait) {
     unsubmitted_ -= static_cast<std::uint32_t>(taken);
     return;
   }
-  // No memory for a request just now, or completions must be taken first: the caller reaps and enters again.
+  // No memory for a request now, or completions must be taken first: the caller reaps and enters again.
   if (errno == EINTR || errno == EAGAIN || errno == EBUSY) return;
   throw IoError("io_uring_enter", "", 0, 0, errno);
 }
 
 bool Ring::pop(CompletionEntry& entry) {
-  const std::uint32_t head = word_at(rings_, params_.cq.head);  // written by us alone
+  const std::uint32_t head = word_at(rings_, params_.cq.head);  // written by this thread only
   if (head == Word(word_at(rings_, params_.cq.tail)).load(std::memory_order_acquire)) return false;
   const auto* entries = reinterpret_cast<const CompletionEntry*>(rings_ + params_.cq.entries);
   entry = entries[head & (params_.cq_entries - 1)];

@@ -13,7 +13,7 @@ namespace swapper::uring {
 
 class Ring {
  public:
-  // Room for `entries` requests in flight. Throws BackendUnavailable if the kernel refuses.
+  // Makes space for `entries` requests in flight. Throws BackendUnavailable if the kernel refuses.
   explicit Ring(std::uint32_t entries);
   ~Ring();
   Ring(const Ring&) = delete;
@@ -22,12 +22,12 @@ class Ring {
   std::uint32_t setup_flags() const { return setup_flags_; }
   bool supports(std::span<const Opcode> opcodes) const;
   int register_with(std::uint32_t opcode, const void* argument,
-                    std::uint32_t count);  // 0, or a negative errno
+                    std::uint32_t count);  // 0 or a negative errno
 
-  // Adds a request. There is always room as long as no more than `entries` are open.
+  // Adds a request. There is space as long as at most `entries` are open.
   void push(const Submission& submission);
 
-  // Gives the kernel what was pushed and, if `wait`, sleeps until there is a completion. Throws IoError.
+  // Submits what was pushed and, with `wait`, sleeps until there is a completion. Throws IoError.
   void enter(bool wait);
 
   // Takes the next completion; false if there is none.

@@ -1,4 +1,4 @@
-// The checks of debug mode. Owns nothing.
+// Implements the checks of debug mode. Owns nothing.
 #include "io/watch.h"
 
 #include <cstring>
@@ -24,7 +24,7 @@ void begin_watch(Op& op) {
   }
 }
 
-// Each byte equals the one behind it, and the first is the pattern's.
+// True if the first byte is the pattern's and each byte equals the next.
 bool is_untouched(const std::byte* address, std::uint64_t nbytes) {
   return nbytes == 0 ||
          (address[0] == std::byte{kPattern} && std::memcmp(address, address + 1, nbytes - 1) == 0);

@@ -1,6 +1,5 @@
-// Makes and frees the arena's mapping. Huge pages and locking are asked for and not insisted on: an ordinary
-// user may lock 8 MiB by default, and a machine may have no contiguous memory left. Owns nothing beyond
-// arena.h.
+// Makes and frees the arena's mapping. Huge pages and locking are optional: an ordinary user may lock only 8
+// MiB by default, and a machine may have no contiguous memory left. Owns nothing beyond arena.h.
 #include "memory/arena.h"
 
 #include <fcntl.h>
@@ -20,13 +19,14 @@ namespace swapper {
 void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages) {
   const int result = ::madvise(address, nbytes, MADV_DONTFORK);
   SWAPPER_CHECK(result == 0, "MADV_DONTFORK on our own mapping failed");
-  if (huge_pages) static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));  // refused where switched off
+  if (huge_pages)
+    static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));  // fails where huge pages are switched off
 }
 
 void release_memory(std::byte* address, std::uint64_t nbytes) {
   static_cast<void>(::mmap(address, nbytes, PROT_NONE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-                           0));  // refused for want of mappings: it goes with the arena
+                           0));  // fails for lack of mappings: then it goes with the arena
 }
 
 Arena::Arena(const ArenaOptions& options)
@@ -37,17 +37,17 @@ Arena::Arena(const ArenaOptions& options)
   }
   map();
   if (!options.lock || is_off("mlock")) {
-    lock_reason_ = options.lock ? "locking is off (SWAPPER_OFF=mlock)" : "locking was not asked for";
+    lock_reason_ = options.lock ? "locking is off (SWAPPER_OFF=mlock)" : "locking was not requested";
   } else if (::mlock2(address(), nbytes_, MLOCK_ONFAULT) != 0) {
-    unlock(errno);  // said before any memory is taken
+    unlock(errno);  // known before any memory is taken
   }
-  taking_ = std::make_unique<Taking>(address(), nbytes_, memfd_.get(),
-                                     TakingOptions{huge_pages_, locked(), options.filled_once});
-  taking_->take(options.head_bytes);
+  prefault_ = std::make_unique<Prefault>(address(), nbytes_, memfd_.get(),
+                                         PrefaultOptions{huge_pages_, locked(), options.filled_once});
+  prefault_->prefault(options.head_bytes);
 }
 
-void Arena::take_the_rest() {
-  if (taken_bytes() < nbytes_) taking_->take_the_rest();
+void Arena::prefault_rest() {
+  if (populated_bytes() < nbytes_) prefault_->prefault_rest();
 }
 
 bool Arena::locked() const {
@@ -65,7 +65,7 @@ void Arena::map() {
   if (::ftruncate(memfd_.get(), static_cast<off_t>(nbytes_)) != 0) {
     throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
   }
-  static_cast<void>(::fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_GROW));  // nothing is ever taken beyond its end
+  static_cast<void>(::fcntl(memfd_.get(), F_ADD_SEALS, F_SEAL_GROW));  // it never needs to grow
   range_ = OwnedRange::reserve(nbytes_);
   void* mapped = ::mmap(address(), nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, memfd_.get(), 0);
   if (mapped == MAP_FAILED) throw IoError("mmap", "memfd:swapper-arena", 0, nbytes_, errno);
@@ -84,7 +84,7 @@ void Arena::unlock(int code) {
 }
 
 void Arena::copy_out(std::byte* place, std::uint64_t offset, std::uint64_t nbytes) {
-  constexpr std::uint64_t kStepBytes = 4 << 20;  // so much more memory is in use meanwhile
+  constexpr std::uint64_t kStepBytes = 4 << 20;  // bytes; the extra memory in use while copying
   for (std::uint64_t done = 0; done < nbytes; done += kStepBytes) {
     const std::uint64_t step = std::min(kStepBytes, nbytes - done);
     const std::uint64_t at = offset + done;
@@ -102,15 +102,15 @@ void Arena::copy_out(std::byte* place, std::uint64_t offset, std::uint64_t nbyte
 }
 
 void Arena::retire() {
-  taking_->stop();
+  prefault_->stop();
   if (::ftruncate(memfd_.get(), 0) != 0) {
     throw IoError("ftruncate", "memfd:swapper-arena", 0, nbytes_, errno);
   }
 }
 
 Arena::~Arena() {
-  // In a forked child its threads do not exist. See Creator.
-  if (!creator_.is_this_process()) static_cast<void>(taking_.release());
+  // In a forked child the threads do not exist. See Creator.
+  if (!creator_.is_this_process()) static_cast<void>(prefault_.release());
 }
 
 }  // namespace swapper

@@ -1,8 +1,8 @@
-// The arena: all host memory that swapper transfers from and into, taken once. It is one shared mapping of a
-// memfd, for three reasons: open(2) forbids direct I/O into private mappings while the process may fork; the
-// same pages can be mapped a second time into a window (window.h), so that a read goes from the drive
-// straight to where the kernels of torch look; and a fixed mapping can be locked and registered once. Owns
-// the memfd and the mapping; the mapping stays until transfers that are under way with it are done.
+// The arena: all host memory that swapper transfers from and into, allocated once. It is one shared mapping
+// of a memfd, for three reasons: open(2) forbids direct I/O into private mappings while the process may fork;
+// the same pages can be mapped a second time into a window (window.h), so that a read goes from the drive
+// straight to the memory of the tensors; and a fixed mapping can be locked and registered once. Owns the
+// memfd and the mapping; the mapping stays until transfers in flight are done with it.
 #pragma once
 
 #include <chrono>
@@ -16,17 +16,17 @@
 #include "base/fd.h"
 #include "base/process.h"
 #include "memory/owned.h"
-#include "memory/taking.h"
+#include "memory/prefault.h"
 
 namespace swapper {
 
 struct ArenaOptions {
   std::uint64_t nbytes = 0;
   std::uint64_t head_bytes =
-      std::numeric_limits<std::uint64_t>::max();  // taken at once; take_the_rest for more
+      std::numeric_limits<std::uint64_t>::max();  // populated at once; prefault_rest populates the others
   bool lock = true;
-  bool huge_pages = true;    // for as much of it as is a whole one; see [Note: huge pages by collapse]
-  bool filled_once = false;  // but not where they are dear; see [Note: dear huge pages]
+  bool huge_pages = true;    // wherever a whole one fits; see [Note: huge pages by collapse]
+  bool filled_once = false;  // skip huge pages where they are expensive; see [Note: expensive huge pages]
 };
 
 class Arena {
@@ -39,26 +39,27 @@ class Arena {
   std::byte* address() const { return range_->address(); }
   std::uint64_t nbytes() const { return nbytes_; }
   bool huge_pages() const { return huge_pages_; }
-  std::uint64_t huge_bytes() const { return taking_->huge_bytes(); }  // of nbytes, those that got huge pages
+  std::uint64_t huge_bytes() const { return prefault_->huge_bytes(); }  // bytes that lie in huge pages
   bool locked() const;
   std::string lock_reason() const;
   int memfd() const { return memfd_.get(); }
 
-  // Has a thread take what is beyond the head. Memory may be used before: it is then taken as it is touched.
-  void take_the_rest();
-  std::uint64_t taken_bytes() const { return taking_->taken_bytes(); }
-  // Waits until the first `nbytes` bytes are taken: false if they are not in time. Throws IoError if the
+  // Starts a thread that populates the memory beyond the head. Memory may be used before: a touch populates
+  // it.
+  void prefault_rest();
+  std::uint64_t populated_bytes() const { return prefault_->populated_bytes(); }
+  // Waits until the first `nbytes` bytes are populated: false if they are not in time. Throws IoError if the
   // system refused some of them.
-  bool wait_taken(std::uint64_t nbytes, std::chrono::nanoseconds patience) {
-    return taking_->wait_for(nbytes, patience);
+  bool wait_populated(std::uint64_t nbytes, std::chrono::nanoseconds patience) {
+    return prefault_->wait_for(nbytes, patience);
   }
 
-  // Puts the arena's bytes [offset, offset + nbytes), whole pages, into ordinary memory at `place`, which
-  // shows them now. The arena has them no more. Throws IoError; what was not yet copied is as it was.
+  // Moves the arena's whole pages [offset, offset + nbytes) into ordinary memory, mapped at `place`. The
+  // arena loses them. Throws IoError; what was not yet copied is unchanged.
   void copy_out(std::byte* place, std::uint64_t offset, std::uint64_t nbytes);
 
-  // Gives all memory back to the system, whoever still has the arena: what somebody needs was copied out, and
-  // no transfer is under way. A touch of the rest ends the process.
+  // Returns all memory to the system, even if others still hold the arena. Requires that what is needed was
+  // copied out, and that no transfer is in flight. A later touch ends the process.
   void retire();
 
   // False in a forked child, where the mapping does not exist.
@@ -72,17 +73,16 @@ class Arena {
   std::uint64_t nbytes_;
   bool huge_pages_;
   UniqueFd memfd_;
-  std::shared_ptr<OwnedRange> range_;  // and transfers hold it
+  std::shared_ptr<OwnedRange> range_;  // shared with transfers
   mutable std::mutex mutex_;
   std::string lock_reason_;
-  std::unique_ptr<Taking> taking_;  // goes before the memory does
+  std::unique_ptr<Prefault> prefault_;  // destroyed before the memory
 };
 
-// Gives what is mapped at [address, address + nbytes) back to the system, and keeps the addresses.
+// Returns the memory mapped at [address, address + nbytes) to the system, and keeps the addresses.
 void release_memory(std::byte* address, std::uint64_t nbytes);
 
-// Marks [address, address + nbytes) as not inherited by forked children and, if asked, as good for huge
-// pages.
+// Marks [address, address + nbytes) as not inherited by forked children and, if requested, for huge pages.
 void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages);
 
 }  // namespace swapper

@@ -1,5 +1,5 @@
-// The table of ranges and the handler that answers from it. Ranges do not overlap; each that is away is
-// brought in by chunks, a chunk being made elsewhere and moved into place. Owns nothing beyond fault.h.
+// Keeps the table of ranges and handles faults with it. Ranges do not overlap. An absent range is faulted in
+// by chunks; each chunk is filled elsewhere and moved into place. Owns nothing beyond fault.h.
 #include "memory/fault.h"
 
 #include <sched.h>
@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -23,33 +24,35 @@ namespace swapper {
 namespace {
 
 constexpr std::uint64_t kChunkBytes = 256 << 10;
+constexpr std::size_t kMaxChunks = 1024;  // see "The memory of such answers" in fault.h
 
-// A part of a range that is away.
+// A part of an absent range.
 struct Chunk {
-  std::uint64_t change =
-      0;  // of all changes, the one that brought it in or made it writable; 0: it is absent
+  std::uint64_t change = 0;  // number of the change that faulted it in or made it writable; 0: it is absent
   bool written = false;
 };
 
 struct Range {
   std::uint64_t nbytes = 0;
   bool watched = false;       // mapped read-only: the first write is to be noted
-  std::vector<Chunk> chunks;  // of a range that is away; none if it is mapped
-  Backing backing;            // of a range that is away
+  std::vector<Chunk> chunks;  // of an absent range; empty if the range is mapped
+  Backing backing;            // of an absent range
   Departing departing;
-  std::byte* written_at = nullptr;  // the first write
-  std::uint64_t change = 0;         // of all changes, the one that made it as it is
+  std::byte* written_at = nullptr;  // address of the first write
+  std::uint64_t change = 0;         // number of the last change
 
-  bool is_away() const { return !chunks.empty(); }
+  bool is_absent() const { return !chunks.empty(); }
 };
 
 using Ranges = std::map<std::byte*, Range>;
 
-Ranges g_ranges;  // by begin; never destroyed: threads may fault until the process ends
+Ranges g_ranges;  // by first address; never destroyed: threads may fault until the process ends
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
-std::uint64_t g_changes = 0;  // of ranges and chunks; each has a number
+std::uint64_t g_changes = 0;  // numbers the changes of ranges and chunks
 std::atomic<std::uint64_t> g_writes{0};
-pid_t g_owner = 0;  // a forked child has not this memory
+std::array<std::byte*, kMaxChunks> g_brought{};  // a ring of chunks that were faulted in
+std::size_t g_oldest = 0;                        // of these
+pid_t g_owner = 0;                               // a forked child does not have this memory
 struct sigaction g_previous;
 
 class SpinLock {
@@ -66,7 +69,7 @@ bool read_all(int fd, std::byte* into, std::uint64_t nbytes, std::uint64_t offse
   while (nbytes > 0) {
     const ssize_t got = ::pread(fd, into, nbytes, static_cast<off_t>(offset));
     if (got < 0 && errno == EINTR) continue;
-    if (got == 0) return nbytes < kPageBytes;  // the file ends within its last page: zeros, as mmap has it
+    if (got == 0) return nbytes < kPageBytes;  // the file ends within its last page: zeros, as with mmap
     if (got < 0) return false;
     into += got;
     offset += static_cast<std::uint64_t>(got);
@@ -75,13 +78,12 @@ bool read_all(int fd, std::byte* into, std::uint64_t nbytes, std::uint64_t offse
   return true;
 }
 
-// [Note: bytes on their way out]
+// See [Note: bytes on their way out].
 bool read_bytes(const Range& range, std::uint64_t from, std::byte* into, std::uint64_t nbytes) {
   const Departing& leaving = range.departing;
   if (leaving.write && leaving.write->load(std::memory_order_acquire) != Outcome::succeeded) {
     if (!read_all(leaving.fd, into, nbytes, leaving.offset + from)) return false;
-    // Changes nothing. But what is read before a read-modify-write that releases is read before the outcome
-    // is.
+    // Changes nothing, but orders the read of the bytes before the read of the outcome.
     Outcome outcome = Outcome::pending;
     leaving.write->compare_exchange_strong(outcome, Outcome::pending, std::memory_order_acq_rel);
     if (outcome != Outcome::succeeded) return true;
@@ -89,19 +91,38 @@ bool read_bytes(const Range& range, std::uint64_t from, std::byte* into, std::ui
   return read_all(range.backing.fd, into, nbytes, range.backing.offset + from);
 }
 
+// Replaces what is mapped at `place` by addresses without memory. Gives 0 or an errno.
+int reserve(std::byte* place, std::uint64_t nbytes) {
+  void* reserved =
+      ::mmap(place, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return reserved == MAP_FAILED ? errno : 0;
+}
+
 std::byte* take_memory(std::uint64_t nbytes) {
   void* made = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   return made == MAP_FAILED ? nullptr : static_cast<std::byte*>(made);
 }
 
-// Moves memory to `place` as a whole, replacing what is mapped there: no thread sees it half-filled.
+// Moves memory to `place` as a whole, replacing the mapping there: no thread sees it half-filled.
 bool move_memory(std::byte* made, std::uint64_t nbytes, std::byte* place) {
   if (::mremap(made, nbytes, nbytes, MREMAP_MAYMOVE | MREMAP_FIXED, place) == MAP_FAILED) return false;
   ::madvise(place, nbytes, MADV_DONTFORK);
   return true;
 }
 
-bool bring_chunk(const Range& range, std::uint64_t from, std::byte* place, std::uint64_t nbytes) {
+// Gives back the memory of the chunk at `place`, if it is there still and nobody has written to it.
+void drop_chunk(std::byte* place) {
+  auto after = g_ranges.upper_bound(place);
+  if (place == nullptr || after == g_ranges.begin()) return;
+  auto& [begin, range] = *std::prev(after);
+  const auto at = static_cast<std::uint64_t>(place - begin);
+  if (at >= range.nbytes || !range.is_absent() || at % kChunkBytes != 0) return;
+  Chunk& chunk = range.chunks[at / kChunkBytes];
+  if (chunk.change == 0 || chunk.written) return;
+  if (reserve(place, std::min(kChunkBytes, range.nbytes - at)) == 0) chunk.change = 0;
+}
+
+bool fault_in_chunk(const Range& range, std::uint64_t from, std::byte* place, std::uint64_t nbytes) {
   std::byte* made = take_memory(nbytes);
   if (made == nullptr) return false;
   if (read_bytes(range, from, made, nbytes) && ::mprotect(made, nbytes, PROT_READ) == 0 &&
@@ -117,7 +138,7 @@ void note_write(Range& range, std::byte* address) {
   g_writes.fetch_add(1, std::memory_order_release);
 }
 
-// [Note: one lock]
+// See [Note: one lock].
 thread_local std::uint64_t t_last_change = 0;
 
 bool may_try_again(std::uint64_t change) {
@@ -131,7 +152,9 @@ Answer serve_absent(std::byte* begin, Range& range, std::uint64_t at) {
   const std::uint64_t from = at / kChunkBytes * kChunkBytes;
   const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
   if (chunk.change == 0) {
-    if (!bring_chunk(range, from, begin + from, nbytes)) return Answer::kRefused;
+    if (!fault_in_chunk(range, from, begin + from, nbytes)) return Answer::kRefused;
+    drop_chunk(std::exchange(g_brought[g_oldest], begin + from));
+    g_oldest = (g_oldest + 1) % kMaxChunks;
   } else if (may_try_again(chunk.change)) {
     return Answer::kServed;
   } else {
@@ -152,7 +175,7 @@ Answer serve(std::byte* address) {
   auto& [begin, range] = *std::prev(after);
   const auto at = static_cast<std::uint64_t>(address - begin);
   if (at >= range.nbytes) return Answer::kNotOurs;
-  if (range.is_away()) return serve_absent(begin, range, at);
+  if (range.is_absent()) return serve_absent(begin, range, at);
   if (!range.watched || range.written_at != nullptr) {
     return may_try_again(range.change) ? Answer::kServed : Answer::kNotOurs;
   }
@@ -163,7 +186,7 @@ Answer serve(std::byte* address) {
 }
 
 void say(const char* text) {
-  // Nothing can be done where even this fails.
+  // Ignored: there is no way to report that this failed.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text, std::strlen(text));
 }
 
@@ -173,7 +196,7 @@ void pass_on(int signal, siginfo_t* info, void* context) {
   } else if (g_previous.sa_handler != SIG_DFL && g_previous.sa_handler != SIG_IGN) {
     g_previous.sa_handler(signal);
   } else {
-    ::sigaction(signal, &g_previous, nullptr);  // the instruction is run again, and ends the process
+    ::sigaction(signal, &g_previous, nullptr);  // the instruction runs again, and ends the process
   }
 }
 
@@ -184,8 +207,9 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     case Answer::kServed:
       break;
     case Answer::kRefused:
-      say("swapper: a parameter that is away was used by code that goes past its guard, and could not be "
-          "brought in. Use parameters inside `with manager.gather(...):`\n");
+      say("swapper: code past the guard of a parameter used it while its bytes were absent, and they could "
+          "not be "
+          "read. Use parameters inside `with manager.gather(...):`\n");
       pass_on(signal, info, context);
       break;
     case Answer::kNotOurs:
@@ -195,7 +219,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
   errno = saved;
 }
 
-// Without the handler an access that it would answer ends the process: what is watched stays read-only.
+// Without the handler an access to absent memory ends the process, and watched memory stays read-only.
 void install() {
   g_owner = ::getpid();
   if (is_off("sigsegv")) return;
@@ -210,20 +234,20 @@ void install() {
 
 namespace {
 
-// Puts `range` into the table in place of what was there, if `remap` does its part (an errno, or 0), which is
-// given what was known of the very same range, if anything, and `range`. An empty range is only forgotten.
+// Replaces the entry of `range` in the table if `remap` succeeds (returns 0, not an errno). `remap` gets the
+// old entry of the very same range, if any, and `range`. An empty range is only forgotten.
 template <typename Remap>
 int exchange_range(std::byte* begin, std::uint64_t nbytes, bool is_known, Range range, Remap remap) {
   static const bool installed = (install(), true);
   static_cast<void>(installed);
-  if (::getpid() != g_owner) {  // a forked process that makes windows of its own: the parent's are not there
+  if (::getpid() != g_owner) {  // a forked process with windows of its own: the parent's do not exist here
     g_owner = ::getpid();
     g_ranges.clear();
   }
   Ranges made;
   made.emplace(begin, std::move(range));
   auto fresh = made.extract(made.begin());
-  std::vector<Range> forgotten;  // freed when the lock is no more held
+  std::vector<Range> forgotten;  // freed after the lock is released
   const SpinLock lock;
   const auto same = g_ranges.find(begin);
   Range* before = same != g_ranges.end() && same->second.nbytes == nbytes ? &same->second : nullptr;
@@ -246,8 +270,8 @@ int protect_written(std::byte* begin, const Range& range, int protection) {
   return 0;
 }
 
-// Puts what was written while the range was away into the memory that will be mapped there. Who writes
-// meanwhile waits for the lock.
+// Copies what was written while the range was absent into the memory that will be mapped there. Other writers
+// wait for the lock.
 int merge_written(std::byte* begin, const Range& before, std::byte* memory) {
   if (const int code = protect_written(begin, before, PROT_READ)) return code;
   for (std::uint64_t at = 0; at < before.nbytes; at += kChunkBytes) {
@@ -257,7 +281,7 @@ int merge_written(std::byte* begin, const Range& before, std::byte* memory) {
   return 0;
 }
 
-// What was written into mapped memory stays there as private memory. Who writes meanwhile waits for the lock.
+// Keeps what was written into mapped memory as private memory. Other writers wait for the lock.
 int keep_written(std::byte* begin, const Range& before, Range& range) {
   std::byte* kept = take_memory(before.nbytes);
   if (kept == nullptr) return errno;
@@ -284,7 +308,7 @@ int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool
   range.watched = memory.watched;
   merged = false;
   return exchange_range(begin, nbytes, true, std::move(range), [&](const Range* before, Range& now) {
-    const bool has_more = before != nullptr && before->is_away() && before->written_at != nullptr;
+    const bool has_more = before != nullptr && before->is_absent() && before->written_at != nullptr;
     if (has_more) {
       if (const int code = merge_written(begin, *before, memory.address)) return code;
     }
@@ -323,9 +347,7 @@ int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departin
     if (is_backed && before != nullptr && before->watched && before->written_at != nullptr) {
       return keep_written(begin, *before, now);
     }
-    void* reserved =
-        ::mmap(begin, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
-    return reserved == MAP_FAILED ? errno : 0;
+    return reserve(begin, nbytes);
   });
 }
 

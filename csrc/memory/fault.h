@@ -1,33 +1,34 @@
-// What happens when code touches a window past Python's guard: torch's own C++ can, by a graph whose saved
-// tensors are aliases, by torch.tensor(p), by an alias that was kept.
+// Handles accesses to a window that bypass Python's guard. torch's own C++ makes them: a graph whose saved
+// tensors are aliases, torch.tensor(p), an alias that was kept.
 //
-// Where nothing is mapped a read is answered here, in the handler of the fault: the bytes come from the file
-// that has them, into private memory at that place, until the window is mapped or unmapped there again. A
-// write goes to that memory too, and is noted. When the window is mapped the next time, what was written is
-// put into the memory that is mapped there first.
+// An absent range is filled in the SIGSEGV handler: the bytes come from the backing file into private memory
+// at that address, and stay until the window is mapped or unmapped there again. A write goes to that memory
+// too, and is noted. The next map of the window first copies what was written into the mapped memory.
 //
-// A parameter that was leased for reading is mapped read-only. Code that changes it all the same
+// The memory of such answers is outside of any budget, so it is bounded: 256 MiB for the process. Beyond that
+// the oldest chunk is dropped, and read again if needed; a written chunk stays.
+//
+// A parameter that was leased for reading is mapped read-only. Code that changes it anyway
 // (weight.data.clamp_(), which torch's version counter does not see) faults once: the range becomes writable,
-// and where it was written first is noted for whoever takes the lease back. If nobody does, and the memory is
-// taken away, the range keeps what it has, as private memory that was written while it was away.
+// and the address of the first write is noted for the end of the lease. If nobody collects it before the
+// memory is unmapped, the range keeps its bytes as private memory that was written while absent.
 //
-// [Note: bytes on their way out] Memory that is being written to a file may be promised to a read that
-// begins, in the engine, as soon as the write is over. So it is taken away from the window before that read
-// is submitted, and until somebody says otherwise an access copies the bytes: from the memory, and if the
-// write has succeeded by then, from the file instead. Nobody waits. What was copied from memory is what was
-// written: nobody changes memory under a write, and the ticket has its outcome before what waits for it is
-// let go (Ticket::finish), so that an outcome that is still pending after the copying was pending all
-// through it, and the read had not begun. Where the write failed, what waits for it is called off: the memory
-// has the bytes until it is mapped again.
+// [Note: bytes on their way out] A read that begins, in the engine, as soon as a write is over may reuse the
+// memory of that write. So the memory is unmapped from the window before that read is submitted, and an
+// access meanwhile copies the bytes: from the memory or, if the write has succeeded by then, from the file.
+// Nobody waits. The memory holds what was written, as nobody changes memory under a write. The ticket has its
+// outcome before its dependents begin (Ticket::finish): an outcome that is still pending after the copy was
+// pending throughout it, and the read had not begun. If the write failed, its dependents are called off, and
+// the memory keeps the bytes until it is mapped again.
 //
-// [Note: one lock] What is mapped and what the table says of it change under one lock, and a fault is
-// answered under it: no fault finds the one without the other. A fault of before such a change finds memory
-// that can be used by now: its instruction is run again, but once for each change. What faults on the same
-// state a second time is a write, or somebody else's affair.
+// [Note: one lock] Mappings and the table change together under one lock, and a fault is handled under it: no
+// fault sees one without the other. A fault from before such a change may find memory that is accessible by
+// now: its instruction runs again, but once for each change. A second fault on the same state is a write, or
+// belongs to another handler.
 //
 // The handler makes system calls and takes that lock, nothing else: it may run in any thread at any load
-// instruction, the GIL held or not. Owns the table of places and the process's SIGSEGV handler, which passes
-// on what is not for it.
+// instruction, with or without the GIL. Owns the table of ranges and the process's SIGSEGV handler, which
+// forwards faults on other memory.
 #pragma once
 
 #include <atomic>
@@ -39,50 +40,50 @@
 
 namespace swapper {
 
-// Where the bytes of a range of addresses are: `nbytes` of `fd` from `offset`. The owner keeps fd open.
+// The file range that backs a range of addresses: `nbytes` of `fd` from `offset`. The owner keeps fd open.
 struct Backing {
   std::shared_ptr<void> owner;
   int fd = -1;
   std::uint64_t offset = 0;
 };
 
-// Until `write` is over they are in memory, `fd` from `offset`, which outlives the range. Without `write`
-// they are not. [Note: bytes on their way out]
+// Until `write` is over the bytes are in memory, `fd` from `offset`, which outlives the range. Without
+// `write` they are not. See [Note: bytes on their way out].
 struct Departing {
   std::shared_ptr<std::atomic<Outcome>> write;
   int fd = -1;
   std::uint64_t offset = 0;
 };
 
-// Memory as it can be mapped, and as it lies at an address already.
+// Memory to map, and the address where it is mapped already.
 struct Shown {
   int fd = -1;
   std::uint64_t offset = 0;
   std::byte* address = nullptr;
-  bool watched = false;  // as watch_range has it, from the first instant
+  bool watched = false;  // watched (watch_range) from the start
 };
 
-// All of these give 0 or an errno, and then have changed nothing. What was told of any part of the range
-// before is forgotten. The first call installs the handler.
+// All of these return 0 or an errno, and change nothing on an error. They replace any earlier entry for a
+// part of the range. The first call installs the handler.
 
-// Maps `memory` at [begin, begin + nbytes). What was written there while the very same range was away is put
-// into it; then the range is as one that is watched and was written, and `merged` is true.
+// Maps `memory` at [begin, begin + nbytes). What was written there while the very same range was absent is
+// copied into it; then the range is watched and counts as written, and `merged` is true.
 int show_range(std::byte* begin, std::uint64_t nbytes, const Shown& memory, bool& merged);
 
 // Makes the mapped range read-only. The first write makes all of it writable and is noted.
 int watch_range(std::byte* begin, std::uint64_t nbytes);
 
-// Takes the memory away. Without an owner of `backing` every access is a fault from then on; with one, what
-// was written in the very same range while it was watched stays.
+// Unmaps the memory. Without a `backing` owner every later access is a fault; with one, what was written in
+// the very same range while it was watched is kept.
 int hide_range(std::byte* begin, std::uint64_t nbytes, Backing backing, Departing departing);
 
-// Forgets the range; what is mapped stays.
+// Removes the range from the table; what is mapped stays.
 void forget_range(std::byte* begin, std::uint64_t nbytes);
 
-// The address of the first write that was noted in the range which begins there, or nullptr.
+// The address of the first noted write in the range that begins there, or nullptr.
 std::byte* written_at(std::byte* begin);
 
-// So many writes were noted so far, in all ranges.
+// The number of writes noted so far, in all ranges.
 std::uint64_t writes_noted();
 
 }  // namespace swapper

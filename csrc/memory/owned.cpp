@@ -1,6 +1,6 @@
-// Ranges, their list, and the question to the kernel. A forked child begins with an empty list, because the
-// memory is not there, and with a lock that nobody holds; what it has copies of unmaps nothing there, where
-// the addresses may by now be somebody else's. Owns nothing beyond owned.h.
+// Keeps the list of ranges, and asks the kernel's version. A forked child begins with an empty list and a
+// free lock, because the memory does not exist there; its copies of ranges unmap nothing, since the addresses
+// may have other owners by now. Owns nothing beyond owned.h.
 #include "memory/owned.h"
 
 #include <pthread.h>

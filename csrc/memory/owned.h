@@ -1,7 +1,7 @@
-// Addresses that are swapper's own: those of arenas and windows, which forked children do not inherit. Two
-// reasons to know them. A transfer holds the range that it moves (engine.h), so that no arena goes from under
-// it. And kernels before 6.5 lose the bytes of a read from a direct file into private memory if the process
-// forks while it is under way. Owns the list of ranges.
+// Lists swapper's own addresses: those of arenas and windows, which forked children do not inherit. A
+// transfer shares ownership of its range (engine.h), so that no arena disappears under it. And kernels before
+// 6.5 lose the bytes of a direct read into private memory if the process forks meanwhile. Owns the list of
+// ranges.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 
 namespace swapper {
 
-// A range of addresses that begins on a huge-page boundary, in the list for as long as it lives. Whatever is
-// mapped there goes with it: with the last of those who hold it.
+// A range of addresses that begins on a huge-page boundary, listed as long as it lives. Its last holder
+// unmaps what is mapped there.
 class OwnedRange {
  public:
   // Reserves addresses without memory behind them. Throws IoError.
@@ -33,10 +33,10 @@ class OwnedRange {
   std::byte* address_;
 };
 
-// The range that has all of [address, address + nbytes); empty if that is not swapper's own memory.
+// The range that contains [address, address + nbytes); empty if that is not swapper's own memory.
 std::shared_ptr<const OwnedRange> owner_of(const std::byte* address, std::uint64_t nbytes);
 
-// True where the kernel keeps memory under direct I/O in place when the process forks.
+// True if the kernel keeps memory under direct I/O in place when the process forks.
 bool kernel_keeps_memory_at_fork();
 
 }  // namespace swapper

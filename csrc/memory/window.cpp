@@ -1,4 +1,4 @@
-// Maps and unmaps pieces of the arena at a window's addresses. Every mapping is replaced in place with
+// Maps and unmaps parts of the arena at a window's addresses. Every mapping is replaced in place with
 // MAP_FIXED, never removed first, so that no other thread's mmap can take the addresses in between. Owns
 // nothing beyond window.h.
 #include "memory/window.h"
@@ -66,9 +66,9 @@ bool Window::map(std::uint64_t window_offset, std::uint64_t arena_offset, std::u
     throw map_failure("map", window_offset, nbytes, code);
   }
   advise_transfer_memory(place, nbytes, arena_->huge_pages());
-  // Fills the page table now: 0.09 CPU seconds a GB, against 0.30 for faults one by one. Populating for reads
-  // is meant: it maps sixteen pages a fault, writable all the same because nothing tracks writes to a memfd,
-  // where populating for writes takes them singly (0.23). Old kernels (EINVAL) leave it to the faults.
+  // Fills the page table now: 0.09 CPU seconds a GB, against 0.30 for single faults. Populating for reads is
+  // intended: it maps sixteen pages a fault, writable all the same because nothing tracks writes to a memfd;
+  // populating for writes maps single pages (0.23). Old kernels (EINVAL) leave it to the faults.
   if (::madvise(place, nbytes, MADV_POPULATE_READ) != 0 && errno != EINVAL) {
     const int code = errno;
     unmap(window_offset, nbytes);

@@ -1,4 +1,4 @@
-// Every way to compute the checksum that this processor can run, against one bit at a time. Owns nothing.
+// Compares every CRC-32 implementation that this processor can run with a bitwise one. Owns nothing.
 #include <random>
 #include <vector>
 

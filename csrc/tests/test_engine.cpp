@@ -1,5 +1,5 @@
-// The engine with its threads, mainly so that the thread sanitizer sees them: several submitters, chains
-// across engines, waiting, draining and closing at the same time. Owns a temporary file.
+// Tests the engine with its threads, mainly for the thread sanitizer: several submitters, chains across
+// engines, waiting, draining and closing at the same time. Owns a temporary file.
 #include <unistd.h>
 
 #include <algorithm>
@@ -67,8 +67,7 @@ TEST(engines_serve_many_threads) {
   }
 }
 
-// Each thread writes tensors of odd sizes side by side, with neighbours of other threads, and reads them
-// back.
+// Each thread writes tensors of odd sizes next to those of other threads, and reads them back.
 void write_and_read(Engine& engine, const std::shared_ptr<File>& file, std::uint64_t thread) {
   constexpr std::uint64_t kBytes = 30'011, kThreads = 3;
   std::vector<std::byte> out(kBytes + 1, static_cast<std::byte>(thread + 1)), in(kBytes + 1);

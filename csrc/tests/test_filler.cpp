@@ -1,4 +1,4 @@
-// Filling absent pages of files in memory: what it fills is right, and what it cannot fill it leaves alone.
+// Tests the filling of absent pages of files in memory: what it fills is right, and the rest is untouched.
 // Owns nothing.
 #include <sys/mman.h>
 #include <unistd.h>

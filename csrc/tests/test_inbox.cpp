@@ -1,4 +1,4 @@
-// When the inbox rings for the I/O thread: for what could begin, and for what changes what waits already.
+// Tests that the inbox wakes the I/O thread only for operations that can begin or that change waiting ones.
 // Owns nothing.
 #include <memory>
 #include <utility>

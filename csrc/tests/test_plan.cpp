@@ -1,4 +1,4 @@
-// How requests are cut: every byte once, in order, and each way only where it is allowed. Owns nothing.
+// Tests how requests are cut: every byte once, in order, and each way only where it is allowed. Owns nothing.
 #include <random>
 
 #include "base/align.h"
@@ -35,7 +35,7 @@ void check_pieces(Direction direction, std::uint64_t offset, std::uint64_t addre
         EXPECT(piece.begin == 0 || end == offset + nbytes);
         break;
     }
-    if (writing && piece.way != Way::edge) {  // whole granules, seen as one
+    if (writing && piece.way != Way::edge) {  // whole granules, considered as one
       EXPECT(begin >= align_up(offset, unit) && end <= align_down(offset + nbytes, unit));
       EXPECT(is_aligned(begin, demands.sector) && is_aligned(end, demands.sector));
     }

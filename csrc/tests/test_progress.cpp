@@ -1,4 +1,4 @@
-// The judging of results, fed with numbers. Owns nothing.
+// Tests the judging of results with numbers alone. Owns nothing.
 #include <cerrno>
 #include <cstring>
 

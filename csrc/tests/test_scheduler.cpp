@@ -1,6 +1,6 @@
-// The real scheduler on a simulated drive: results come back in any order, short, interrupted or as errors,
-// from a seed. The drive checks what it is handed; the tests check what the tickets say and where the bytes
-// are. Owns a temporary file, whose only use is to have a path.
+// Runs the real scheduler on a simulated drive: results arrive in any order, short, interrupted or as errors,
+// from a seed. The drive checks what is submitted; the tests check tickets and bytes. Owns a temporary file,
+// which is only needed for its path.
 #include <unistd.h>
 
 #include <algorithm>
@@ -55,14 +55,14 @@ class SimulatedDrive final : public Backend {
   std::size_t most_shared = 0;
   std::vector<Transfer> started;
   bool in_order = false;
-  std::uint32_t troubles_percent = 0;
+  std::uint32_t fault_percent = 0;
   std::uint64_t broken_offset = ~std::uint64_t{0};  // transfers that touch it fail
 
  private:
   std::int64_t perform(const Transfer& transfer) {
     if (transfer.offset <= broken_offset && broken_offset < transfer.offset + transfer.nbytes) return -EIO;
     std::uint32_t nbytes = transfer.nbytes;
-    if (random_() % 100 < troubles_percent) {
+    if (random_() % 100 < fault_percent) {
       if (random_() % 2) return random_() % 2 ? -EINTR : -EAGAIN;
       nbytes = 1 + random_() % nbytes;
     }
@@ -140,7 +140,7 @@ struct Rig {
 TEST(bytes_arrive_whatever_the_drive_does) {
   for (std::uint32_t seed = 0; seed < 200; ++seed) {
     Rig rig(seed, 1 + seed % 9);
-    rig.drive.troubles_percent = seed % 60;
+    rig.drive.fault_percent = seed % 60;
     std::vector<std::shared_ptr<Ticket>> tickets;
     for (std::uint64_t n = 0; n < 16; ++n) {
       const auto begin = n << 16, nbytes = std::uint64_t{1} + rig.random() % (1 << 16);
@@ -235,7 +235,7 @@ TEST(staged_bytes_arrive_whatever_the_drive_does) {
   for (std::uint32_t seed = 0; seed < 100; ++seed) {
     Rig rig(seed, 1 + seed % 9);
     rig.stage = true;
-    rig.drive.troubles_percent = seed % 60;
+    rig.drive.fault_percent = seed % 60;
     std::vector<std::shared_ptr<Ticket>> tickets;
     for (std::uint64_t n = 0; n < 8; ++n) {
       const auto nbytes = std::uint64_t{1} + rig.random() % (1 << 17);

@@ -1,5 +1,5 @@
-// A test framework of a page: tests register themselves, expectations that fail are counted and printed.
-// Exists so that the data plane is tested without a dependency. Owns the list of tests.
+// A test framework of one page: tests register themselves; failed expectations are counted and printed. With
+// it the data plane is tested without a dependency. Owns the list of tests.
 #pragma once
 
 #include <cstdio>

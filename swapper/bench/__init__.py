@@ -1,1 +1,1 @@
-"""What examples, tools and the demo share: a model, a corpus, and measurements of drives, limits and memory."""
+"""Shared by examples, tools and the demo: a model, a corpus, and measurements of drives, limits and memory."""

@@ -1,8 +1,7 @@
-"""Real text that is on every machine: the source of the running Python's own standard library, as bytes.
+"""Reads real text that every machine has: the source of Python's own standard library, as bytes.
 
-A model of it needs no download. Files come in the order of their paths and batches from a seed and their
-number, so that a run, and its continuation in another process, see the same data. Knows nothing of swapper
-(see gpt.py).
+A model of it needs no download. Files come in the order of their paths and batches from a seed and their number, so
+that a run, and its continuation in another process, see the same data. Does not import swapper (see gpt.py).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-VALIDATION_EVERY = 16  # one file in so many is held out
+VALIDATION_EVERY = 16  # one file in this many is held out
 LEFT_OUT = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
 
 
@@ -21,13 +20,13 @@ class Corpus:
     """The text as token ids, cut into training and validation by whole files.
 
     Args:
-        vocabulary: 256 gives one token a byte; more gives one token a pair of bytes, folded into the
-        vocabulary. limit_bytes: how much text to take, in bytes.
+        vocabulary: 256 gives one token a byte; more gives one token a pair of bytes, folded into the vocabulary.
+        limit_bytes: maximum bytes of text.
     """
 
     def __init__(self, vocabulary: int = 256, limit_bytes: int = 4_000_000) -> None:
         if vocabulary < 256:
-            raise ValueError(f"a vocabulary of {vocabulary} cannot hold bytes; it must be at least 256")
+            raise ValueError(f"a vocabulary of {vocabulary} is too small for bytes; it must be at least 256")
         parts: dict[bool, list[bytes]] = {False: [], True: []}
         taken_bytes = 0
         for number, path in enumerate(_sources()):
@@ -42,7 +41,7 @@ class Corpus:
     def batch(
         self, number: int, size: int, context: int, *, validation: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Batch `number`, the same each time: tokens and targets, int64, each (size, context)."""
+        """Return batch `number`, the same each time: tokens and targets, int64, each (size, context)."""
         tokens = self.validation if validation else self.train
         generator = torch.Generator().manual_seed(number)
         starts = torch.randint(len(tokens) - context - 1, (size,), generator=generator).tolist()
@@ -54,7 +53,7 @@ def _sources() -> list[Path]:
     library = Path(sysconfig.get_paths()["stdlib"])
     found: list[Path] = []
     for directory, below, files in os.walk(library):
-        below[:] = [name for name in below if name not in LEFT_OUT]  # site-packages has more files than all else
+        below[:] = [name for name in below if name not in LEFT_OUT]  # site-packages has more files than all the rest
         found += [Path(directory, name) for name in files if name.endswith(".py")]
     if not found:
         raise FileNotFoundError(f"{library} holds no Python sources to train on")

@@ -1,8 +1,7 @@
-"""What `swapper demo` does, without its screen: train swapped, snapshot, go on in plain torch, compare.
+"""Runs `swapper demo` without its screen: train swapped, snapshot, continue in plain torch, compare.
 
-The model and its optimizer live in swap files under a directory of the run's own. Everything that the table
-shows is measured here, in the same run: the drive before and after, the memory throughout, the bytes by the
-manager.
+The model and its optimizer live in swap files in the run's own directory. Every number in the table is measured here,
+in the same run: the drive before and after, the memory throughout, the bytes by the manager.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from swapper.bench.memory import PeakMemory, pss_bytes
 from swapper.bench.plain import PlainTraining, make_optimizer
 from swapper.errors import CheckpointError, StateError
 
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
 COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
-TIMED_PLAIN_STEPS = 3
-FILES_OF_STATE = 3  # two swap files that take turns, and the snapshot
-DRIVE_FILES_BYTES = 2 * (256 << 20)
+TIMED_PLAIN_STEPS = 3  # the fastest of them counts
+FILES_OF_STATE = 3  # two alternating swap files, and the snapshot
+DRIVE_FILES_BYTES = 2 * (256 << 20)  # the two files of measure_drive
 RESUME_SCRIPT = Path(__file__).with_name("plain_resume.py")
 
 
 @dataclass(frozen=True)
 class DemoTask:
-    """What to train. `masters`: a bf16 model with fp32 master weights; else fp32 throughout."""
+    """The training task. `masters`: a bf16 model with fp32 master weights; else fp32 throughout."""
 
     config: GptConfig
     masters: bool
@@ -49,7 +48,7 @@ class DemoTask:
 
     @staticmethod
     def state_bytes_of(config: GptConfig, masters: bool) -> int:
-        """Parameters, masters and AdamW's two moments, in bytes."""
+        """Return the bytes of parameters, masters and AdamW's two moments."""
         return config.parameters * (2 + 4 + 8 if masters else 4 + 8)
 
     @property
@@ -62,13 +61,13 @@ class DemoTask:
 
     @property
     def disk_bytes(self) -> int:
-        """What the run needs on the drive."""
+        """Return the bytes that the run needs on the drive."""
         return FILES_OF_STATE * self.state_bytes + DRIVE_FILES_BYTES + (64 << 20)
 
 
 @dataclass
 class DemoRecord:
-    """What was measured. Lists have an entry for each step."""
+    """The measurements. Lists have an entry for each step."""
 
     task: DemoTask
     losses: list[float] = field(default_factory=list)
@@ -78,7 +77,7 @@ class DemoRecord:
     validation_loss: float = 0.0
     state_bytes: int = 0
     growth_bytes: int = 0
-    torch_bytes: int = 0  # of it, what torch itself takes at its first training step, whatever the model
+    torch_bytes: int = 0  # of it, torch's own memory at its first training step, for any model
     snapshot_bytes: int = 0
     snapshot_s: float = 0.0
     next_losses: list[float] = field(default_factory=list)
@@ -87,7 +86,7 @@ class DemoRecord:
     drive: DriveSpeed | None = None
 
     def steady(self, values: list[float]) -> float:
-        """The median step, without the first two: they record the order and make the optimizer's state."""
+        """Return the median step, without the first two: they record the order and make the optimizer's state."""
         return median(values[2:] or values)
 
     @property
@@ -106,10 +105,10 @@ Watch = Callable[[str, DemoRecord], None]
 
 
 def run_demo(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> DemoRecord:
-    """Runs the demo in `directory`, which exists and is empty, and leaves the snapshot at `snapshot`.
+    """Run the demo in `directory`, which exists and is empty, and leave the snapshot at `snapshot`.
 
-    `watch(stage, record)` is called at the start of each stage, "drive", "offload", "train", "snapshot",
-    "compare", and after each step of "train".
+    `watch(stage, record)` is called at the start of each stage, "drive", "offload", "train", "snapshot", "compare", and
+    after each step of "train".
     """
     record = DemoRecord(task)
     watch("drive", record)
@@ -126,7 +125,7 @@ def run_demo(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> D
 
 
 def _start_torch() -> None:
-    """One step of a tiny model: torch imports, allocates and starts for it what it needs for any model."""
+    """Take one step of a tiny model, so that torch's imports, allocations and threads are not measured."""
     config = GptConfig(vocabulary=256, context=8, layers=1, width=64)
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     PlainTraining(make_gpt(config, torch.bfloat16), LEARNING_RATE, masters=True).step(tokens, tokens)
@@ -179,7 +178,7 @@ def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record
 
 
 def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
-    """Does the next steps again from the snapshot: plain torch, in a process without swapper."""
+    """Repeat the next steps from the snapshot: plain torch, in a process without swapper."""
     order = {
         "snapshot": str(snapshot.resolve()),
         "config": asdict(task.config),
@@ -191,13 +190,13 @@ def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
         "batch": task.batch,
         "steps": COMPARED_STEPS + TIMED_PLAIN_STEPS,
     }
-    # -P or -I would take the script's folder off the path; the script needs the files beside it.
+    # -P or -I would remove the script's folder from the path; the script needs the other files in it.
     command = [sys.executable, str(RESUME_SCRIPT), json.dumps(order)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=snapshot.parent)
     if done.returncode != 0:
         raise CheckpointError(
-            f"plain torch cannot go on from {snapshot} (exit code {done.returncode}):\n{done.stderr.strip()}"
+            f"plain torch cannot continue from {snapshot} (exit code {done.returncode}):\n{done.stderr.strip()}"
         )
     answer = json.loads(done.stdout)
     record.plain_losses = answer["losses"][:COMPARED_STEPS]
-    record.plain_step_s = min(answer["times_s"][COMPARED_STEPS:])  # a limit is what is possible
+    record.plain_step_s = min(answer["times_s"][COMPARED_STEPS:])  # the fastest counts, as a limit must

@@ -1,8 +1,8 @@
-"""What a drive can do, measured: reads alone, writes alone, and both at once; direct, by plain threads.
+"""Measures a drive: reads alone, writes alone, and both at once; direct, by plain threads.
 
-It is the yardstick that the engine is held against, so it does not use the engine. A training step reads and writes at
-the same time; some drives do both at full speed and some share one speed between them, so all three are needed for a
-step's limit (limit.py). Each direction keeps `THREADS` transfers of `PIECE_BYTES` in flight.
+The engine is compared with it, so it does not use the engine. A training step reads and writes at the same time; some
+drives do both at full speed and some share one speed between them, so a step's limit needs all three (limit.py). Each
+direction keeps `THREADS` transfers of `PIECE_BYTES` in flight.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-THREADS = 8
-PIECE_BYTES = 1 << 20
-HUGE_PAGE_BYTES = 2 << 20
+THREADS = 8  # transfers in flight each way: a choice
+PIECE_BYTES = 1 << 20  # a choice
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64
 _Lane = tuple[Callable[[int, memoryview, int], int], int]
 """A transfer and its file."""
 START_S = 0.2  # not counted: threads start, and a cap lets its first slice through
@@ -31,7 +31,7 @@ START_S = 0.2  # not counted: threads start, and a cap lets its first slice thro
 class DriveSpeed:
     """Bytes a second: of reads alone, of writes alone, and of both together while both run.
 
-    `direct` is False where the filesystem refuses O_DIRECT.
+    `direct` is False if the filesystem refuses O_DIRECT.
     """
 
     read_bytes_per_s: float
@@ -40,7 +40,7 @@ class DriveSpeed:
     direct: bool = True
 
     def better(self, other: DriveSpeed) -> DriveSpeed:
-        """The faster of each: a limit is what the drive can do, and a shared drive is at times slower."""
+        """Return the faster of each: a limit is the drive's best, and a shared drive is slower at times."""
         return DriveSpeed(
             max(self.read_bytes_per_s, other.read_bytes_per_s),
             max(self.write_bytes_per_s, other.write_bytes_per_s),
@@ -50,10 +50,10 @@ class DriveSpeed:
 
 
 def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, duration_s: float = 1.0) -> DriveSpeed:
-    """Reads one file and writes another in `directory`, each of `file_bytes`, then removes both.
+    """Read one file and write another in `directory`, each of `file_bytes`, then remove both.
 
-    With `others`, on other drives, it does so in all of them at once: what they do together. Takes three times `duration_s`, and
-    the time to fill the files. Raises OSError, as the system gives it, where a directory cannot be written or is full.
+    With `others`, on other drives, it does so in all of them at once and returns their joint speed. Takes three times
+    `duration_s`, and the time to fill the files. Raises OSError if a directory cannot be written or is full.
     """
     with contextlib.ExitStack() as kept:
         reads: list[_Lane] = []
@@ -76,7 +76,7 @@ def measure_drive(directory: Path, *others: Path, file_bytes: int = 256 << 20, d
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Return a new file's descriptor, and whether it is direct."""
+    """Return a new file's descriptor, and True if it is direct."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600), True
     except OSError as error:
@@ -86,10 +86,10 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _piece() -> memoryview:
-    """Memory for one transfer, holding bytes that no drive can leave out. It lies in a huge page, where the system has any.
+    """Return memory for one transfer, with bytes that no drive can omit. It lies in a huge page, if the system has any.
 
-    A drive transfers into memory that is in one piece up to three times faster than into pages of 4 KiB, and it is the drive that
-    is measured here. Freed with the last reference.
+    A drive transfers into contiguous memory up to three times faster than into pages of 4 KiB, and the drive is to be
+    measured. Freed with the last reference.
     """
     memory = mmap.mmap(-1, 2 * HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def _write(file: int, piece: memoryview, offset: int) -> int:
 
 
 def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> float:
-    """Bytes a second of all lanes together; each lane is a thread that keeps one transfer in flight."""
+    """Return bytes a second of all lanes together; each lane is a thread that keeps one transfer in flight."""
     moved_bytes = [0] * len(lanes)
     failures: list[BaseException] = []
     stopped = threading.Event()
@@ -131,7 +131,7 @@ def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> flo
             while not stopped.is_set():
                 moved_bytes[lane] += transfer(file, piece, number % pieces * PIECE_BYTES)
                 number += THREADS
-        except BaseException as error:  # handed to the caller, below
+        except BaseException as error:  # re-raised by the caller, below
             failures.append(error)
             stopped.set()
 
@@ -153,7 +153,7 @@ def _transfer(lanes: Sequence[_Lane], file_bytes: int, duration_s: float) -> flo
 
 
 def measure_read(path: Path, *, duration_s: float = 2.0) -> float:
-    """Bytes a second of direct reads of the file at `path`, from its first bytes on; buffered where the filesystem refuses."""
+    """Return bytes a second of direct reads of `path`, from its start; buffered if the filesystem refuses."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError as error:

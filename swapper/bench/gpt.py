@@ -1,8 +1,7 @@
-"""A small GPT in plain torch: what the demo, the example and the training benchmark train.
+"""Defines a small GPT in plain torch, the model of the demo, the example and the training benchmark.
 
-Knows nothing of swapper, so that the demo can load it in a process of its own that never imports swapper.
-Pre-norm layers in a ModuleList, learned positions, causal attention, a GELU MLP, an output projection that is
-not tied.
+Does not import swapper, so that the demo can load it in a process of its own that never does. Pre-norm layers in a
+ModuleList, learned positions, causal attention, a GELU MLP, an output projection that is not tied.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-HEAD_WIDTH = 64
+HEAD_WIDTH = 64  # as in GPT-2
 
 
 @dataclass(frozen=True)
@@ -28,14 +27,14 @@ class GptConfig:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, as `Gpt` makes them."""
+        """Return the number of parameters of `Gpt`."""
         per_layer = 12 * self.width**2 + 13 * self.width
         ends = self.width * (2 * self.vocabulary + self.context + 2)
         return self.layers * per_layer + ends
 
     @classmethod
     def for_parameters(cls, parameters: int, *, vocabulary: int, context: int) -> GptConfig:
-        """The sizes whose count is nearest to `parameters`: at least four layers, not too slim or stout."""
+        """Return the sizes whose count is nearest to `parameters`: at least four layers, in usual proportions."""
 
         def distance(config: GptConfig) -> float:
             count = abs(math.log(config.parameters / parameters))
@@ -86,7 +85,7 @@ class Gpt(nn.Module):
     @staticmethod
     @torch.no_grad()
     def initialise(module: nn.Module) -> None:
-        """Give first values to one module's own parameters."""
+        """Initialize one module's own parameters."""
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -106,7 +105,7 @@ class Gpt(nn.Module):
 
 
 def make_gpt(config: GptConfig, dtype: torch.dtype) -> Gpt:
-    """The model in `dtype` from the first byte: converting it later would hold it twice."""
+    """Make the model in `dtype` directly: converting it later would hold it twice."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,7 +1,7 @@
-"""The physical limit of a training step: what the drive and the kernels need where everything overlaps.
+"""Computes the physical limit of a training step: the times of drive and kernels with full overlap.
 
-A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of
-the three (docs/internals.md); and where reads and writes share the drive's speed, not than both at that speed.
+A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of the
+three (docs/internals.md); nor, if reads and writes share the drive's speed, than both at that speed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from swapper.bench.drive import DriveSpeed
 
 @dataclass(frozen=True)
 class StepLimit:
-    """Seconds that one step needs at least, by cause. `compute_s` is 0 where it was not measured."""
+    """Minimum seconds of a step, by cause. `compute_s` is 0 if it was not measured."""
 
     read_s: float
     write_s: float
@@ -22,7 +22,7 @@ class StepLimit:
 
     @classmethod
     def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
-        """The limit of a step that reads and writes so many bytes on a drive of this speed."""
+        """Return the limit of a step with these bytes on a drive of this speed."""
         return cls(
             read_bytes / speed.read_bytes_per_s,
             written_bytes / speed.write_bytes_per_s,
@@ -36,7 +36,7 @@ class StepLimit:
 
     @property
     def cause(self) -> str:
-        """What the limit is due to."""
+        """Return the cause of the limit."""
         return max(self.by_cause, key=lambda cause: self.by_cause[cause])
 
     @property
@@ -50,11 +50,10 @@ class StepLimit:
 
 
 def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:
-    """Bytes that one AdamW step (reads, writes) where the optimizer state is on NVMe.
+    """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
 
-    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are
-    read in forward and in backward and written once: 2 bytes each beside fp32 masters, else 4, and then read
-    by the update too.
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are read in
+    forward and in backward and written once: 2 bytes each with fp32 masters, else 4, and then read by the update too.
     """
     state = 12 if masters else 8
     if not parameters_on_nvme:

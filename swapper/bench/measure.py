@@ -1,7 +1,7 @@
-"""How fast files move here: by swapper's engine, by fio, and by DeepNVMe, each in the same pattern.
+"""Measures file transfers by swapper's engine, by fio, and by DeepNVMe, each in the same pattern.
 
-The pattern: one direction after the other, or both at once into two files; `depth` pieces of `piece_bytes` in flight, direct,
-from page-locked memory. Files are filled before, and removed after.
+The pattern: one direction after the other, or both at once into two files; `depth` pieces of `piece_bytes` in flight,
+direct, from page-locked memory. Files are filled before, and removed after.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swapper import _C
 
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
-START_S = 0.2
+START_S = 0.2  # not counted: programs and caps start
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What is moved, and how."""
+    """The transfers of a measurement."""
 
     kind: str
     piece_bytes: int
@@ -46,7 +46,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Speed:
-    """Bytes a second, both directions together, and processor seconds for each GB."""
+    """Bytes a second, both directions together, and CPU seconds for each GB."""
 
     bytes_per_s: float
     cpu_s_per_gb: float | None = None
@@ -54,7 +54,7 @@ class Speed:
 
 @contextlib.contextmanager
 def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
-    """One filled file for each direction. Blocks that were never written would read back without a transfer."""
+    """Make one filled file for each direction. Blocks that were never written would read back without a transfer."""
     with tempfile.TemporaryDirectory(prefix="swapper-bench-", dir=directory) as scratch:
         paths = {kind: Path(scratch) / kind for kind in ("read", "write")}
         arena = _C.Arena(min(file_bytes, 16 << 20))
@@ -73,9 +73,9 @@ def files_for(directory: Path, file_bytes: int) -> Iterator[dict[str, Path]]:
 
 
 def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "auto", ordinary: bool = False) -> Speed:
-    """By swapper's engine, from an arena that it registered, or from `ordinary` memory."""
-    # Twice `depth` pieces are submitted, so that the engine is never short of any; they share the memory of `depth`, both
-    # directions together, which is what fio has: on a filesystem in memory it matters how much the processor's cache holds.
+    """Measure swapper's engine, from its registered arena, or from `ordinary` memory."""
+    # Twice `depth` pieces are submitted, so that the engine never runs out; they share the memory of `depth` in both
+    # directions together, as fio's do: on a filesystem in memory the share of the processor's cache matters.
     lanes = len(pattern.directions)
     pieces = max(2 * pattern.depth // lanes // OPERATIONS_AHEAD, 1)
     span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
@@ -108,7 +108,7 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
                     at[kind] += 1
                     if lanes > 1:
                         tickets[kind][-1].notify(news)
-            if lanes > 1:  # whichever comes first
+            if lanes > 1:  # the first one counts
                 os.eventfd_read(news)
                 _take_done(tickets)
             else:
@@ -137,7 +137,7 @@ def has_fio() -> bool:
 
 
 def measure_fio(pattern: Pattern, paths: dict[str, Path]) -> Speed:
-    """By fio: io_uring, fixed buffers, registered files, O_DIRECT."""
+    """Measure fio: io_uring, fixed buffers, registered files, O_DIRECT."""
     command = ["fio", "--output-format=json"]
     for kind in pattern.directions:
         depth = max(pattern.depth // len(pattern.directions), 1)
@@ -174,7 +174,7 @@ print("RESULT", moved / took, (time.process_time() - cpu) / moved * 1e9)
 
 
 def measure_deepnvme(pattern: Pattern, paths: dict[str, Path], python: str = sys.executable) -> Speed:
-    """By DeepNVMe's aio_handle, with overlap_events, in a process of its own. One direction only."""
+    """Measure DeepNVMe's aio_handle, with overlap_events, in a process of its own. One direction only."""
     path = paths[pattern.kind]
     environment = {key: value for key, value in os.environ.items() if key != "SWAPPER_DEEPSPEED"}
     arguments = [pattern.kind, str(path), pattern.piece_bytes, pattern.depth, pattern.file_bytes, pattern.duration_s]

@@ -1,4 +1,4 @@
-"""How much memory this process holds, and the most that it held: proportional set size, sampled by a thread.
+"""Samples this process's memory with a thread, and its peak: proportional set size.
 
 RSS would count a frame twice that is mapped twice in one process; PSS counts each page once.
 """
@@ -14,7 +14,7 @@ _ROLLUP = Path("/proc/self/smaps_rollup")
 
 
 def pss_bytes() -> int:
-    """This process's proportional set size now, in bytes; 0 where the system does not say."""
+    """Return this process's proportional set size now, in bytes; 0 if the system does not report it."""
     if not _ROLLUP.exists():
         return 0
     found = re.search(r"^Pss:\s+(\d+) kB$", _ROLLUP.read_text(), re.MULTILINE)
@@ -22,11 +22,11 @@ def pss_bytes() -> int:
 
 
 class PeakMemory:
-    """Samples the growth of this process's memory since it was made, as a context.
+    """Samples the growth of this process's memory since its construction, as a context.
 
     Attributes:
-        baseline_bytes: what the process held when this was made.
-        growth_bytes: the most that it held beyond that, up to now.
+        baseline_bytes: the process's memory at construction.
+        growth_bytes: the maximum beyond that, so far.
     """
 
     def __init__(self, interval_s: float = 0.25) -> None:

@@ -1,7 +1,7 @@
-"""Training in plain torch, all in memory: what a swapped run is compared with, bit for bit.
+"""Trains in plain torch, all in memory: the reference of a swapped run, bit for bit.
 
-Knows nothing of swapper (see gpt.py). With `masters`, the optimizer updates fp32 copies of the parameters of
-a bf16 or fp16 model: gradients are widened, the copies are updated, the parameters are rounded from them.
+Does not import swapper (see gpt.py). With `masters`, the optimizer updates fp32 copies of the parameters of a bf16 or
+fp16 model: gradients are upcast, the copies are updated, the parameters are rounded from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 
 def make_optimizer(parameters: Any, learning_rate: float) -> torch.optim.Optimizer:
-    """The optimizer of the demo, the example and the benchmark."""
+    """Make the optimizer of the demo, the example and the benchmark."""
     return torch.optim.AdamW(parameters, lr=learning_rate, fused=True)
 
 
@@ -22,11 +22,10 @@ class PlainTraining:
     """One model and its optimizer.
 
     Args:
-        model: in the dtype that it computes in.
+        model: in its compute dtype.
         learning_rate: for AdamW.
         masters: keep fp32 copies of the parameters for the optimizer.
-        saved: a snapshot to go on from, as torch.load gives it: "model", "optimizer" and, with masters,
-        "master".
+        saved: a snapshot to continue from, as loaded by torch.load: "model", "optimizer" and, with masters, "master".
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class PlainTraining:
             self.optimizer.load_state_dict(saved["optimizer"])
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> float:
-        """One forward, backward and update. Returns the loss, from before the update."""
+        """Run one forward, backward and update. Returns the loss, from before the update."""
         loss: torch.Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         for name, master in self._masters.items():

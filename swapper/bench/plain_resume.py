@@ -1,8 +1,8 @@
-"""Goes on from a snapshot with plain torch: run as a script, in a process that never imports swapper.
+"""Continues from a snapshot with plain torch; runs as a script, in a process that never imports swapper.
 
     python plain_resume.py '{"snapshot": ..., "config": {...}, "dtype": "bfloat16", ...}'
 
-Prints JSON: the losses of the next `steps` steps, and the seconds that each took.
+Prints JSON: the losses of the next `steps` steps, and the seconds of each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# Run by path, so this folder is on the path and these are the files beside this one, without the package.
+# Run by path, so this folder is on the path and these are the files in it, without the package.
 from corpus import Corpus
 from gpt import Gpt, GptConfig
 from plain import PlainTraining

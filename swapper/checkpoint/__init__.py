@@ -1,6 +1,6 @@
-"""Checkpoints of any format as files: saved, loaded, exported, inspected, verified. No run and no manager is needed.
+"""Saves, loads, exports, inspects and verifies checkpoints of any format as files, without a run or a manager.
 
-`save` and `load` are torch.save and torch.load through the engine. What needs torch is imported when it is first asked for.
+`save` and `load` are torch.save and torch.load through the engine. Modules that need torch are imported on first use.
 """
 
 from importlib import import_module

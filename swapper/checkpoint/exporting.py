@@ -1,7 +1,7 @@
-"""Export: a checkpoint of any format as another format, in memory that does not depend on its size.
+"""Exports a checkpoint of any format as another format, in memory that does not depend on its size.
 
-Where the source's tensors lie is found out first (sources.py, dcp_directory.py, pickle_reader.py); then they are read
-and written at once (relay.py). The result appears under its name when it is complete, file or directory, or not at all.
+It first locates the source's tensors (sources.py, dcp_directory.py, pickle_reader.py), then reads and writes them at
+once (relay.py). The result appears under its name when it is complete, file or directory, or not at all.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from swapper.io.engines import open_for, reserve, shared_engine
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-"""Where in a training state the model's state dict is looked for."""
-SHARD_BYTES = 5 * 10**9
-_RESERVE_BYTES = 16 << 20
+"""Keys of the model's state dict in a training state."""
+SHARD_BYTES = 5 * 10**9  # a usual size of Hugging Face shards
+_RESERVE_BYTES = 16 << 20  # space for headers and metadata: a choice
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What of a source is to be exported.
+    """The part of a source to be exported.
 
     Attributes:
         tensors: in the source's order.
-        left_out: names of what is no tensor, or not asked for.
-        stamps: of the files, to notice a change.
+        left_out: names of entries that are no tensors, or not requested.
+        stamps: of the files, to detect a change.
     """
 
     tensors: list[ExportTensor]
@@ -73,11 +73,11 @@ class Selection:
 
 
 def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
-    """Find out what of the checkpoint `path` is to be exported.
+    """Select the part of the checkpoint `path` to be exported.
 
     Args:
-        what: "model": of a training state, its model, by the names of the model's own state dict; of anything else, everything.
-            "all": everything, by the path in the checkpoint.
+        what: "model": of a training state, its model, by the names of the model's own state dict; of anything else,
+            everything. "all": everything, by the path in the checkpoint.
 
     Raises:
         CheckpointError: it is no checkpoint, or damaged; or a tensor in it is sparse or quantized.
@@ -112,32 +112,34 @@ def export(
     """Write the checkpoint `source` as `target`, in the format `to`.
 
     Args:
-        source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, or a directory of
-            torch.distributed.checkpoint; or of DeepSpeed's ZeRO (its fp32 weights).
+        source: a snapshot of swapper or any file of torch.save, a safetensors file, a Hugging Face directory, a
+            directory of torch.distributed.checkpoint, or DeepSpeed's ZeRO (its fp32 weights).
         target: a file ("torch", "safetensors") or a directory ("huggingface", "dcp") to be made.
-        to: one of FORMATS. They get one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the nest.
+        to: one of FORMATS. The result is one flat state dict, {name: tensor}; only from torch to torch, "all" keeps the
+            nesting.
         what: see `select`.
-        shard_bytes: the most that a file of a Hugging Face directory holds, unless one tensor is larger.
-        overwrite: replace a file that is there. Directories are never replaced.
-        selection: what `select` returned, where it was called before.
+        shard_bytes: maximum size of a file in a Hugging Face directory, unless one tensor is larger.
+        overwrite: replace an existing file. Directories are never replaced.
+        selection: the result of `select`, if it was called before.
         progress: called with numbers of bytes as they are written.
-        quantize: "int8" or "int4": large matrices in as many bits, for `swapper.load` (checkpoint/quantization.py). Only to
-            safetensors and huggingface.
-        keep: patterns (fnmatch) of names that are not quantised.
+        quantize: "int8" or "int4": large matrices in that many bits, for `swapper.load` (checkpoint/quantization.py).
+            Only to safetensors and huggingface.
+        keep: patterns (fnmatch) of names that are not quantized.
 
     Returns:
-        By name, how far each quantised tensor is from what it was; empty without `quantize`.
+        The error of each quantized tensor, by name; empty without `quantize`.
 
     Raises:
-        CheckpointError: the source is damaged or changes meanwhile, the format cannot hold it, or the target is there.
+        CheckpointError: the source is damaged or changes meanwhile, the format does not support it, or the target
+            exists.
         IoError: a transfer failed, or the drive is full. Nothing is left of the target.
     """
     if to not in FORMATS:
         raise CheckpointError(f"there is no format {to!r}: use one of {', '.join(FORMATS)}")
     if quantize is not None and to not in ("safetensors", "huggingface"):
-        raise CheckpointError(f"quantised weights are for --to safetensors or huggingface, not {to}")
+        raise CheckpointError(f"quantized weights are for --to safetensors or huggingface, not {to}")
     if to == "torch" and what == "all" and Path(source).is_file() and open_source(source).kind == "torch":
-        save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and what is no tensor
+        save(load(source, mmap=True), target, overwrite=overwrite)  # with its structure, and values that are no tensors
         return {}
     chosen = select(source, what) if selection is None else selection
     if quantize is not None:
@@ -159,7 +161,8 @@ def export(
     return losses(chosen.tensors)
 
 
-# --- what to export ------------------------------------------------------------------------------------------------------
+# --- selection
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _whole(tensor: StoredTensor) -> ExportTensor:
@@ -187,7 +190,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
 
 
 def _model_prefix(skeleton: Skeleton) -> str:
-    """Where the model is in a training state; "" where everything is the model."""
+    """Return the model's prefix in a training state; "" if everything is the model."""
     if isinstance(skeleton.tree, dict):
         for key in MODEL_KEYS:
             if isinstance(skeleton.tree.get(key), dict):
@@ -204,7 +207,7 @@ def _select_from_dcp(path: Path, what: str) -> Selection:
     prefix = ""
     if what == "model":
         prefixes = (f"{key}." for key in MODEL_KEYS)
-        # A flat state dict may have names that begin like this; a training state has others beside them.
+        # A flat state dict may have names that begin like this; a training state has other entries too.
         prefix = next((p for p in prefixes if any(n.startswith(p) for n in directory.tensors)), "")
         others = [name for name in [*directory.tensors, *directory.others] if not name.startswith(prefix)]
         if not any(name.startswith(("optim", "step", "epoch")) for name in others):
@@ -225,10 +228,11 @@ def _from_chunks(tensor: ChunkedTensor, prefix: str) -> ExportTensor:
 def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:
     for path, stamp in stamps.items():
         if FileStamp.of(path) != stamp:
-            raise CheckpointError(f"{path} was changed while it was exported: do it again when nobody writes to it")
+            raise CheckpointError(f"{path} was changed while it was exported: export it again when nobody writes to it")
 
 
-# --- where to ------------------------------------------------------------------------------------------------------------
+# --- targets
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _check_room(directory: Path, nbytes: int) -> None:
@@ -241,7 +245,7 @@ def _check_room(directory: Path, nbytes: int) -> None:
 
 @contextmanager
 def _new_directory(target: Path, nbytes: int) -> Iterator[Path]:
-    """Yields a directory to fill, which gets the name `target` at the end. Nothing may be there."""
+    """Yield a directory to fill, renamed to `target` at the end. Nothing may exist there."""
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already: choose another name, or remove it")
     _check_room(target.parent, nbytes)
@@ -255,7 +259,7 @@ def _new_directory(target: Path, nbytes: int) -> Iterator[Path]:
         for file in [*temporary.iterdir(), temporary]:
             sync(file)
         if os.path.lexists(target):
-            raise CheckpointError(f"{target} appeared meanwhile: it was left as it is")
+            raise CheckpointError(f"{target} appeared meanwhile, and was not changed")
         temporary.rename(target)
         sync(target.parent)
     finally:
@@ -263,7 +267,7 @@ def _new_directory(target: Path, nbytes: int) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Have a file or directory on the drive."""
+    """Sync a file or directory to the drive."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -275,7 +279,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def _relay_into(path: Path, nbytes: int, progress: Progress) -> Iterator[Relay]:
-    """Yields a relay into `path`, an empty file that will have about `nbytes` bytes."""
+    """Yield a relay into `path`, an empty file of about `nbytes` bytes in the end."""
     file = open_for(path, read_only=False)
     try:
         reserve(file, nbytes)
@@ -315,7 +319,7 @@ def _write_huggingface(
 
 
 def _shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[ExportTensor]]:
-    safetensors_header(tensors, {})  # refuses what the format cannot hold, before anything is written
+    safetensors_header(tensors, {})  # refuses unsupported tensors before anything is written
     shards: list[list[ExportTensor]] = [[]]
     room = shard_bytes
     for tensor in tensors:

@@ -1,4 +1,5 @@
-"""What is in a checkpoint, for people and programs: every tensor with its place, and what the format says of the whole."""
+"""Lists the content of a checkpoint, for people and programs: every tensor with its location, and the format's
+metadata."""
 
 from __future__ import annotations
 
@@ -11,15 +12,15 @@ from swapper.formats.sources import open_source
 from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 
-_MOST_ALIGNMENT = 1 << 21
+_MAX_ALIGNMENT = 1 << 21  # bytes; larger ones say nothing more
 
 
 def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what is in the checkpoint `path`, in types that JSON knows. Reads headers only.
+    """Return the content of the checkpoint `path`, in types that JSON knows. Reads headers only.
 
-    "tensors" is a list in file order; each has "name", "dtype", "shape", "stride" (null if contiguous), "file", "offset" and
-    "bytes", "alignment" (the largest power of two that divides the offset, up to 2 MiB), and in torch checkpoints "record" and
-    "crc32" (of the whole record, as 8 hex digits).
+    "tensors" is a list in file order; each has "name", "dtype", "shape", "stride" (null if contiguous), "file",
+    "offset" and "bytes", "alignment" (the largest power of two that divides the offset, up to 2 MiB), and in torch
+    checkpoints "record" and "crc32" (of the whole record, as 8 hex digits).
 
     Raises:
         CheckpointError: it is no checkpoint, or damaged.
@@ -55,7 +56,7 @@ def _describe(tensor: StoredTensor) -> dict[str, Any]:
         "file": tensor.path.name,
         "offset": tensor.offset,
         "bytes": tensor.nbytes,
-        "alignment": min(tensor.offset & -tensor.offset, _MOST_ALIGNMENT) if tensor.offset else _MOST_ALIGNMENT,
+        "alignment": min(tensor.offset & -tensor.offset, _MAX_ALIGNMENT) if tensor.offset else _MAX_ALIGNMENT,
     }
 
 
@@ -74,7 +75,7 @@ def _summary(
 
 
 def _step(file: TorchFile) -> int | None:
-    """The training step, where the checkpoint has one where one looks for it."""
+    """Return the training step, if the checkpoint has one at the usual place."""
     tree = file.skeleton.tree
     if not isinstance(tree, dict):
         return None

@@ -1,12 +1,12 @@
-"""Weights in 8 or 4 bits: the arithmetic, what a safetensors file says about them, and quantising on the way into such a file.
+"""Quantizes weights to 8 or 4 bits: the arithmetic, the metadata in a safetensors file, and writing such a file.
 
-A matrix of shape (..., columns) becomes one of bytes, (..., row_bytes): each row is its codes, then its scales. Codes are whole
-numbers of `bits` bits, one scale in bf16 for each block of columns; a value is its code times its block's scale. All that a row
-needs is in the row, so rows can be read, cut and looked up by themselves, and a matrix is one run of bytes in a file.
+A matrix of shape (..., columns) becomes one of bytes, (..., row_bytes): each row is its codes, then its scales. Codes
+are integers of `bits` bits, one scale in bf16 for each block of columns; a value is its code times its block's scale. A
+row is self-contained, so rows can be read, cut and looked up alone, and a matrix is one run of bytes in a file.
 
-8 bits: codes -127 to 127, a byte each. 4 bits: codes -8 to 7; a byte has a column of the row's first half in its low bits and the
-column that is half a row further in its high ones. Their scales are stored divided by 16, because what is cheaply had from a byte
-is its code times 16. bf16 holds all codes exactly, so that dequantising rounds once.
+8 bits: codes -127 to 127, a byte each. 4 bits: codes -8 to 7; a byte has a column of the row's first half in its low
+bits and the column half a row further in its high ones. Their scales are stored divided by 16, because code times 16 is
+cheap to extract from a byte. bf16 holds all codes exactly, so that dequantizing rounds once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swapper.errors import CheckpointError
 from swapper.formats.safetensors import DTYPES
 
 KEY = "swapper.quantized."
-"""A quantised tensor has an entry in a file's metadata: this and its name."""
+"""The prefix of a quantized tensor's entry in a file's metadata, before its name."""
 BLOCKS = {8: 128, 4: 64}
 """Columns that share a scale, by the number of bits."""
-LEAST_BLOCK = 32
+MIN_BLOCK = 32
 CHUNK_ELEMENTS = 1 << 21
-"""Dequantised at one time: what is in between stays small, and mostly in the cache."""
+"""Elements dequantized at once: intermediate results stay small, and mostly in the cache."""
 NOT_FINITE = "it has values that are not finite"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -39,13 +39,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """How one tensor is quantised.
+    """The quantization of one tensor.
 
     Attributes:
         bits: 8 or 4.
         block: columns that share a scale.
         columns: of the tensor, its last dimension; a multiple of `block`, of twice that in 4 bits.
-        dtype: of the tensor before it was quantised, by the name that safetensors has for it.
+        dtype: of the original tensor, by its name in safetensors.
     """
 
     bits: int
@@ -55,12 +55,12 @@ class QuantizedLayout:
 
     @classmethod
     def of(cls, bits: int, columns: int, dtype: torch.dtype) -> QuantizedLayout | None:
-        """Return how a tensor is quantised; None if it is not one for that."""
+        """Return the quantization of a tensor; None if it is not suitable."""
         step = 1 if bits == 8 else 2
         block = BLOCKS[bits]
-        while block >= LEAST_BLOCK and columns % (step * block):
+        while block >= MIN_BLOCK and columns % (step * block):
             block //= 2
-        return cls(bits, block, columns, _NAMES[dtype]) if block >= LEAST_BLOCK and dtype in FLOATS else None
+        return cls(bits, block, columns, _NAMES[dtype]) if block >= MIN_BLOCK and dtype in FLOATS else None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,7 +69,7 @@ class QuantizedLayout:
 
     @property
     def code_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of codes in a row."""
         return self.columns * self.bits // 8
 
     @property
@@ -97,7 +97,7 @@ class QuantizedLayout:
             scales = _not_below(values.abs().amax(-1, keepdim=True) / 127)
             codes = _codes(values, scales, -127, 127)
             stored = codes.view(rows.shape).to(torch.int8).view(torch.uint8)
-        else:  # the value that is farthest from 0 becomes -8
+        else:  # the value farthest from 0 becomes -8
             extreme = values.gather(-1, values.abs().argmax(-1, keepdim=True))
             scales = (extreme / -8).bfloat16().float()
             codes = _codes(values, scales, -8, 7).view(rows.shape).to(torch.int16) & 15
@@ -110,7 +110,7 @@ class QuantizedLayout:
     def dequantise(self, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of `stored`, bytes of shape (..., row_bytes), in `dtype` and of shape (..., columns).
 
-        `stored` and the result are on one device; where that is a GPU with Triton, a kernel does it, with the same bits.
+        `stored` and the result are on one device; on a GPU with Triton a kernel does it, with the same bits.
         """
         shape = (*stored.shape[:-1], self.columns)
         values = torch.empty(shape, dtype=dtype, device=stored.device)
@@ -137,15 +137,15 @@ class QuantizedLayout:
 
 
 def metadata_of(layouts: Mapping[str, QuantizedLayout]) -> dict[str, str]:
-    """What a file's metadata says of its quantised tensors."""
+    """Return a file's metadata for its quantized tensors."""
     return {KEY + name: json.dumps(asdict(layout)) for name, layout in layouts.items()}
 
 
 def layouts_of(metadata: Mapping[str, str], path: object) -> dict[str, QuantizedLayout]:
-    """Return the layouts of the quantised tensors, by name, that a file's metadata speaks of.
+    """Return the quantization of tensors, by name, from a file's metadata.
 
     Raises:
-        CheckpointError: it is not what `metadata_of` gives.
+        CheckpointError: it is not in the form of `metadata_of`.
     """
     return {key[len(KEY) :]: _parse(text, f"{path}: {key}") for key, text in metadata.items() if key.startswith(KEY)}
 
@@ -159,12 +159,12 @@ def _parse(text: str, where: str) -> QuantizedLayout:
         if not good or DTYPES.get(layout.dtype) not in FLOATS:
             raise ValueError(text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{where} does not say how a tensor is quantised: {text[:200]!r}") from error
+        raise CheckpointError(f"{where} does not describe the quantization of a tensor: {text[:200]!r}") from error
     return layout
 
 
 def _not_below(scales: torch.Tensor) -> torch.Tensor:
-    """To bf16, up where rounding would go down: codes must reach every value."""
+    """Convert to bf16, up where rounding would go down: codes must reach every value."""
     rounded = scales.bfloat16()
     up = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
     return torch.where(rounded.float() < scales, up, rounded).float()
@@ -176,14 +176,14 @@ def _codes(values: torch.Tensor, scales: torch.Tensor, least: int, most: int) ->
 
 
 SCHEMES = {"int8": 8, "int4": 4}
-LEAST_ELEMENTS = 1 << 16
-"""A smaller tensor stays as it is: inference keeps it in memory anyway."""
+MIN_ELEMENTS = 1 << 16
+"""Elements. A smaller tensor stays as it is: inference keeps it in memory anyway."""
 PIECE_ELEMENTS = 1 << 20
 
 
 @dataclass
 class Loss:
-    """How far a quantised tensor is from what it was."""
+    """The error of a quantized tensor."""
 
     squared_error: float = 0.0
     squared: float = 0.0
@@ -197,7 +197,7 @@ class Loss:
 
     @property
     def relative(self) -> float:
-        """The root of the mean square of the error, to that of the values."""
+        """The root mean square of the error, relative to that of the values."""
         return math.sqrt(self.squared_error / self.squared) if self.squared else 0.0
 
 
@@ -207,7 +207,7 @@ class QuantisedTensor(ExportTensor):
 
     Attributes:
         dtype, shape: those of the file.
-        layout: how.
+        layout: its quantization.
         original: the tensor before.
         loss: filled as it is written.
     """
@@ -221,9 +221,9 @@ class QuantisedTensor(ExportTensor):
         return math.prod(self.shape)
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
-        """Yield the file's bytes in their order."""
+        """Yield the file's bytes in order."""
         if self.layout is None or self.original is None:
-            raise AssertionError("a quantised tensor without its layout")
+            raise AssertionError("a quantized tensor without its layout")
         columns = self.layout.columns
         rows_a_piece = max(PIECE_ELEMENTS // columns, 1)
         for elements in payloads.elements(self.original, rows_a_piece * columns):
@@ -231,20 +231,20 @@ class QuantisedTensor(ExportTensor):
             try:
                 stored = self.layout.quantise(values)
             except CheckpointError as error:
-                raise CheckpointError(f"{self.name} cannot be quantised: {error}; leave it with --keep") from error
+                raise CheckpointError(f"{self.name} cannot be quantized: {error}; leave it with --keep") from error
             self.loss.add(values, self.layout.dequantise(stored, values.dtype))
             yield stored.view(-1)
 
 
 def quantised(tensors: Sequence[ExportTensor], scheme: str, keep: Sequence[str]) -> list[ExportTensor]:
-    """Return `tensors` with every matrix that is worth it quantised, but those whose name fits a pattern in `keep`."""
+    """Return `tensors` with every suitable matrix quantized, except names that match a pattern in `keep`."""
     if scheme not in SCHEMES:
-        raise CheckpointError(f"there is no way to quantise called {scheme!r}: use one of {', '.join(SCHEMES)}")
+        raise CheckpointError(f"there is no quantization {scheme!r}: use one of {', '.join(SCHEMES)}")
     return [_quantised(tensor, SCHEMES[scheme], keep) for tensor in tensors]
 
 
 def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTensor:
-    is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= LEAST_ELEMENTS
+    is_large = len(tensor.shape) >= 2 and math.prod(tensor.shape) >= MIN_ELEMENTS
     is_kept = any(fnmatchcase(tensor.name, pattern) for pattern in keep)
     in_order = all(part.stride is None for part in tensor.parts)
     if is_kept or not is_large or not in_order or tensor.dtype not in FLOATS:
@@ -257,11 +257,11 @@ def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTe
 
 
 def metadata(tensors: Sequence[ExportTensor]) -> dict[str, str]:
-    """What a safetensors file says of those of `tensors` that are quantised."""
+    """Return the metadata of a safetensors file for the quantized ones of `tensors`."""
     found = {t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor) and t.layout is not None}
     return metadata_of(found)
 
 
 def losses(tensors: Sequence[ExportTensor]) -> dict[str, Loss]:
-    """By name, how far each quantised tensor is from what it was; once they are written."""
+    """Return the error of each quantized tensor, by name, once they are written."""
     return {tensor.name: tensor.loss for tensor in tensors if isinstance(tensor, QuantisedTensor)}

@@ -1,11 +1,11 @@
-"""Writing a file whose bytes come from other files: read and written at the same time, through a ring of page-locked blocks.
+"""Writes a file from bytes of other files, reading and writing at once, through a ring of page-locked blocks.
 
-The new file is tiled by blocks. A block is filled by reads and by bytes made here, and is written when all of it is there;
-half of the blocks are being read into while the other half is being written. So a copy runs at the speed of the slower side, in
+The new file is tiled by blocks. Reads, and bytes made here, fill a block, which is written when it is complete; half of
+the blocks are being filled while the other half is being written. So a copy runs at the speed of the slower side, in
 memory that does not depend on its size.
 
-Blocks are written in order, so what depends on earlier bytes (a checksum behind a payload) can be appended before they are
-read: as a function that is called when they are.
+Blocks are written in order, so bytes that depend on earlier ones (a checksum behind a payload) can be appended before
+those are read: as a function that is called afterwards.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 from swapper import _C
 from swapper.io.waiting import drain
 
-BLOCK_BYTES = 2 << 20
-BLOCKS = 12
+BLOCK_BYTES = 2 << 20  # a choice
+BLOCKS = 12  # 24 MiB in all: a choice
 READING = BLOCKS // 2
 
 
 class Checksum:
-    """The CRC-32 of what `Relay.append_read` was asked for; known once it is written."""
+    """The CRC-32 of bytes appended by `Relay.append_read`; known once they are written."""
 
     def __init__(self) -> None:
         self._tickets: list[Any] = []
         self._value = 0
 
     def add(self, ticket: Any) -> None:
-        """Go on with what a read ticket of the engine brings."""
+        """Continue with the bytes of an engine's read ticket."""
         self._tickets.append(ticket)
 
     def add_bytes(self, data: bytes) -> None:
@@ -40,7 +40,8 @@ class Checksum:
 
     @property
     def value(self) -> int:
-        """
+        """Return the checksum.
+
         Raises:
             ValueError: not all is read yet.
         """
@@ -62,7 +63,7 @@ class _Block:
     offset: int = 0  # in the file
     filled: int = 0
     reads: list[Any] = field(default_factory=list)
-    later: list[tuple[int, int, Callable[[], bytes]]] = field(default_factory=list)  # (start, bytes, what)
+    later: list[tuple[int, int, Callable[[], bytes]]] = field(default_factory=list)  # (start, bytes, function)
     write: Any = None
 
     def tickets(self) -> list[Any]:
@@ -70,10 +71,10 @@ class _Block:
 
 
 class Relay:
-    """Appends to `file`, which is empty. `finish` waits for all; `close` lets go of the memory, well or not.
+    """Appends to `file`, which is empty. `finish` waits for all; `close` frees the memory, whatever the outcome.
 
     Args:
-        engine: writes. Reads go through the engine that `append_read` is given.
+        engine: writes. Reads use the engine of `append_read`.
         moved: called with the number of bytes, whenever some are written.
     """
 
@@ -119,7 +120,7 @@ class Relay:
     def append_read(
         self, engine: _C.Engine, file: _C.File, offset: int, nbytes: int, checksum: Checksum | None
     ) -> None:
-        """Append [offset, offset + nbytes) of another file. `checksum` then goes over it, after what it was given before."""
+        """Append [offset, offset + nbytes) of another file, and continue `checksum` with it."""
         done = 0
         while done < nbytes:
             room = self._room(nbytes - done)
@@ -132,7 +133,7 @@ class Relay:
             done += room
 
     def finish(self) -> None:
-        """Write what is left, and wait until all is written.
+        """Write the rest, and wait until all is written.
 
         Raises:
             IoError: a transfer failed.
@@ -147,14 +148,14 @@ class Relay:
             self._end_write()
 
     def close(self) -> None:
-        """Wait until nothing is in flight, and let go of the ring."""
+        """Wait until nothing is in flight, and free the ring."""
         for block in [self._block, *self._reading, *self._writing]:
             for ticket in block.tickets():
                 drain(ticket)
         self._arena.close()
 
     def _room(self, wanted: int) -> int:
-        """Bytes, up to `wanted`, that the block can take; at least one."""
+        """Return the free bytes of the block, up to `wanted`; at least one."""
         if self._block.filled == BLOCK_BYTES:
             offset = self.position
             self._reading.append(self._block)

@@ -1,7 +1,7 @@
-"""A file that appears under its name when it is whole, or not at all.
+"""Writes a file that appears under its name when it is whole, or not at all.
 
-It is written beside its place under another name, synced, renamed, and the directory is synced: whoever looks sees the old
-file or the new one, also after a power loss. Whatever goes wrong, Ctrl-C included, the other name is taken away again.
+It is written in the same directory under another name, synced, renamed, and the directory is synced: a reader sees the
+old file or the new one, even after a power loss. After any failure, Ctrl-C included, the temporary file is removed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from swapper.errors import CheckpointError, IoError, remedy
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: bool = True) -> Iterator[Path]:
-    """Yields the path of an empty file to be written; at the end it gets its name.
+    """Yield the path of an empty file to be written; at the end it gets its name.
 
     Args:
-        path: the name. Links are followed: what they point to is replaced, and a hard-linked file keeps its old content under
+        path: the name. Links are followed: their target is replaced, and a hard-linked file keeps its old content under
             its other names.
-        overwrite: whether a file of that name may be there; None: no, and the user cannot say so. One that is write-protected
-            stays in any case.
+        overwrite: allow an existing file of that name; None: no, and the caller has no such option. A write-protected
+            file always stays.
         durable: sync file and directory, so that a power loss costs at most the new file.
 
     Raises:
-        CheckpointError: something is at `path` that must not be replaced, or there is no such directory.
+        CheckpointError: an existing `path` must not be replaced, or there is no such directory.
         IoError: the directory cannot be written to.
     """
     target = Path(os.path.realpath(os.fspath(path)))
@@ -48,7 +48,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
 
 
 def check_target(target: Path, overwrite: bool | None) -> None:
-    """Raise CheckpointError unless a file may be published as `target`. None: `overwrite` is nothing that the user can say."""
+    """Raise CheckpointError unless a file may be published as `target`. None: the caller has no option `overwrite`."""
     try:
         status = target.lstat()
     except FileNotFoundError:
@@ -61,7 +61,7 @@ def check_target(target: Path, overwrite: bool | None) -> None:
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a file"
         raise CheckpointError(f"{target} is {kind}: choose the name of a file")
     if not overwrite:
-        remedy = "or remove it" if overwrite is None else "remove it, or say overwrite=True"
+        remedy = "or remove it" if overwrite is None else "remove it, or pass overwrite=True"
         raise CheckpointError(f"{target} exists already: choose another name, {remedy}")
     if not status.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
         raise CheckpointError(f"{target} is write-protected, as snapshots are: choose another name, or remove it first")
@@ -87,10 +87,10 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
     try:
         os.link(temporary, target)
     except FileExistsError:
-        raise CheckpointError(f"{target} appeared meanwhile: it was left as it is") from None
-    except OSError:  # no hard links here
+        raise CheckpointError(f"{target} appeared meanwhile, and was not changed") from None
+    except OSError:  # a filesystem without hard links
         if os.path.lexists(target):
-            raise CheckpointError(f"{target} appeared meanwhile: it was left as it is") from None
+            raise CheckpointError(f"{target} appeared meanwhile, and was not changed") from None
         temporary.rename(target)
 
 

@@ -1,8 +1,8 @@
-"""Writing a file from beginning to end, in large aligned transfers, while the next bytes are being made.
+"""Writes a file from beginning to end, in large aligned transfers, while the next bytes are being made.
 
-What is large and lies in host memory is written from where it lies. Everything else (headers, small tensors, the ends of
-large ones, what is on a device) is gathered in a ring of blocks, so that the file is tiled by whole runs of 4096 bytes and all of
-it can be direct. The ring is all the memory that this takes, however large the file.
+Large runs of host memory are written from where they lie. Everything else (headers, small tensors, the ends of large
+ones, device tensors) is gathered in a ring of blocks, so that the file is tiled by whole runs of 4096 bytes and all of
+it can be direct. The ring is all the memory that this takes, for any size of the file.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from swapper import _C
 from swapper.io.elements import device_errors
 from swapper.io.waiting import drain
 
-UNIT = 4096
+UNIT = 4096  # bytes; suits direct I/O on every drive
 BLOCK_BYTES = 1 << 20
-BLOCKS = 16
+BLOCKS = 16  # 16 MiB in all: a choice
 LARGE_BYTES = 256 << 10
-"""From this size on a run of host memory is written from where it lies."""
+"""Bytes from which a run of host memory is written from where it lies."""
 STEP_BYTES = 64 << 20
-"""Of one operation: that much is being written while the checksum of it is taken."""
+"""Bytes of one operation: they are written while their checksum is computed."""
 
 
 class StreamWriter:
-    """Appends to `file`, which is empty. `finish` waits for all; `close` lets go of the memory, well or not.
+    """Appends to `file`, which is empty. `finish` waits for all; `close` frees the memory, whatever the outcome.
 
     Args:
-        file: where to. The caller closes it.
-        checksums: take CRC-32s of what is appended, for `append` to return; 0 otherwise.
-        pinned: have the ring in memory that a device can copy to by itself (torch's `pin_memory`).
+        file: the target. The caller closes it.
+        checksums: compute CRC-32s of appended bytes, which `append` returns; 0 otherwise.
+        pinned: allocate the ring in memory that a device can copy to directly (torch's `pin_memory`).
         blocks: of BLOCK_BYTES, in the ring.
     """
 
@@ -62,7 +62,7 @@ class StreamWriter:
         return self._written + self._filled
 
     def append(self, data: bytes) -> int:
-        """Append bytes; returns their CRC-32."""
+        """Append bytes; return their CRC-32."""
         checksum = _C.crc32(data) if self._checksums else 0
         view = memoryview(data)
         while view:
@@ -74,7 +74,7 @@ class StreamWriter:
         return checksum
 
     def append_memory(self, address: int, nbytes: int, owner: object) -> int:
-        """Append host memory that is `owner`'s, and stays unchanged until `finish`; returns its CRC-32."""
+        """Append host memory of `owner`, which must not change until `finish`; return its CRC-32."""
         head = -self.position % UNIT
         body = (nbytes - head) // UNIT * UNIT
         if nbytes < LARGE_BYTES or body <= 0:
@@ -94,7 +94,7 @@ class StreamWriter:
         return self._gather(address + done, nbytes - done, checksum)
 
     def append_device(self, data: torch.Tensor) -> int:
-        """Append a one-dimensional uint8 tensor of any device; returns the CRC-32.
+        """Append a one-dimensional uint8 tensor of any device; return the CRC-32.
 
         Raises:
             DeviceError: the device failed.
@@ -112,7 +112,7 @@ class StreamWriter:
         return checksum
 
     def finish(self) -> None:
-        """Write what is left, and wait until all is written.
+        """Write the rest, and wait until all is written.
 
         Raises:
             IoError: a transfer failed.
@@ -124,7 +124,7 @@ class StreamWriter:
             self._reclaim()
 
     def close(self) -> None:
-        """Wait until nothing is in flight, and let go of the ring."""
+        """Wait until nothing is in flight, and free the ring."""
         for ticket in [*self._direct, *(ticket for _, ticket in self._blocks)]:
             drain(ticket)
         if self._arena is not None:
@@ -141,7 +141,7 @@ class StreamWriter:
         return checksum
 
     def _room(self, wanted: int) -> int:
-        """Bytes, up to `wanted`, that the block can take; at least one."""
+        """Return the free bytes of the block, up to `wanted`; at least one."""
         if self._filled == BLOCK_BYTES:
             self._flush()
         return min(wanted, BLOCK_BYTES - self._filled)

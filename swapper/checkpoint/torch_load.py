@@ -1,11 +1,11 @@
-"""load: what torch.load does, with the payloads read through the engine, many at a time, straight to where they stay.
+"""Implements load: torch.load with payloads read through the engine, many at a time, straight to their targets.
 
-torch itself unpickles, and decides what `weights_only` refuses: it is given the checkpoint without its payloads
-(`torch.serialization.skip_data`, `map_location`), and whenever it asks where a storage shall live, it gets one that is being
-read. Which storages it will ask for, and in which order, is known from the skeleton (pickle_reader.py), so all reads are under way
-before the first is needed.
+torch itself unpickles, and decides what `weights_only` refuses: it gets the checkpoint without its payloads
+(`torch.serialization.skip_data`, `map_location`), and whenever it asks for the location of a storage, it gets one that
+is being read. The skeleton (pickle_reader.py) predicts the requested storages and their order, so all reads are in
+flight before the first is needed.
 
-[Note: what torch loads] Some files and some wishes are handed to torch.load whole: files that are no zip (before torch 1.6),
+[Note: what torch loads] Some files and options are passed to torch.load: files that are no zip (before torch 1.6),
 TorchScript, compressed records, another byte order, `mmap=True`, the meta device, fake tensors, safetensors.
 """
 
@@ -32,6 +32,7 @@ from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, 
 from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
+from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.staging import Staging
 from swapper.io.waiting import drain, wait_for_all
@@ -39,18 +40,18 @@ from swapper.io.waiting import drain, wait_for_all
 MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str | None
 
 MAPPED_BYTES = 1 << 20
-"""From this size on a storage gets memory of its own, at an address that suits its place in the file."""
-STEP_BYTES = 16 << 20
-UNIT = 4096
-_MADV_POPULATE_WRITE = 23
-MOST_AHEAD_BYTES = 256 << 20
-"""Bytes that are being read and that nobody has asked for yet."""
-_MOST_AHEAD_READS = 1024
-_MOST_TRIES = 20
+"""Bytes from which a storage gets its own mapping, aligned like its place in the file."""
+STEP_BYTES = 16 << 20  # populated at once: a choice
+UNIT = 4096  # bytes; suits direct I/O on every drive
+_MADV_POPULATE_WRITE = 23  # of madvise(2), Linux 5.14
+MAX_AHEAD_BYTES = 256 << 20
+"""Bytes that are being read and not yet requested by torch."""
+_MAX_AHEAD_READS = 1024  # bounds their number for small storages: a choice
+_MAX_TRIES = 20  # to open a file that keeps changing: a choice
 _OLD_PICKLES = 5
-"""Magic number, version, the system's sizes, the object, the keys of its storages."""
+"""Number of pickles in an old file: magic number, version, the system's sizes, the object, the keys of its storages."""
 _NEEDS_PLAIN_LOCATION = (b"_rebuild_wrapper_subclass", b"_rebuild_device_tensor_from")
-"""Rebuild functions of torch's that do not work with a map_location that is a function."""
+"""Rebuild functions of torch's that do not work with a function as map_location."""
 
 _restore: Any = torch.serialization.default_restore_location
 _Storage: Any = torch.UntypedStorage
@@ -68,16 +69,16 @@ def load(
 
     This reads a file; `swapper.load` runs a model whose weights are read from their file as they are needed.
 
-    `torch.utils.serialization.config.load` is honoured (`mmap`, `mmap_flags`, `endianness`, `calculate_storage_offsets`). Storages
-    of 1 MiB and more cannot be resized, as those of `mmap=True` cannot.
+    `torch.utils.serialization.config.load` is honored (`mmap`, `mmap_flags`, `endianness`,
+    `calculate_storage_offsets`). Storages of 1 MiB and more cannot be resized, as those of `mmap=True` cannot.
 
     Args:
         path: a file.
         map_location: as torch.load's. A function is called with each storage when its data is there.
-        mmap: True reads nothing: tensors are mapped from the file, and read when they are touched.
-        weights_only: refuse what is not plain data, before anything of the file is run. False runs what the file says: for files
-            that you trust.
-        verify: hold every payload against its checksum.
+        mmap: True reads nothing: tensors are mapped from the file, and read on access.
+        weights_only: refuse everything except plain data, before anything of the file is run. False runs the file's
+            code: for trusted files.
+        verify: compare every payload with its checksum.
 
     Raises:
         CheckpointError: the file is not what it claims to be, a checksum is wrong, or `weights_only` refuses it.
@@ -95,14 +96,14 @@ def load(
 
 
 def _open(path: Path) -> tuple[TorchFile, _C.File]:
-    """Return a checkpoint's directory and the open file, of one and the same file: a name may be given to another meanwhile."""
-    for _ in range(_MOST_TRIES):
+    """Return a checkpoint's directory and the open file, both of one file: its name may be replaced meanwhile."""
+    for _ in range(_MAX_TRIES):
         checkpoint = read_torch_file(path, calculate=bool(config.load.calculate_storage_offsets))
         file = open_for(path, read_only=True)
         if FileStamp.of(path) == checkpoint.stamp:
             return checkpoint, file
         file.close()
-    raise CheckpointError(f"{path} changes all the time: load it when nobody writes to it")
+    raise CheckpointError(f"{path} keeps changing: load it when nobody writes to it")
 
 
 def _load(
@@ -124,21 +125,15 @@ def _load(
 
 def verify_records(checkpoint: TorchFile, records: Mapping[str, ZipRecord], file: _C.File) -> None:
     """Read these payloads and raise CheckpointError if one does not have its checksum."""
-    sizes = {record.nbytes for record in records.values()}
-    memory = torch.empty(min(max(sizes, default=0), 16 << 20), dtype=torch.uint8)
-    engine = shared_engine(checkpoint.path)
-    for record in records.values():
-        if record.compressed:
-            with opened(checkpoint.path) as descriptor:
-                _check_checksum(checkpoint.path, record, unpacked_crc32(descriptor, checkpoint.path, record))
-            continue
-        checksum = 0
-        for begin in range(0, record.nbytes, max(memory.numel(), 1)):
-            step = min(memory.numel(), record.nbytes - begin)
-            ticket = engine.read(file, record.offset + begin, memory.data_ptr(), step, keep=memory, checksum=True)
-            ticket.wait()
-            checksum = _C.crc32_combine(checksum, ticket.crc32, step)
-        _check_checksum(checkpoint.path, record, checksum)
+    path = checkpoint.path
+    stored = [record for record in records.values() if not record.compressed]
+    runs = [CopyRange(file, record.offset, record.nbytes, None, record.name) for record in stored]
+    found = checksums_of(shared_engine(path), runs)
+    for record in stored:
+        _check_checksum(path, record, found[record.offset] if record.nbytes else 0)
+    for record in [record for record in records.values() if record.compressed]:
+        with opened(path) as descriptor:
+            _check_checksum(path, record, unpacked_crc32(descriptor, path, record))
 
 
 def _is_zip(path: Path) -> bool:
@@ -147,8 +142,10 @@ def _is_zip(path: Path) -> bool:
 
 
 def _check_old_file(path: Path) -> None:
-    """Refuse a file of torch before 1.6 whose pickles would keep torch busy without end, and archives, for which torch makes a
-    directory before it refuses them."""
+    """Refuse files of torch before 1.6 with pickles that would run endlessly, and archives.
+
+    torch makes a directory for an archive before it refuses it.
+    """
     with path.open("rb") as file:
         if file.read(len(PICKLE_MAGIC)) == PICKLE_MAGIC:
             file.seek(0)
@@ -161,7 +158,7 @@ def _check_old_file(path: Path) -> None:
 
 
 def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_location: MapLocation) -> bool:
-    """[Note: what torch loads]"""
+    """Return True if torch must load the file. See [Note: what torch loads]."""
     order = checkpoint.byteorder
     if order is None:
         default = torch.serialization.get_default_load_endianness()
@@ -180,7 +177,7 @@ def _needs_torch(checkpoint: TorchFile, records: Mapping[str, ZipRecord], map_lo
 def _load_by_torch(path: Path, map_location: Any, mmap: bool, weights_only: bool) -> Any:
     try:
         return torch.load(path, map_location, weights_only=weights_only, mmap=mmap)
-    except Exception as error:  # whatever a damaged file makes it raise
+    except Exception as error:  # a damaged file can make it raise anything
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
 
@@ -214,7 +211,7 @@ class _Loader:
         self._engine = shared_engine(self._path)
         self._file = file
         self._staging: Staging | None = None
-        self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not asked for
+        self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not requested yet
         self._bytes_ahead = 0
         once = {storage.key: storage for storage in checkpoint.skeleton.storages}
         self._order = deque(s for s in once.values() if s.nbytes and self._stays_on_host(s.location))
@@ -230,16 +227,16 @@ class _Loader:
             self._staging.close()
 
     def load(self, weights_only: bool) -> Any:
-        """Have torch unpickle, and give it storages that are being read."""
+        """Let torch unpickle, and give it storages that are being read."""
         asked = iter(self._checkpoint.skeleton.storages)
         known: set[str] = set()
 
         def place(memory: torch.UntypedStorage, location: str) -> Any:
-            # torch calls this for the storages of the pickle in order, but once only for one that has an address.
+            # torch calls this for the storages of the pickle in order, but only once for one that has an address.
             storage = next(storage for storage in asked if storage.key not in known)
             if storage.location != location or storage.nbytes != memory.nbytes():
                 raise CheckpointError(
-                    f"{self._path}: torch reads its data.pkl otherwise than swapper: a bug in swapper"
+                    f"{self._path}: torch reads its data.pkl differently than swapper: a bug in swapper"
                 )
             placed = self._place(storage, memory)
             if placed.device.type != "meta" and placed.data_ptr() != 0:
@@ -259,7 +256,7 @@ class _Loader:
             raise
 
     def _without_payloads(self) -> io.BytesIO:
-        """The checkpoint as a zip that holds nothing but what torch unpickles."""
+        """Return the checkpoint as a zip with only the records that torch unpickles."""
         file = io.BytesIO()
         with zipfile.ZipFile(file, "w") as archive:
             archive.writestr("archive/data.pkl", self._checkpoint.pickle)
@@ -269,7 +266,7 @@ class _Loader:
         return file
 
     def _place(self, storage: StorageId, memory: torch.UntypedStorage) -> Any:
-        """Return the storage with its data, where it shall live."""
+        """Return the storage with its data, in its final location."""
         target = self._target(storage.location)
         if target is None or callable(target):
             loaded = self._read_to_host(storage, memory)
@@ -280,7 +277,7 @@ class _Loader:
         return self._read_to_device(storage, device)
 
     def _target(self, location: str) -> Any:
-        """Where a storage of this location goes: None for host memory, a location, or the user's function."""
+        """Return the target for a storage's location: None for host memory, a location, or the user's function."""
         wanted = self._map_location
         if callable(wanted):
             return wanted
@@ -294,7 +291,8 @@ class _Loader:
         target = self._target(location)
         return target is None or callable(target)
 
-    # --- to host memory ---------------------------------------------------------------------------------------------------
+    # --- to host memory
+    # ---------------------------------------------------------------------------------------------------
 
     def _read_to_host(self, storage: StorageId, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         if storage.nbytes == 0:
@@ -312,8 +310,8 @@ class _Loader:
         return loaded
 
     def _read_ahead(self) -> None:
-        """Begin reads of what will be asked for next."""
-        while self._order and self._bytes_ahead < MOST_AHEAD_BYTES and len(self._reads) < _MOST_AHEAD_READS:
+        """Begin reads that will be requested next."""
+        while self._order and self._bytes_ahead < MAX_AHEAD_BYTES and len(self._reads) < _MAX_AHEAD_READS:
             self._begin(self._order.popleft())
 
     def _begin(self, storage: StorageId) -> None:
@@ -366,14 +364,17 @@ def _combined(tickets: list[Any]) -> int:
 
 
 def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> Any:
-    """What torch makes of a map_location that is a function."""
+    """Apply a map_location that is a function, as torch does."""
     mapped = map_location(storage, location)
     return _restore(storage, location) if mapped is None else mapped
 
 
 class _HostMemory:
-    """Host memory for one storage. A large one lies in huge pages, and begins `phase` bytes after a multiple of 4096, as its
-    record does in the file: then a drive can put it there by itself."""
+    """Host memory for one storage.
+
+    A large one lies in huge pages, and begins `phase` bytes after a multiple of 4096, as its record does in the file:
+    then a drive can transfer into it directly.
+    """
 
     def __init__(self, nbytes: int, phase: int) -> None:
         self._nbytes = nbytes
@@ -390,16 +391,16 @@ class _HostMemory:
         self.storage = flat.untyped_storage()
 
     def steps(self) -> Iterator[tuple[int, int]]:
-        """Yields ranges of bytes that together are the storage, each when its memory is there.
+        """Yield ranges of bytes that together are the storage, each when its memory is populated.
 
-        Taking memory from the system here, step by step, leaves the engine's thread free to keep the drive busy.
+        Populating here, step by step, leaves the engine's thread free to keep the drive busy.
         """
         begin = 0
         while begin < self._nbytes:
             end = min((begin + self._phase) // STEP_BYTES * STEP_BYTES + STEP_BYTES - self._phase, self._nbytes)
             if self._mapping is not None:
                 first = (begin + self._phase) // UNIT * UNIT
-                with contextlib.suppress(OSError):  # Linux before 5.14: pages come when they are touched
+                with contextlib.suppress(OSError):  # Linux before 5.14: a touch populates pages
                     self._mapping.madvise(_MADV_POPULATE_WRITE, first, end + self._phase - first)
             yield begin, end
             begin = end

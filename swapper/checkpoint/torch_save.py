@@ -1,8 +1,8 @@
-"""save: what torch.save does, through the engine, and whole or not at all.
+"""Implements save: torch.save through the engine, whole or not at all.
 
-The file is torch's own: the same data.pkl, byte for byte, the same records in the same order, at offsets that torch calculates.
-What differs is how it gets there. All offsets are known before a byte is written; payloads go to the drive from where they lie,
-many transfers at a time, while their checksums are taken; and the file gets its name when it is complete and on the drive.
+The file is torch's own: the same data.pkl, byte for byte, the same records in the same order, at offsets that torch
+calculates. All offsets are known before a byte is written; payloads are written from where they lie, many transfers at
+a time, while their checksums are computed; and the file gets its name when it is complete and on the drive.
 """
 
 from __future__ import annotations
@@ -37,37 +37,39 @@ from swapper.formats.torch_zip.zip_writer import (
 from swapper.io.engines import open_for, reserve, shared_engine
 
 ALIGNED = 4096
-"""Bytes to which payloads are aligned, so that transfers can be direct, unless that would be much of the file."""
+"""Bytes; alignment of payloads for direct transfers, unless that would waste much of the file."""
 SMALL_MEAN_BYTES = 32 << 10
-"""With storages smaller than this on average, torch's own alignment is kept: gaps would be more than 6 % of the file."""
-MOST_ALIGNMENT = 1 << 16
+"""Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file.
+"""
+MAX_ALIGNMENT = 1 << 16  # bytes; a choice
 
 
 def save(
     obj: object, path: str | os.PathLike[str], *, overwrite: bool = True, pickle_protocol: int = 2, durable: bool = True
 ) -> None:
-    """Save `obj` as torch.save does: `torch.load(path)` gives it back, with views and shared storages as they were.
+    """Save `obj` as torch.save does: `torch.load(path)` returns it, with its views and shared storages.
 
-    An existing file is replaced at the end, in one step, as torch.save would overwrite it: until then the old one is there.
-    `torch.utils.serialization.config.save` is honoured: `compute_crc32`, `storage_alignment` (where it is more than 4096),
-    `use_pinned_memory_for_d2h`. Beside the tensors on the CPU this takes 16 MiB of memory; they must not be changed meanwhile.
+    An existing file is replaced at the end, in one step, as torch.save would overwrite it: until then the old one is
+    there. `torch.utils.serialization.config.save` is honored: `compute_crc32`, `storage_alignment` (if more than 4096),
+    `use_pinned_memory_for_d2h`. In addition to the tensors on the CPU this takes 16 MiB of memory; do not change them
+    meanwhile.
 
     Args:
         obj: anything that can be pickled.
         path: a file name. Its directory must exist.
-        overwrite: False refuses a file that exists. One that is write-protected, as snapshots are, is refused in any case.
+        overwrite: False refuses an existing file. A write-protected one, such as a snapshot, is always refused.
         pickle_protocol: torch.load's default, `weights_only=True`, reads 2.
         durable: return when the file would survive a power loss.
 
     Raises:
-        CheckpointError: the path cannot be taken, or two tensors see the same memory as different types.
+        CheckpointError: the path is not allowed, or two tensors see the same memory as different types.
         IoError: the drive failed, or is full. Nothing is left under the name.
-        DeviceError: the device of a tensor failed. Likewise.
-        Whatever pickling an object of yours raises.
+        DeviceError: the device of a tensor failed. Nothing is left under the name.
+        Any error of pickling your objects.
     """
     alignment = config.save.storage_alignment
-    if not isinstance(alignment, int) or not 0 < alignment <= MOST_ALIGNMENT or alignment & (alignment - 1):
-        raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MOST_ALIGNMENT}")
+    if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MAX_ALIGNMENT}")
     pickled = _pickle(obj, pickle_protocol)
     sizes = tuple(storage.nbytes() for storage in pickled.storages)
     if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):
@@ -100,11 +102,11 @@ def _pickle(obj: object, protocol: int) -> _Pickled:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch.save does: storages are named, and everything else is what it says of itself."""
+    """Pickles as torch.save does: storages are named, everything else is pickled normally."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
-        self.storages: dict[int, torch.UntypedStorage] = {}  # by id, which is theirs while they are in here
+        self.storages: dict[int, torch.UntypedStorage] = {}  # by id, which is unique while they are in here
         self._keys: dict[int, str] = {}
         self._dtypes: dict[int, torch.dtype] = {}  # by address
 
@@ -139,15 +141,15 @@ _QUANTIZED_STORAGES: Mapping[torch.dtype, type] = {
 
 @dataclass(frozen=True)
 class _Plan:
-    """Where everything lies: a function of the sizes alone."""
+    """The location of everything: a function of the sizes alone."""
 
     payloads: tuple[_Place, ...]
-    nbytes: int  # from the beginning of the file to the end of the last payload
+    nbytes: int  # bytes from the beginning of the file to the end of the last payload
 
 
 @lru_cache(maxsize=8)
 def _plan(pickle_nbytes: int, sizes: tuple[int, ...], alignment: int) -> _Plan:
-    """Plan a file. Kept, since a training run saves the same state dict again and again."""
+    """Plan a file. Cached, since a training run saves the same state dict again and again."""
     cursor = 0
     for name, content in leading_records(pickle_nbytes, alignment):
         cursor = _end(cursor, f"{ROOT}/{name}", len(content) if isinstance(content, bytes) else content, alignment)

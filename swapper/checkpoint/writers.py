@@ -1,7 +1,7 @@
-"""Writing tensors that lie in other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
+"""Writes tensors of other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
 
-Each function is given a relay (relay.py) into an empty file and tensors whose bytes are still where they are. Nothing but
-headers is held in memory.
+Each function gets a relay (relay.py) into an empty file and tensors whose bytes are still in their files. Only headers
+are held in memory.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from swapper.formats.torch_zip.zip_writer import (
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
-ALIGNMENT = 4096
-PIECES_AHEAD = 2
-PIECE_ELEMENTS = 4 << 20
+ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
+PIECES_AHEAD = 2  # reads in flight while one is converted
+PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class ExportTensor:
-    """A tensor to be written: its elements in row-major order are those of `parts`, one part after the other."""
+    """A tensor to be written: its elements in row-major order are those of `parts`, in order."""
 
     name: str
     dtype: torch.dtype
@@ -56,12 +56,12 @@ class ExportTensor:
         return sum(part.numel for part in self.parts) * self.dtype.itemsize
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor] | None:
-        """What is written, flat, where that is made on the way; None where it is what the parts have."""
+        """Return the written bytes, flat, if they are computed on the way; None if they are those of the parts."""
         return None
 
 
 class Payloads:
-    """The files that tensors are read from, each opened once. A context."""
+    """The source files, each opened once. A context."""
 
     def __init__(self) -> None:
         self._files: dict[Path, tuple[_C.Engine, _C.File]] = {}
@@ -89,7 +89,7 @@ class Payloads:
                 _append(relay, piece.view(-1), checksum)
 
     def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
-        """Yield a tensor's elements in their order, `count` at a time; the next ones are read meanwhile. No part has strides."""
+        """Yield a tensor's elements in order, `count` at a time, with the next ones in flight. No part has strides."""
         pieces = tensor.pieces(self)
         if pieces is not None:
             yield from _rebatched(pieces, count)
@@ -104,11 +104,11 @@ class Payloads:
             yield arrived(*waiting.popleft())
 
     def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
-        """Begin to read elements [begin, end) of `parts`, one after the other; none has strides. Returns memory and tickets."""
+        """Begin to read elements [begin, end) of `parts`, in order; none has strides. Returns memory and tickets."""
         itemsize = parts[0].dtype.itemsize
         memory = torch.empty(end - begin, dtype=parts[0].dtype)
         tickets = []
-        first = 0  # element with which a part begins
+        first = 0  # the part's first element
         for part in parts:
             low, high = max(begin, first), min(end, first + part.numel)
             if low < high:
@@ -125,7 +125,7 @@ class Payloads:
         return self._files[path]
 
     def strided(self, part: StoredTensor) -> torch.Tensor:
-        """A tensor whose elements do not lie in order: its bytes are brought into memory as they are."""
+        """Read a tensor with strides into memory."""
         engine, file = self._open(part.path)
         memory = torch.empty(part.nbytes, dtype=torch.uint8)
         engine.read(file, part.offset, memory.data_ptr(), part.nbytes, keep=memory).wait()
@@ -133,8 +133,10 @@ class Payloads:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield contiguous tensors of at most PIECE_ELEMENTS that are the tensor's elements in their order: of an expanded one there
-    are many more than it has memory."""
+    """Yield contiguous tensors of at most PIECE_ELEMENTS that are the tensor's elements in order.
+
+    An expanded tensor has many more elements than memory.
+    """
     if tensor.numel() <= PIECE_ELEMENTS:
         yield tensor.contiguous()
         return
@@ -173,8 +175,11 @@ def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
 def write_safetensors(
     relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write one safetensors file. Wider types come first, as the format wants it; among them those of whole runs of 4096 bytes:
-    they are then all aligned for direct transfers, since the data begins at a multiple of 4096."""
+    """Write one safetensors file.
+
+    Wider types come first, as the format requires; among them those of whole runs of 4096 bytes: they are then all
+    aligned for direct transfers, since the data begins at a multiple of 4096.
+    """
     ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % ALIGNMENT != 0, t.name))
     relay.append(safetensors_header(ordered, metadata))
     for tensor in ordered:
@@ -187,7 +192,9 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
     cursor = 0
     for tensor in tensors:
         if tensor.dtype not in _SAFETENSORS_NAMES:
-            raise CheckpointError(f"{tensor.name} is of {tensor.dtype}, which safetensors cannot hold: use --to torch")
+            raise CheckpointError(
+                f"{tensor.name} is of {tensor.dtype}, which safetensors does not support: use --to torch"
+            )
         entries[tensor.name] = {
             "dtype": _SAFETENSORS_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -200,7 +207,7 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
 
 
 def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
-    """Write a state dict, {name: tensor}, as torch.save does. Tensors that are one in the source stay one."""
+    """Write a state dict, {name: tensor}, as torch.save does. Shared tensors stay shared."""
     records: dict[tuple[object, ...], int] = {}
     stand_ins: dict[int, StorageRef] = {}
     state: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -276,7 +283,7 @@ class _Archive:
 
 
 def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> dict[str, tuple[int, int]]:
-    """Write tensors as torch.distributed.checkpoint has them in a file; returns (offset, bytes) of each item."""
+    """Write tensors as items of torch.distributed.checkpoint; return (offset, bytes) of each."""
     places = {}
     for tensor in tensors:
         item = Item.of(tensor.dtype, tensor.shape)
@@ -290,12 +297,12 @@ def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
     return places
 
 
-BOX_BYTES = 4 << 20
+BOX_BYTES = 4 << 20  # bounds the memory of an assembly: a choice
 
 
 @dataclass(frozen=True, eq=False)
 class AssembledTensor(ExportTensor):
-    """A tensor that is cut along other dimensions than the first. `parts` are its chunks, which follow no order."""
+    """A tensor cut along dimensions other than the first. `parts` are its chunks, in any order."""
 
     chunked: ChunkedTensor | None = None
 
@@ -305,10 +312,10 @@ class AssembledTensor(ExportTensor):
         return cls(name, chunked.dtype, chunked.shape, parts, chunked)
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
-        """Yield its elements in their order. The next ones are read meanwhile."""
+        """Yield its elements in order, with the next ones in flight."""
         if self.chunked is None:
-            raise AssertionError("a tensor is to be assembled from no chunks")
-        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and seldom
+            raise AssertionError("an assembled tensor has no chunks")
+        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and rare
         waiting: deque[_Reading] = deque()
         for box in self.chunked.boxes(BOX_BYTES):
             waiting.append(_Reading(box))
@@ -320,7 +327,7 @@ class AssembledTensor(ExportTensor):
 
 
 class _Reading:
-    """A box whose pieces are on their way."""
+    """A box whose pieces are in flight."""
 
     def __init__(self, box: Box) -> None:
         self._box = box

@@ -1,8 +1,9 @@
-"""The fp32 weights in a ZeRO checkpoint of DeepSpeed (stages 1, 2, 3), found without DeepSpeed and without running its pickles.
+"""Reads the fp32 weights of a DeepSpeed ZeRO checkpoint (stages 1, 2, 3), without DeepSpeed and without running
+pickles.
 
-Each rank has a file with its part of the fp32 master weights, flattened: in stages 1 and 2 a part of all parameters of a group, one
-after the other; in stage 3 the same fraction of every parameter. A file of the model's says names and shapes, in the same
-order. So a parameter is a few ranges of the ranks' files, one after the other, and is exported from there.
+Each rank has a file with its part of the fp32 master weights, flattened: in stages 1 and 2 a part of all parameters of
+a group in sequence; in stage 3 the same fraction of every parameter. The model's own file has names and shapes, in the
+same order. So a parameter is a sequence of ranges of the ranks' files, and is exported from there.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def find(path: Path) -> Path | None:
 
 
 def read(path: Path) -> ZeroCheckpoint:
-    """Return where the fp32 weights lie in the directory `path`, which `find` gave.
+    """Return the locations of the fp32 weights in the directory `path`, a result of `find`.
 
     Raises:
         CheckpointError: files are missing or damaged, or the parts do not make up the parameters.
@@ -68,7 +69,7 @@ def read(path: Path) -> ZeroCheckpoint:
 
 
 def _in_order(path: Path, suffix: str) -> list[Path]:
-    """The files of the ranks, in the order of their numbers."""
+    """Return the files of the ranks, in the order of their numbers."""
     try:
         found = [file for file in path.iterdir() if file.name.endswith(suffix)]
     except OSError as error:
@@ -77,7 +78,7 @@ def _in_order(path: Path, suffix: str) -> list[Path]:
 
 
 class _Flat:
-    """Flat tensors that count as one, one after the other."""
+    """A sequence of flat tensors, addressed as one."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self._tensors = list(tensors)
@@ -86,7 +87,7 @@ class _Flat:
             raise ValueError("the flat groups are not flat")
 
     def take(self, begin: int, count: int) -> list[StoredTensor]:
-        """The ranges of files that hold elements [begin, begin + count)."""
+        """Return the ranges of files with elements [begin, begin + count)."""
         if begin + count > self.numel:
             raise ValueError(f"elements {begin} to {begin + count} of {self.numel} are wanted")
         parts = []
@@ -148,7 +149,7 @@ def _of_stage_3(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[
 
 
 def _frozen(models: Sequence[TorchFile], stage: int) -> list[ExportTensor]:
-    """Parameters that are not trained lie in the model's files: whole, or in stage 3 in parts of the ranks."""
+    """Return the frozen parameters of the model's files: whole, or in stage 3 in parts of the ranks."""
     shapes = models[0].skeleton.tree.get("frozen_param_shapes") or {}
     _check_shapes([shapes])
     found = []
@@ -158,7 +159,7 @@ def _frozen(models: Sequence[TorchFile], stage: int) -> list[ExportTensor]:
         stored = [file.stored(name, view) for file, view in fragments]
         flat = [StoredTensor(name, s.path, s.offset, s.nbytes, s.dtype, (s.numel,)) for s in stored if s.stride is None]
         if len(flat) != len(stored):
-            raise ValueError(f"{name} does not lie in order")
+            raise ValueError(f"{name} is not contiguous")
         found.append(_tensor(name, shape, flat))
     return found
 
@@ -176,7 +177,7 @@ def _all(kind: type[T], values: Sequence[Any]) -> Sequence[T]:
         ValueError: one is not of `kind`.
     """
     if not all(isinstance(value, kind) for value in values):
-        raise ValueError(f"there is something that is not of {kind.__name__}")
+        raise ValueError(f"a value is not a {kind.__name__}")
     return values
 
 
@@ -184,13 +185,13 @@ def _check_shapes(shapes: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError unless these are groups of shapes by name, each name once."""
     names = _all(str, [name for group in _all(dict, shapes) for name in group])
     if len(set(names)) != len(names):
-        raise ValueError("two parameters have one name")
+        raise ValueError("two parameters have the same name")
     if not all(are_sizes(shape) for group in shapes for shape in group.values()):
-        raise ValueError("a parameter's shape cannot be")
+        raise ValueError("a parameter's shape is impossible")
 
 
 def _tensor(name: str, shape: Iterable[int], parts: Sequence[StoredTensor]) -> ExportTensor:
-    """A parameter of the first elements of `parts`: what is beyond them is padding."""
+    """Return the parameter of the first elements of `parts`; the rest is padding."""
     sizes = tuple(shape)
     wanted = math.prod(sizes)
     kept = []

@@ -1,4 +1,4 @@
-"""The command line: `swapper COMMAND`. Makes the application of its commands."""
+"""Defines the command line: `swapper COMMAND`."""
 
 from __future__ import annotations
 

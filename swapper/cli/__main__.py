@@ -1,4 +1,4 @@
-"""`python -m swapper.cli`: the command line without an installed script."""
+"""Runs the command line as `python -m swapper.cli`, without an installed script."""
 
 from swapper.cli import app
 

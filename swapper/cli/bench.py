@@ -1,4 +1,4 @@
-"""`swapper bench DIR`: how fast swapper's engine moves files in a directory, beside fio and DeepNVMe where they are installed."""
+"""Implements `swapper bench DIR`: compares swapper's engine with fio and DeepNVMe in a directory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 
 @dataclass
 class Row:
-    """One pattern, and what each program reached in each round."""
+    """One pattern, and the rates of each program in each round."""
 
     pattern: Pattern
     speeds: dict[str, list[Speed]] = field(default_factory=dict)
 
     def rate(self, program: str) -> float | None:
-        """The median, in bytes a second."""
+        """Return the median, in bytes a second."""
         found = [speed.bytes_per_s for speed in self.speeds.get(program, [])]
         return statistics.median(found) if found else None
 
@@ -49,7 +49,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The median over the rounds of swapper's rate to fio's: each pair was measured one right after the other."""
+        """Return the median over the rounds of swapper's rate to fio's; the two were measured in direct succession."""
         pairs = zip(self.speeds.get("swapper", []), self.speeds.get("fio", []), strict=False)
         found = [ours.bytes_per_s / theirs.bytes_per_s for ours, theirs in pairs]
         return statistics.median(found) if found else None
@@ -158,7 +158,7 @@ def as_json(rows: list[Row]) -> list[dict[str, object]]:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Bars of GB/s by pattern and program."""
+    """Draw bars of GB/s by pattern and program."""
     names = list(dict.fromkeys(name for row in rows for name in row.speeds))
     labels = [f"{row.pattern.kind} {format_bytes(row.pattern.piece_bytes)} x{row.pattern.depth}" for row in rows]
     values = {name: [(row.rate(name) or 0) / 1e9 for row in rows] for name in names}
@@ -168,7 +168,7 @@ def draw(rows: list[Row], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("a .png needs matplotlib (pip install 'swapper[chart]'); a .html needs nothing", file=sys.stderr)
+        print("a .png needs matplotlib (pip install 'swapper[chart]'); a .html does not", file=sys.stderr)
         raise typer.Exit(2) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -1,4 +1,4 @@
-"""`swapper inspect`, `swapper verify` and `swapper export`: checkpoints as files, whole or in part, without the memory for them."""
+"""Implements `swapper inspect`, `swapper verify` and `swapper export`: checkpoints as files, in bounded memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from swapper.checkpoint.quantization import Loss
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code, 128 + SIGINT
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Ends the command with 2 for a wrong argument, 1 for every other error of ours, 130 for Ctrl-C."""
+    """End the command with 2 for a wrong argument, 1 for every other error of ours, 130 for Ctrl-C."""
     console = Console(stderr=True)
     try:
         yield
@@ -50,10 +50,10 @@ def inspect(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the tensors of a checkpoint: shapes, dtypes, places, alignment, step, checksums.
+    """Show the tensors of a checkpoint: shapes, dtypes, locations, alignment, step, checksums.
 
     Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories and directories of
-    torch.distributed.checkpoint. Nothing that a file says is run.
+    torch.distributed.checkpoint. Runs no code of a file.
     """
     with reported():
         from swapper.checkpoint.inspecting import inspect as look
@@ -99,7 +99,7 @@ def _show_tensors(found: dict[str, Any]) -> None:
         console.print(escape(f"{name}: {value}"), highlight=False, soft_wrap=True)
 
 
-SHOWN_TENSORS = 3
+SHOWN_TENSORS = 3  # of a fault
 
 
 def verify(
@@ -108,8 +108,8 @@ def verify(
 ) -> None:
     """Check every page and CRC, and name what is damaged.
 
-    Exit code: 0: whole; 1: damaged; 2: it cannot be checked (no such file, in use, no checksums in it as in a safetensors file, or
-    not of a kind that swapper reads).
+    Exit code: 0: whole; 1: damaged; 2: it cannot be checked (no such file, in use, without checksums such as a
+    safetensors file, or of an unknown kind).
     """
     console = Console(stderr=as_json)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
@@ -166,10 +166,11 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
 ) -> None:
-    """Write a checkpoint in another format, at the speed of the drive and within 100 MB beside Python and torch.
+    """Write a checkpoint in another format, at the speed of the drive and within 100 MB in addition to Python and
+    torch.
 
-    From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and directories of
-    torch.distributed.checkpoint. The result appears when it is complete, or not at all.
+    From and to: torch (swapper's snapshots, any file of torch.save), safetensors, Hugging Face directories, and
+    directories of torch.distributed.checkpoint. The result appears when it is complete, or not at all.
     """
     console = Console(stderr=True, quiet=quiet)
     with reported(), _terminated_like_interrupted():
@@ -212,7 +213,7 @@ def _nbytes(path: Path) -> int:
 
 
 def _show_losses(console: Console, quantize: str, losses: Mapping[str, Loss]) -> None:
-    """By layer: names that differ in their numbers only share a line, with the worst of them."""
+    """Show the errors by layer: names that differ only in numbers share a line, with the worst of them."""
     kinds: dict[str, list[Loss]] = {}
     for name, loss in losses.items():
         kinds.setdefault(re.sub(r"\d+", "*", name), []).append(loss)
@@ -242,7 +243,7 @@ def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: nothing is left behind."""
+    """Handle SIGTERM like Ctrl-C: nothing is left behind."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
-"""`swapper demo`: trains a byte-level GPT that lives on the drive, and shows what that took.
+"""Implements `swapper demo`: trains a byte-level GPT that lives on the drive, and shows the cost.
 
-Here are the options, the screen and the tidying up; the work is in demo_run.py. The command's own directory
-is removed at the end, also on Ctrl-C.
+This module has the options, the screen and the cleanup; demo_run.py does the work. The command's own directory is
+removed at the end, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from swapper.bench.demo_run import DemoRecord, DemoTask
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # exit code, 128 + SIGINT
 STAGES = {
     "drive": "measuring the drive",
     "offload": "moving the model to the drive",
@@ -57,8 +57,8 @@ def demo(
 ) -> None:
     """Train a GPT whose parameters and optimizer state live on NVMe, within a small memory budget.
 
-    It learns the text of Python's own standard library. Afterwards a snapshot is opened by plain torch in
-    another process, which goes on training: its losses must be equal to the swapped run's, bit for bit.
+    It learns the text of Python's own standard library. Afterwards plain torch opens a snapshot in another process and
+    continues training: its losses must equal the swapped run's, bit for bit.
     """
     console = Console()
     try:
@@ -75,7 +75,7 @@ def demo(
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     _show(console, record)
     if not record.is_equal:
-        console.print("[red]Plain torch did not go on as the swapped run did.[/red] Please report this.")
+        console.print("[red]Plain torch did not continue as the swapped run did.[/red] Please report this.")
         raise typer.Exit(1)
 
 
@@ -104,10 +104,10 @@ def _make_task(
 
 
 def _is_fast_at_bf16() -> bool:
-    """Whether torch multiplies bf16 by the processor's wide instructions: without them a step takes minutes, not seconds."""
+    """Return True if torch multiplies bf16 with wide instructions: without them a step takes minutes, not seconds."""
     import torch
 
-    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # none in a torch without oneDNN
+    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # missing in a torch without oneDNN
     return is_fast is not None and bool(is_fast())
 
 
@@ -129,7 +129,7 @@ def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Pat
 
 
 def _count(text: str) -> int:
-    """A number of parameters: "100M", "1.3B", "50000"."""
+    """Parse a number of parameters: "100M", "1.3B", "50000"."""
     scale = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}.get(text[-1:].upper(), 1)
     try:
         count = int(float(text if scale == 1 else text[:-1]) * scale)
@@ -142,7 +142,7 @@ def _count(text: str) -> int:
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and SIGHUP tidy up as Ctrl-C does."""
+    """Handle SIGTERM and SIGHUP like Ctrl-C."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -157,7 +157,7 @@ def _terminated_like_interrupted() -> Iterator[None]:
 
 @contextmanager
 def _progress(console: Console, task: DemoTask) -> Iterator[Any]:
-    """A bar over the steps, with the stage and the last loss beside it."""
+    """Show a bar over the steps, with the stage and the last loss."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:<30}"),
@@ -215,7 +215,7 @@ def _show(console: Console, record: DemoRecord) -> None:
         table.add_row(name, value)
     console.print(table)
     if record.is_equal:
-        console.print("[green]Plain torch went on from the snapshot bit for bit.[/green]")
+        console.print("[green]Plain torch continued from the snapshot bit for bit.[/green]")
 
 
 def _mb(nbytes: float) -> str:

@@ -1,4 +1,4 @@
-"""`swapper doctor`: what of swapper works on this machine, what does not, and what to do about it."""
+"""Implements `swapper doctor`: checks which features of swapper work on this machine, and gives remedies."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from swapper.options import parse_host_memory
 from swapper.runtime.sizes import format_bytes
 
 GOOD, SLOW, BAD = "good", "slow", "bad"
-LOCK_BYTES = 64 << 20
+LOCK_BYTES = 64 << 20  # tried: more than the usual limit of 8 MiB
 MARKS = {GOOD: "[green]good[/green]", SLOW: "[yellow]slow[/yellow]", BAD: "[red]bad[/red]"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `state`: good; slow (works, another way or not as fast); bad (swapper does not work)."""
+    """One check. `state`: good; slow (works, another way or slower); bad (swapper does not work)."""
 
     what: str
     state: str
@@ -48,10 +48,10 @@ class Finding:
 
 
 def doctor(
-    directory: Annotated[Path, typer.Argument(help="A directory on the drive to look at.")] = Path(),
+    directory: Annotated[Path, typer.Argument(help="A directory on the drive to check.")] = Path(),
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Look at kernel, memory, drive and GPU: what works, what does not, what to do."""
+    """Check kernel, memory, drive and GPU, and give remedies."""
     findings = list(look(directory))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -66,7 +66,7 @@ def doctor(
 
 
 def look(directory: Path) -> Iterator[Finding]:
-    """Every finding. A look that itself goes wrong is a bad finding, and the others go on."""
+    """Yield every finding. A failing check is a bad finding, and the others continue."""
     looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("Versions", _versions),
         ("Kernel calls", _backends),
@@ -124,7 +124,7 @@ def _locked_memory() -> Iterator[Finding]:
     arena.close()
     if locked:
         yield Finding(
-            "Locked memory", GOOD, f"{format_bytes(LOCK_BYTES)} were locked; {said} for processes without rights"
+            "Locked memory", GOOD, f"{format_bytes(LOCK_BYTES)} were locked; {said} for unprivileged processes"
         )
     else:
         yield Finding(
@@ -198,22 +198,23 @@ def _drive(directory: Path) -> Iterator[Finding]:
     )
     if said("queue/rotational") == "1":
         yield Finding(
-            "Drive", GOOD, text + ", which says that it turns, as virtual drives do; swapper is made for NVMe"
+            "Drive", GOOD, text + ", which reports to be rotational, as virtual drives do; swapper is made for NVMe"
         )
     else:
         yield Finding("Drive", GOOD, text)
     tuning = find_tuning(directory)
     if tuning is None:
-        yield Finding("Tuning", GOOD, f"none kept: the defaults are in force (swapper tune {directory})")
+        yield Finding("Tuning", GOOD, f"none stored: the defaults are in force (swapper tune {directory})")
     else:
         engine = open_engine([directory])
-        in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
+        piece = engine.piece_bytes
+        in_force = f"in force: {format_bytes(int(piece))} x {engine.depth} by {engine.backend}"
         engine.close()
         yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
 
 
 def _runs(directory: Path) -> Iterator[Finding]:
-    """Runs over several drives that have a part here."""
+    """Check runs over several drives that have a part here."""
     for path in sorted(directory.resolve().glob("rank-*-of-*")):
         record = read_record(path)
         if record is None:
@@ -227,7 +228,7 @@ def _runs(directory: Path) -> Iterator[Finding]:
         text = f"{path.name} lies over {len(parts)} drives: {', '.join(parts)}"
         if away:
             yield Finding(
-                "Run", BAD, f"{text}; {', '.join(away)} is not there", "mount that drive before the run goes on"
+                "Run", BAD, f"{text}; {', '.join(away)} is missing", "mount that drive before you resume the run"
             )
         else:
             yield Finding("Run", GOOD, text)
@@ -251,4 +252,4 @@ def _peers() -> Iterator[Finding]:
         with suppress(importlib.metadata.PackageNotFoundError):
             yield Finding(name, GOOD, importlib.metadata.version(package))
     if shutil.which("fio"):
-        yield Finding("fio", GOOD, "installed; swapper bench runs it beside")
+        yield Finding("fio", GOOD, "installed; swapper bench compares with it")

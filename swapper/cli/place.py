@@ -1,4 +1,4 @@
-"""Where a command puts its swap directory when the user names none, and whether it will fit there."""
+"""Chooses a command's swap directory if the user names none, and checks its free space."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ IN_MEMORY = {"tmpfs", "ramfs"}
 
 
 def filesystem_of(directory: Path) -> str:
-    """The type of the filesystem that holds `directory`: "ext4", "tmpfs"; "" where that cannot be told."""
+    """Return the type of the filesystem of `directory`: "ext4", "tmpfs"; "" if unknown."""
     resolved = directory.resolve()
     mounts = [m for m in psutil.disk_partitions(all=True) if resolved.is_relative_to(m.mountpoint)]
     return max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else ""
 
 
 def choose_directory() -> Path:
-    """The first of the current directory and the temporary ones that is on a drive and can be written.
+    """Return the first of the current directory and the temporary ones that is on a drive and writable.
 
     Raises:
         DirectoryError: none is.
@@ -37,7 +37,7 @@ def choose_directory() -> Path:
 
 
 def check_directory(directory: Path, needed_bytes: int) -> None:
-    """Raises DirectoryError where `directory` is missing, not writable, or short of `needed_bytes`."""
+    """Raise DirectoryError if `directory` is missing, not writable, or short of `needed_bytes`."""
     if not directory.is_dir():
         raise DirectoryError(f"{directory} is not a directory; make it, or name another with --directory")
     if not os.access(directory, os.W_OK | os.X_OK):

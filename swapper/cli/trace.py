@@ -1,4 +1,4 @@
-"""`swapper trace SCRIPT`: runs a script with every manager in it traced, and says where the trace is."""
+"""Implements `swapper trace SCRIPT`: runs a script with every manager in it traced, and prints the trace's name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def trace(
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file; must not exist.")] = Path("trace.json"),
 ) -> None:
-    """Run a script and record what its managers do, for https://ui.perfetto.dev or chrome://tracing. Exit code: the script's.
+    """Run a script and record its managers, for https://ui.perfetto.dev or chrome://tracing. Exit code: the script's.
 
-    Each process and each further manager has a file of its own: trace.rank-1.json, trace-2.json. Options of the script's own come
-    after it.
+    Each process and each further manager has its own file: trace.rank-1.json, trace-2.json. Put the script's own
+    options after it.
     """
     console = Console(stderr=True)
     if output.exists() or not output.absolute().parent.is_dir():

@@ -1,4 +1,4 @@
-"""`swapper tune DIR`: finds the size of a kernel call and the number in flight that suit a drive, and keeps them."""
+"""Implements `swapper tune DIR`: finds the best size and number of kernel calls for a drive, and stores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from swapper.runtime.sizes import format_bytes, parse_bytes
 SIZES = (1 << 20, 256 << 10, 512 << 10, 2 << 20, 4 << 20)
 DEPTHS = (32, 4, 8, 16, 64, 128)
 GOOD_ENOUGH = 0.97
-"""The smallest setting that reaches this part of the best one: less memory in flight, and a drive's noise is larger."""
+"""The smallest setting that reaches this fraction of the best is chosen: less in flight, and the drive's noise is
+larger."""
 
 
 def tune(
@@ -31,7 +32,7 @@ def tune(
     keep: Annotated[bool, typer.Option(help="Write down the result, for swapper to find.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the DeepSpeed configuration.")] = False,
 ) -> None:
-    """Find and keep the settings that suit a drive; print them as a DeepSpeed configuration."""
+    """Find and store the settings that suit a drive; print them as a DeepSpeed configuration."""
     console = Console(stderr=as_json)
     try:
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 32) << 20
@@ -55,7 +56,7 @@ def tune(
 
 
 def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuning:
-    """Tries sizes at a fair depth, then depths at the best size."""
+    """Try sizes at a fair depth, then depths at the best size."""
     engine = _C.Engine(backend=backend)
     name = engine.backend
     engine.close()
@@ -72,7 +73,7 @@ def find(directory: Path, file_bytes: int, seconds: float, backend: str) -> Tuni
 
 
 def search(speeds: Callable[[int, int], tuple[float, float]], backend: str) -> Tuning:
-    """The search alone. `speeds(piece_bytes, depth)` gives bytes a second of reads and of writes."""
+    """Search alone. `speeds(piece_bytes, depth)` returns bytes a second of reads and of writes."""
     by_size = {size: speeds(size, DEPTHS[0]) for size in SIZES}
     size = _smallest_good(by_size)
     by_depth = {DEPTHS[0]: by_size[size]} | {depth: speeds(size, depth) for depth in DEPTHS[1:]}

@@ -1,4 +1,4 @@
-"""Dividing the budget of a device. Pure: which groups stay there, and how much room the others get to come and go.
+"""The budget of a device, and how it is divided: which groups stay there, and how much room the others get to come and go.
 
 As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups,
 because a group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied
@@ -10,14 +10,41 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from swapper.errors import BudgetError
-from swapper.runtime.sizes import format_bytes
+import torch
+
+from swapper.device.device import Device, open_device
+from swapper.errors import BudgetError, ConfigError
+from swapper.runtime.sizes import format_bytes, parse_bytes
 
 AHEAD_BYTES = 64 << 20
 """Room for groups that are copied while one computes: not more than AHEAD_SHARE of the budget, but for the largest group."""
 AHEAD_SHARE = 8
 STEPS = 64
 """The share that stays is found in steps of one in so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBudget:
+    """An accelerator, and how many bytes of its memory may be used."""
+
+    device: Device
+    nbytes: int
+
+    @classmethod
+    def parse(cls, device: str | torch.device | Device, device_memory: int | str) -> DeviceBudget | None:
+        """Return what the user asked for; None for the CPU, whose memory is host memory. "auto" is half of what is free.
+
+        Raises:
+            ConfigError: an option is not known, or they do not go together.
+            DeviceError: there is no such device.
+        """
+        opened = open_device(device)
+        if opened is not None:
+            auto = device_memory == "auto"
+            return cls(opened, opened.free_bytes() // 2 if auto else parse_bytes(device_memory, "device_memory"))
+        if device_memory != "auto":
+            raise ConfigError(f"device_memory={device_memory!r} goes with a device; on the CPU say host_memory")
+        return None
 
 
 @dataclass(frozen=True, slots=True)

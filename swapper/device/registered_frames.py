@@ -5,8 +5,6 @@ What a device knows (io/registered.py) are the addresses of the arena; a window'
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from swapper import _C
@@ -29,23 +27,26 @@ class HostSide:
         frames_offset: where those begin.
         pool: of the frames.
 
-    Attributes:
-        staging: uint8 of shape (STAGING_BYTES,).
     """
 
-    def __init__(self, device: Device, arena: Any, frames_offset: int, pool: Pool) -> None:
+    def __init__(self, device: Device, arena: _C.Arena, frames_offset: int, pool: Pool) -> None:
         self._device = device
         self._pool = pool
         self._memory = torch.frombuffer(arena.view(0, arena.nbytes), dtype=torch.uint8)
         self._registrations: list[Registration] = []
-        self._staging = _C.Arena(STAGING_BYTES)
-        self.staging = torch.frombuffer(self._staging.view(0, STAGING_BYTES), dtype=torch.uint8)
-        self.add(self._staging, STAGING_BYTES)
+        self._staging: list[_C.Arena] = []
         self.add(arena, frames_offset)
         frames = slabs(frames_offset, pool.frame_bytes * pool.frame_count, pool.frame_bytes)
         self._registrations.append(Registration(device, arena, frames))
 
-    def add(self, arena: Any, nbytes: int) -> None:
+    def new_staging(self) -> torch.Tensor:
+        """Return memory beside the arena, registered: uint8 of shape (STAGING_BYTES,)."""
+        arena = _C.Arena(STAGING_BYTES)
+        self._staging.append(arena)
+        self.add(arena, STAGING_BYTES)
+        return torch.frombuffer(arena.view(0, STAGING_BYTES), dtype=torch.uint8)
+
+    def add(self, arena: _C.Arena, nbytes: int) -> None:
         """Have the first bytes of an arena registered, as one: copies may go across anything that lies there."""
         if nbytes:
             self._registrations.append(Registration(self._device, arena, [(0, nbytes)]))
@@ -59,10 +60,22 @@ class HostSide:
         begin = self._pool.offset(page.frame)
         return self._memory[begin : begin + page.nbytes]
 
+    def describe(self) -> str:
+        """Return "registered", or why some of it is not."""
+        said = [registration.describe() for registration in self._registrations]
+        return next((reason for reason in said if reason != "registered"), "registered")
+
+    def wait(self) -> None:
+        """Wait until all of it is registered, or was refused."""
+        for registration in self._registrations:
+            registration.wait()
+
     def close(self) -> None:
         """No copy is on its way."""
         for registration in self._registrations:
             registration.close()
         self._registrations.clear()
-        self._memory = self.staging = torch.empty(0, dtype=torch.uint8)
-        self._staging.close()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        for arena in self._staging:
+            arena.close()
+        self._staging.clear()

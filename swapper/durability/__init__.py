@@ -1,1 +1,1 @@
-"""What makes a step durable: commits, recovery, snapshots, their publication and verification, the run directory."""
+"""Makes steps durable: the run directory, commits, recovery, snapshots, their publication and verification."""

@@ -1,8 +1,9 @@
-"""The commit record: the small file that makes a step durable, and from which a killed run goes on.
+"""Defines the commit record: the small file that makes a step durable, and from which a killed run resumes.
 
-It names, for every piece of every section, the swap file that has its content as of the step and that content's CRC-32; and
-it holds what else belongs to the step. It is a torch checkpoint without payload, sealed so that a change of any of its bytes is
-noticed (manifest.py), and it is published by write to a temporary, sync, rename: whole, or the one before it.
+For every piece of every section it names the swap file with its content as of the step, and that content's CRC-32; it
+also holds everything else that belongs to the step. It is a torch checkpoint without payload, sealed so that a change
+of any byte is detected (manifest.py). It is published by writing a temporary file, syncing and renaming it: a reader
+finds it whole, or the previous one.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 
-FORMAT = 2
+FORMAT = 2  # of the record; other numbers are refused
 MOST_BYTES = 4 << 30
-"""Of a record: what is registered and `extra` are in it too."""
+"""Bytes of a record, which includes the registered objects' state and `extra`."""
 
 
 def _numbers(dtype: torch.dtype) -> records.Shape:
@@ -94,8 +95,11 @@ _NO_PAYLOAD = ContainerLayout.plan([])
 
 @dataclass(frozen=True)
 class SectionRecord:
-    """Where one section's content is: pieces of `piece_bytes` (the last may be shorter), each with the number of its file (LENT:
-    one of the user's) and its CRC-32 (-1: nobody knows it, of what is lent). All together have `nbytes`."""
+    """The location of one section's content: pieces of `piece_bytes` (the last may be shorter).
+
+    Each has the number of its file (EXTERNAL: one of the user's) and its CRC-32 (-1: unknown, for external content).
+    Together they have `nbytes`.
+    """
 
     nbytes: int
     piece_bytes: int
@@ -114,23 +118,22 @@ class CommitRecord:
 
     Attributes:
         step: optimizer steps taken.
-        rank, world_size: whose part of the job it is.
-        boot_id: the kernel's, when it was written: after a power loss or a crash of the system it is another one.
+        rank, world_size: of the process in its job.
+        boot_id: the kernel's at the commit; it differs after a power loss or a crash of the system.
         optimizer: class of the user's optimizer.
-        placement: where "param" and "state" live.
-        plans: what lies where, as `describe_plans` returns it; compared on resume.
+        placement: of "param" and "state".
+        plans: the layout, as `describe_plans` returns it; compared on resume.
         files: names of the swap files by number.
-        sections: where each section's content is, in the order of `plans`.
+        sections: location of each section's content, in the order of `plans`.
         param_groups: the optimizer's settings, in torch's packed form.
-        state_entries: what the optimizer's state of each parameter has, as `StateEntries.pack` returns it.
+        state_entries: of the optimizer's state of each parameter, as `StateEntries.pack` returns it.
         registered: state dicts by name.
         extra: the user's own values.
-        rng: states of the random number generators, where that was asked for.
-        lent: paths of the user's files that sections were lent their content by, with size in bytes and time of the last change
-            in nanoseconds.
+        rng: states of the random number generators, if requested.
+        lent: paths of external files, with size in bytes and modification time in nanoseconds.
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
-        members: for each of the optimizer's groups the names of its parameters, in order; None where they are those of the script.
+        members: names of the parameters of each of the optimizer's groups, in order; None if they are the script's own.
     """
 
     step: int
@@ -154,12 +157,12 @@ class CommitRecord:
 
     @property
     def id(self) -> CommitId:
-        """What a commit of all ranks is known by."""
+        """Identifies the commit among all ranks."""
         return self.step, self.edits
 
 
 def files_of(record: CommitRecord) -> frozenset[int]:
-    """Return the numbers of the swap files that have something of the commit."""
+    """Return the numbers of the swap files that the commit needs."""
     return frozenset(number for section in record.sections for number in section.files if number != EXTERNAL)
 
 
@@ -181,10 +184,10 @@ def boot_id() -> str:
 
 
 def encode_commit(record: CommitRecord) -> bytes:
-    """Return the record's file.
+    """Return the bytes of the record's file.
 
     Raises:
-        CheckpointError: a registered object's state is not what torch.load(weights_only=True) reads.
+        CheckpointError: torch.load(weights_only=True) could not read a registered object's state.
     """
     content: dict[str, Any] = {"format": FORMAT, **{k: v for k, v in vars(record).items() if k != "sections"}}
     content["sections"] = {
@@ -198,12 +201,12 @@ def encode_commit(record: CommitRecord) -> bytes:
 
 
 def check_state(state: Any) -> None:
-    """Raise CheckpointError unless `state` can be part of a commit: torch.load(weights_only=True) must read it."""
+    """Raise CheckpointError unless torch.load(weights_only=True) can read `state` back."""
     PreparedTail(_NO_PAYLOAD, state, lambda tensor: None)
 
 
 def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMMIT_NAME) -> None:
-    """Make `data` the directory's commit record, in place of the one before.
+    """Replace the directory's commit record with `data`.
 
     Args:
         durable: sync file and directory, so that the record survives a power loss.
@@ -215,7 +218,7 @@ def publish_commit(directory: Path, data: bytes, durable: bool, name: str = COMM
     except OSError as error:
         with contextlib.suppress(OSError):
             beneath.unlink(temporary)
-        detail = f"the last step is not committed yet: {remedy(error.errno)}, and go on: it is tried again"
+        detail = f"the last step is not committed yet: {remedy(error.errno)}, and continue: it is tried again"
         if name != COMMIT_NAME:
             detail = f"the snapshot is not taken: {remedy(error.errno)}, and take it again"
         raise IoError("commit", str(temporary), 0, len(data), error.errno or 0, detail) from error
@@ -246,14 +249,12 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         CheckpointError: the record is damaged, or of another version.
     """
     path = directory / name
-    remedy = "go on from a snapshot with resume='discard'"
+    remedy = "start from a snapshot with resume='discard'"
     try:
         data = beneath.read_small(path, MOST_BYTES)
         seal = find_seal(data[-MAX_END_BYTES:], len(data))
         if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
-            raise CheckpointError(
-                f"{path} is damaged: its bytes have not the CRC-32 that they were written with: {remedy}"
-            )
+            raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")
         content = torch.load(io.BytesIO(data), weights_only=True)
         if not isinstance(content, dict) or "format" not in content:
             raise ValueError("it is no commit record")
@@ -268,7 +269,7 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
         return None
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged file makes zipfile or torch raise
+    except Exception as error:  # a damaged file can make zipfile or torch raise anything
         raise CheckpointError(f"{path} cannot be read ({error}): {remedy}") from error
 
 
@@ -284,11 +285,11 @@ def _split(packed: dict[str, Any]) -> list[SectionRecord]:
 
 
 def _check_sections(record: CommitRecord) -> None:
-    """Raise ValueError where sections are not what pieces make, or lie in files that the record does not have."""
+    """Raise ValueError if a section does not consist of pieces, or lies in files that the record lacks."""
     if not {"param", "state"} <= record.placement.keys():
-        raise ValueError("it does not say where parameters and state are")
+        raise ValueError("it lacks the placement of parameters and state")
     if len(set(record.files.values())) < len(record.files):
-        raise ValueError("two of its files have one name")
+        raise ValueError("two of its files have the same name")
     for number, section in enumerate(record.sections):
         if section.piece_bytes % SECTOR_BYTES:
             raise ValueError(f"section {number} has pieces of {section.piece_bytes} bytes")
@@ -298,23 +299,24 @@ def _check_sections(record: CommitRecord) -> None:
         if unknown:
             raise ValueError(f"section {number} lies in file {min(unknown)}, which has no name")
         if min(section.crc32s) < -1 or max(section.crc32s) >= 1 << 32:
-            raise ValueError(f"section {number} has checksums that are no CRC-32")
+            raise ValueError(f"section {number} has invalid checksums")
 
 
 def check_trained(record: CommitRecord, parameters: Collection[str], trained: Collection[str]) -> None:
-    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained here.
+    """Raise CheckpointError if the record is of this model, but has optimizer state for parameters that are not trained
+    here.
 
     Args:
         parameters: names of all.
-        trained: names of those that the optimizer has, and that require gradients.
+        trained: names of those that are in the optimizer and require gradients.
     """
     lacking = [name for name in record.state_entries["of"] if name not in trained]
     if lacking and all(name in parameters for name in lacking):
         shown = ", ".join(lacking[:5]) + (f" and {len(lacking) - 5} more" if len(lacking) > 5 else "")
         raise CheckpointError(
             f"at step {record.step} the directory's run trains parameters that are frozen here, or in no group of the optimizer: "
-            f"{shown}. Where they were added later (add_param_group, requires_grad_), do that before manager.offload when a run "
-            "that has them goes on: `manager.trained` has the names of what it trains"
+            f"{shown}. If they were added later (add_param_group, requires_grad_), add them before manager.offload when you "
+            "resume: `manager.trained` has the names of the parameters that the run trains"
         )
 
 
@@ -328,7 +330,7 @@ def check_group_count(record: CommitRecord, count: int) -> None:
 
 
 def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: str) -> None:
-    """Raise CheckpointError unless the record is of this model and optimizer; the message lists what differs."""
+    """Raise CheckpointError unless the record is of this model and optimizer; the message lists the differences."""
     ours, theirs = describe_plans(plans), record.plans
     missing = [f"- only in the run:   {line}" for line in theirs if line not in set(ours)]
     added = [f"- only in the model: {line}" for line in ours if line not in set(theirs)]
@@ -343,5 +345,5 @@ def check_same(record: CommitRecord, plans: Sequence[SectionPlan], optimizer: st
         shown = "\n".join(differences[:20]) + (f"\n- and {len(differences) - 20} more" if len(differences) > 20 else "")
         raise CheckpointError(
             f"the directory's run is of another model or optimizer:\n{shown}\n"
-            "Build the same model and optimizer, or say resume='discard' to throw the run away"
+            "Build the same model and optimizer, or pass resume='discard' to delete the run"
         )

@@ -1,14 +1,14 @@
-"""When a step becomes durable.
+"""Decides when a step becomes durable, and commits it.
 
-After a step's last write, and when swapper is entered again (so after `scheduler.step()` has run), the state of what was
-registered is captured and what stays in memory is written, if the policy asks for that; the commit record is published as soon as
-nothing is in flight any more, usually during the next forward, and before the next step begins at the latest. A snapshot that
-the user asked for is of that same step, and starts on its way right after the record. Of a step whose updates are deferred what was
-registered is captured at the same time, and the rest when its last update is done.
+After a step's last write, at the next use of swapper (so after `scheduler.step()` has run), the registered objects'
+state is captured, and resident content is written if the policy requires it. The commit record is published once
+nothing is in flight, usually during the next forward, and at the latest before the next step begins. A snapshot that
+the user requests is of that same step, and starts right after the record. For a step with deferred updates the
+registered objects are captured at the same time, and the rest after its last update.
 
-[Note: free commits] Where everything large that a step changes lives on NVMe, a commit writes nothing that the step did not write
-anyway but the record and sections of a few KiB. That is the default policy, "free": it commits each step where this is so, and
-none where it is not, or where state stays on a device. A number commits every so many steps, writing what is resident too; None
+[Note: free commits] If everything large that a step changes lives on NVMe, a commit writes only the record and sections
+of a few KiB in addition to the step's own writes. The default policy, "free", commits each step in that case, and none
+otherwise, or if state stays on a device. A number commits every that many steps, and writes resident content too; None
 never commits.
 """
 
@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from swapper import _C
@@ -30,7 +29,6 @@ from swapper.errors import CheckpointError, IoError, StateError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
 from swapper.paging.section import EXTERNAL, Page, Section
-from swapper.paging.store.swap_files import Store
 from swapper.runtime.interrupts import defer_sigint
 
 log = logging.getLogger("swapper")
@@ -39,7 +37,7 @@ log = logging.getLogger("swapper")
 def steps_between_commits(
     policy: str | int | None, sections: Sequence[Section], state_stays_elsewhere: bool = False
 ) -> int | None:
-    """Return how many steps there are from commit to commit, None for no commits. [Note: free commits]"""
+    """Return the number of steps from commit to commit, None for no commits. See [Note: free commits]."""
     if policy == "free":
         large = state_stays_elsewhere or any(
             section.resident and section.plan.nbytes > SMALL_SECTION_BYTES and section.plan.external is None
@@ -49,8 +47,22 @@ def steps_between_commits(
     return policy if isinstance(policy, int) else None
 
 
-class Step(Protocol):
-    """The step that was taken last, of which updates may still be to be done."""
+class State(Protocol):
+    """The optimizer's state, which may be elsewhere than in its sections."""
+
+    def sync_to_host(self) -> None:
+        """Copy state that stays elsewhere to its sections."""
+
+    @property
+    def packed_entries(self) -> dict[str, Any]:
+        """Return the entries of the state, for the record."""
+
+
+class CommittedModel(Protocol):
+    """Of whose last step updates may still be to be done."""
+
+    @property
+    def optimizer_state(self) -> State: ...
 
     @property
     def update_is_open(self) -> bool: ...
@@ -58,32 +70,18 @@ class Step(Protocol):
     def finish_update(self) -> None: ...
 
 
-class State(Protocol):
-    """The optimizer's."""
-
-    def sync_to_host(self) -> None:
-        """Have at its places what stays elsewhere."""
-
-    @property
-    def packed_entries(self) -> dict[str, Any]:
-        """What it has, for the record."""
-
-
 class Committer:
     """Decides when to commit, and does it.
 
     Args:
-        directory: the run's.
-        every: how many steps there are from commit to commit; None: no commits.
-        durable: sync the files before the record, so that a commit survives a power loss.
+        model: what is to be committed.
         sections: all param and state sections.
-        pager, store: what transfers go through.
-        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
-        last_step: what is to be committed.
-        state: the optimizer's, which may be elsewhere than in its sections.
+        pager: what transfers go through.
         publisher: takes snapshots.
-        committed: the step that is committed already, where a run goes on.
-        way_back: to the commit before.
+        way_back: to the commit before; has the directory, and the store.
+        describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
+        every: how many steps there are from commit to commit; None: no commits.
+        committed: the step that is committed already, if a run resumes.
 
     Attributes:
         edits: how often parameters were changed from outside since the last step.
@@ -91,47 +89,41 @@ class Committer:
 
     def __init__(
         self,
-        directory: Path,
-        every: int | None,
-        durable: bool,
+        model: CommittedModel,
         sections: Sequence[Section],
         pager: Pager,
-        store: Store,
-        describe: Callable[[int], CommitRecord],
-        last_step: Step,
-        state: State,
         publisher: Publisher,
-        committed: int | None,
         way_back: WayBack,
+        describe: Callable[[int], CommitRecord],
+        every: int | None,
+        committed: int | None,
     ) -> None:
-        self._directory = directory
-        self._durable = durable
+        self._model = model
         self._sections = sections
         self._pager = pager
-        self._store = store
+        self._store = way_back.store
         self._describe = describe
-        self._last_step = last_step
-        self._state = state
         self._resident = [section for section in sections if section.resident]
         self._every = every
         self._publisher = publisher
         self._committed = committed
         self._way_back = way_back
         self.edits = 0
-        self._is_behind = False  # what was changed from outside since the last commit is in none
-        self._due: int | None = None  # the step to be written whole
+        self._is_behind = False  # changes from outside since the last commit are in no commit
+        self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
-        self._snapshot: Snapshot | None = None  # of the step that is due
-        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once they are submitted
+        self._snapshot: Snapshot | None = None  # of the due step
+        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once submitted
 
     def step_done(self, step: int) -> None:
-        """A step, or the initial placement (step 0), is over; its writes may be in flight."""
+        """Note that a step, or the initial placement (step 0), is over; its writes may be in flight."""
         self.edits = 0
         if self._every is not None and step % self._every == 0:
             self._due = step
 
     def enter(self) -> None:
-        """Swapper is entered: capture what is due, and publish it if nothing is in flight. Costs nothing when nothing is due."""
+        """Capture a due step, and publish it if nothing is in flight. Called at each use of swapper; cheap if nothing
+        is due."""
         self._publisher.settle()
         if self._due is None:
             return
@@ -142,15 +134,15 @@ class Committer:
             self._publish()
 
     def before_step(self) -> None:
-        """Everything is about to be changed: `finish`, but while a snapshot copies from what the last commit names, go without.
+        """Finish the last step before everything changes, except while a snapshot copies from the last commit's files.
 
-        Ranks that are together wait for each other. They never go without: all shall have the same commit.
+        Ranks that run together wait for each other, and never make the exception: all must have the same commit.
 
         Raises:
             IoError: as `finish`.
-            StateError: another rank does not come.
+            StateError: another rank does not arrive.
         """
-        self._last_step.finish_update()
+        self._model.finish_update()
         may_go_without = self._snapshot is None and not self._way_back.is_of_all_ranks
         if may_go_without and self._due is not None and self._publisher.reads_sources:
             self._drain()
@@ -159,18 +151,18 @@ class Committer:
         self._meet_ranks()
 
     def before_change_of_layout(self) -> None:
-        """The files of the commit before are about to go.
+        """Check that the previous commit's files may be removed.
 
         Raises:
-            StateError: there is a rank that may still need that.
+            StateError: a rank may still need them.
         """
         if not self._meet_ranks():
             raise StateError(
-                "ranks have committed different steps: have all add to what is trained at the same place, right after a step"
+                "ranks have committed different steps: add trained parameters on all ranks at the same place, right after a step"
             )
 
     def _meet_ranks(self) -> bool:
-        """Wait until all ranks have come to this. Returns whether they have the same last commit. See WayBack.before_step."""
+        """Wait for all ranks. Return True if they have the same last commit. See WayBack.before_step."""
         if self._every is None:
             return True
         counters = self._pager.counters
@@ -179,13 +171,13 @@ class Committer:
             return self._way_back.before_step(step)
 
     def finish(self) -> None:
-        """Finish the step; if a commit is due, write what is changed, wait for it, and publish.
+        """Finish the step; if a commit is due, write all changes, wait for them, and publish.
 
         Raises:
-            IoError: a write failed, or the record could not be written. The commit before stays the last one.
+            IoError: a write failed, or the record could not be written. The previous commit stays the last one.
         """
         self._publisher.settle()
-        self._last_step.finish_update()
+        self._model.finish_update()
         if self._due is not None:
             self._capture()
             self._pager.flush()
@@ -194,7 +186,7 @@ class Committer:
             self._store.release_frozen()
 
     def write_all(self, step: int) -> None:
-        """Have everything written as it is now, after `step`, and commit it where the run commits at all.
+        """Write everything as it is now, after `step`, and commit it if the run commits at all.
 
         Raises:
             IoError: as `finish`.
@@ -205,7 +197,7 @@ class Committer:
         self._publisher.finish()
 
     def commit_changes(self, step: int) -> None:
-        """No step will commit what was changed from outside: do it, as of `step`, where the run commits at all.
+        """Commit changes from outside that no step will commit, as of `step`, if the run commits at all.
 
         Raises:
             IoError: as `finish`.
@@ -215,11 +207,11 @@ class Committer:
 
     @property
     def committed(self) -> int | None:
-        """The step that is committed."""
+        """The committed step."""
         return self._committed
 
     def add_snapshot(self, step: int, snapshot: Snapshot) -> None:
-        """`snapshot` was taken of `step`: commit that, if the run commits at all, and then publish it.
+        """Commit the step of `snapshot`, if the run commits at all, and then publish the snapshot.
 
         Call after `finish`, or when the last snapshot was of an earlier step.
         """
@@ -233,7 +225,8 @@ class Committer:
             raise
 
     def changed_in_pass(self) -> None:
-        """A forward has changed parameters. What is not yet committed of the step before it cannot be any more."""
+        """Note that a forward has changed parameters: uncommitted content of the step before it can no longer be
+        committed."""
         self.changed_from_outside()
         if self._due is not None:
             self._drain()
@@ -246,10 +239,10 @@ class Committer:
             self._snapshot = None
 
     def changed_from_outside(self) -> None:
-        """The last commit does not have what there is now, and will not be gone back to.
+        """Note that the last commit lacks changes from outside, and will not be returned to.
 
         Raises:
-            IoError: no room for another swap file, which ranks may need then.
+            IoError: no space for another swap file, which ranks may need then.
         """
         self._committed = None
         self._is_behind = True
@@ -257,14 +250,14 @@ class Committer:
         self._way_back.before_change()
 
     def can_roll_back(self, step: int) -> bool:
-        """Whether `step` is committed, so that what is done of the one after it can be undone."""
+        """Return True if `step` is committed, so that the step after it can be undone."""
         return self._committed == step
 
     def roll_back(self, sections: Sequence[Section] | None = None) -> None:
-        """Have `sections`, or everything, as the last commit has it. Call when the pager has forgotten their frames.
+        """Restore `sections`, or everything, from the last commit. Requires that the pager has discarded their frames.
 
         Raises:
-            IoError: what is in memory cannot be read back.
+            IoError: content in memory cannot be read back.
         """
         given = self._sections if sections is None else sections
         self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
@@ -273,24 +266,24 @@ class Committer:
 
     @property
     def has_snapshot(self) -> bool:
-        """A snapshot waits for the writes of its step."""
+        """True if a snapshot waits for the writes of its step."""
         return self._snapshot is not None
 
     def abandon(self) -> None:
-        """Wait for writes of resident sections, whose memory is about to go; nothing is published."""
+        """Wait for writes of resident sections, whose memory is about to be freed; publish nothing."""
         self._due = None
         self._drain()
         self._end_snapshot("the manager was closed before its step was written")
 
     def _drain(self) -> None:
-        """Wait for the writes of resident sections, whatever comes of them, and forget them."""
+        """Wait for the writes of resident sections, whatever their outcome, and forget them."""
         writes, self._writes = self._writes, None
         for _, ticket in writes or ():
             with contextlib.suppress(IoError):
                 ticket.wait()
 
     def _capture(self) -> None:
-        """Note what belongs to the step; once its updates are done, submit the writes of what is resident.
+        """Capture the state of the step; once its updates are done, submit the writes of resident content.
 
         They are waited for before the next step changes it.
         """
@@ -299,10 +292,11 @@ class Committer:
         with defer_sigint:
             if self._record is None:
                 self._record = dataclasses.replace(self._describe(self._due), edits=self.edits)
-            if self._last_step.update_is_open:
+            if self._model.update_is_open:
                 return
-            self._state.sync_to_host()
-            self._record = dataclasses.replace(self._record, state_entries=self._state.packed_entries)
+            state = self._model.optimizer_state
+            state.sync_to_host()
+            self._record = dataclasses.replace(self._record, state_entries=state.packed_entries)
             self._store.prefer(self._store.newest())
             try:
                 self._writes = [(s.piece, self._write(s)) for s in self._resident if not self._has_committed(s)]
@@ -310,10 +304,13 @@ class Committer:
                 self._store.prefer(None)
 
     def _has_committed(self, section: Section) -> bool:
-        """Whether the last commit has what the section is now: it is of this very step, as when it is followed by a snapshot, or
-        the section is as it was lent."""
+        """Return True if the last commit has the section's present content.
+
+        So it does if it is of this very step, as when a snapshot follows it, or if the section is unchanged external
+        content.
+        """
         piece, memory = section.piece, section.memory
-        if piece.location == EXTERNAL:  # unless it was changed it is where it was read from
+        if piece.location == EXTERNAL:  # unchanged external content stays in its file
             return _C.crc32_address(memory.data_ptr(), piece.stored_bytes) == piece.crc32
         if self._committed != self._due or self._due is None or piece.committed is None:
             return False
@@ -332,7 +329,7 @@ class Committer:
                 with self._pager.counters.waiting("write", piece):
                     ticket.wait()
         except BaseException:
-            self._drain()  # what is resident must be written again
+            self._drain()  # resident content must be written again
             raise
         self._publisher.wait_for_sources()
         with defer_sigint:
@@ -342,7 +339,7 @@ class Committer:
                 self._commit(self._record)
                 self._committed = self._record.step
                 self._is_behind = False
-            self._record = self._due = self._writes = None  # only now: what fails before is tried again
+            self._record = self._due = self._writes = None  # only now: an earlier failure is retried
             if self._every is not None:
                 self._store.commit(self._way_back.spared(self._snapshot is not None))
             else:
@@ -353,23 +350,23 @@ class Committer:
                     if self._every is not None:
                         self._way_back.keep_for_snapshot()
                 except IoError as error:
-                    snapshot.ticket.finish(error)  # no snapshot without a way back; the run goes on
+                    snapshot.ticket.finish(error)  # no snapshot without a fallback commit; the run continues
                 else:
                     self._publisher.start(snapshot, self._way_back.forbids_linking)
 
     def _commit(self, record: CommitRecord) -> None:
-        if self._durable:
+        if self._way_back.durable:
             self._store.sync()
         self._check_frozen()
         self._store.check_whole()
         whole = dataclasses.replace(record, files=self._store.names, sections=self._places())
         data = encode_commit(whole)
         self._way_back.prepare()
-        publish_commit(self._directory, data, self._durable)
+        publish_commit(self._way_back.directory, data, self._way_back.durable)
         self._way_back.committed(Commit.of(whole, data))
 
     def _check_frozen(self) -> None:
-        """Somebody may have changed a snapshot that is a swap file too: find out what that costs the run.
+        """Check snapshots that are swap files too for changes, and find out what the run loses.
 
         Raises:
             CheckpointError: something that the run needs is lost.
@@ -388,10 +385,8 @@ class Committer:
 
     def _ways_on(self) -> str:
         if self._way_back.step is not None:
-            return (
-                f"End this process and begin again with resume='auto': the run goes on from step {self._way_back.step}"
-            )
-        return "Restore the snapshot, or go on from another one with resume='discard'"
+            return f"End this process and restart with resume='auto': the run resumes from step {self._way_back.step}"
+        return "Restore the snapshot, or start from another one with resume='discard'"
 
     def _places(self) -> list[SectionRecord]:
         records = []

@@ -1,12 +1,12 @@
-"""The run directory: `<directory>/rank-R-of-W/`, held by one run at a time; over several drives, one such directory on each.
+"""Opens and locks the run directory, `<directory>/rank-R-of-W/`; over several drives, one such directory on each.
 
-Weights are their owner's: directories are 0700 and files 0600, and what is there already is believed only where nobody else may
-write (io/beneath.py). A directory that holds a run, or a part of one, is never
-overwritten unasked.
+Weights are private: directories are 0700 and files 0600, and existing content is trusted only if nobody else may write
+to it (io/beneath.py). A directory that holds a run, or a part of one, is never overwritten unasked.
 
-[Note: whose directories they are] A run over several drives must never go on with a directory of another run in place of one of
-its own, nor clear one away. Each directory's `drives.json` has the run's id. A new run gets a new one, which is written only when
-no directory has swap files any more; so directories that have swap files and one id are one run's, whatever was killed when.
+[Note: whose directories they are] A run over several drives must never resume with a directory of another run in place
+of its own, nor delete one. Each directory's `drives.json` has the run's id. A new run gets a new id, written only when
+no directory has swap files any more. So directories that have swap files and the same id belong to one run, wherever a
+kill interrupted it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _open: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A forked child (a DataLoader worker) that outlives a killed run must not hold the run's lock."""
+    """Release the run's lock in a forked child (a DataLoader worker), which may outlive a killed run."""
     for directory in list(_open):
         directory.close()
 
@@ -56,12 +56,12 @@ class LockedDirectory:
     """One directory of a run. Owns its lock from construction until `close`.
 
     Args:
-        directory: the user's directory. It is made where its parent exists; a path with more than that mistyped is not.
+        directory: the user's directory. It is made if its parent exists.
         name: of the run's directory in it.
 
     Raises:
-        DirectoryError: its parent is missing; it is not a directory, not writable, or in use; or it is not this user's alone
-            to write.
+        DirectoryError: its parent is missing; it is not a directory, not writable, or in use; or others than this user
+            may write to it.
     """
 
     def __init__(self, directory: str | os.PathLike[str], name: str) -> None:
@@ -96,7 +96,7 @@ class LockedDirectory:
             if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
                 return lock
             os.close(lock)
-        raise DirectoryError(f"{path} is a link, or no file, and not of swapper's making: remove it")
+        raise DirectoryError(f"{path} is a link, or no file, and was not made by swapper: remove it")
 
     def _take(self) -> None:
         try:
@@ -114,20 +114,20 @@ class LockedDirectory:
         return any(beneath.exists(self.path / name) for name in (COMMIT_NAME, FALLBACK_NAME))
 
     def held(self) -> list[Path]:
-        """Return the files of the run that it holds."""
+        """Return the files of the run in the directory."""
         there = beneath.files(self.path)
         commits = [self.path / name for name in (COMMIT_NAME, FALLBACK_NAME)]
         return [*(file for file in commits if file in there), *(file for file in there if file.suffix == ".swap")]
 
     def clear(self) -> None:
-        """Throw away the run that it holds, or its part of one."""
-        for file in self.held():  # the commit records first: they must never name files that are gone
+        """Delete the run in the directory, or its part of one."""
+        for file in self.held():  # the commit records first: they must never name missing files
             beneath.unlink(file)
         for name in (RETENTION_NAME, RECORD_NAME):
             beneath.unlink(self.path / name)
 
     def remove_strays(self, kept: Collection[str]) -> None:
-        """Remove swap files that are not named in `kept`."""
+        """Remove swap files that are not in `kept`."""
         for file in beneath.files(self.path):
             if file.suffix == ".swap" and file.name not in kept:
                 beneath.unlink(file)
@@ -143,7 +143,7 @@ class LockedDirectory:
         self.close()
 
     def close(self) -> None:
-        """Let the lock go. Idempotent."""
+        """Release the lock. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -156,26 +156,24 @@ class LockedDirectory:
 
 
 def _make(directory: Path) -> bool:
-    """Make a user's directory where it is not there. Returns whether it was not."""
+    """Make a missing user's directory. Return True if it was made."""
     try:
         directory.mkdir()
     except FileExistsError:
         if not directory.is_dir():
-            raise DirectoryError(
-                f"{directory} is not a directory: give a directory on the drive that shall hold the run"
-            ) from None
+            raise DirectoryError(f"{directory} is not a directory: give a directory on the drive for the run") from None
         return False
     except FileNotFoundError:
         raise DirectoryError(
-            f"directory {directory} does not exist, nor does {directory.parent}, in which it would be made: correct the path, or "
-            f"make {directory.parent} on the drive that shall hold the run (mkdir -p)"
+            f"directory {directory} does not exist, nor does its parent {directory.parent}: correct the path, or "
+            f"make {directory.parent} on the drive for the run (mkdir -p)"
         ) from None
     except NotADirectoryError:
         raise DirectoryError(
             f"directory {directory} cannot be made: {directory.parent} is not a directory. Correct the path"
         ) from None
     except OSError as error:
-        if directory.is_dir():  # a read-only filesystem says this first
+        if directory.is_dir():  # a read-only filesystem reports this first
             return False
         raise _unwritable(directory.parent, error) from error
     log.info("made directory %s", directory)
@@ -189,7 +187,7 @@ def _unwritable(directory: Path, error: OSError) -> DirectoryError:
 
 
 def _refuse_other_sizes(directory: Path, size: int) -> None:
-    """Raise DirectoryError where `directory` holds a run of another number of ranks, and none of this one."""
+    """Raise DirectoryError if `directory` holds a run of another number of ranks, and none of this one."""
     sizes: dict[int, int] = {}
     for path in directory.glob("rank-*-of-*"):
         found = re.fullmatch(r"rank-\d{1,9}-of-(\d{1,9})", path.name)
@@ -200,9 +198,9 @@ def _refuse_other_sizes(directory: Path, size: int) -> None:
             f"of {other} rank{'s' * (other > 1)} ({sizes[other]} of them here)" for other in sorted(sizes)
         )
         raise DirectoryError(
-            f"{directory} holds a run {held}, and this job has {size}: a run goes on with as many ranks as it had. Start so many "
-            f"(torchrun --nproc-per-node), or choose another directory, or say resume='discard' to begin anew here, from a "
-            "snapshot of that run, say; then rank-*-of-* of the other size stay, and may be removed"
+            f"{directory} holds a run {held}, and this job has {size}: a run resumes with the same number of ranks. Start "
+            f"that many (torchrun --nproc-per-node), or choose another directory, or pass resume='discard' to start over, for "
+            "example from a snapshot of that run; then rank-*-of-* of the other size stay, and you may remove them"
         )
 
 
@@ -210,19 +208,20 @@ class RunDirectory:
     """Owns the locks of the run's directories from construction until `close`.
 
     Args:
-        directories: the user's directory, or several, one a drive; one that is not there is made where its parent exists.
-        resume: "error" refuses a directory that holds a run, "auto" keeps it to go on from, "discard" throws it away.
+        directories: the user's directory, or several, one a drive; a missing one is made if its parent exists.
+        resume: "error" refuses a directory that holds a run, "auto" resumes it, "discard" deletes it.
         ranks: this process's place in the job.
-        weigh: returns how many bytes each of several drives shall have, in proportion; equal if left out. Asked for a new run.
+        weigh: returns each drive's share of the bytes, in proportion; equal by default. Called for a new run.
 
     Attributes:
         path: the first directory of the run.
         drives: all of them.
-        job: the run's, which all its ranks share; "" for a rank alone. Whoever opens it sets it.
+        job: the run's, which all its ranks share; "" for a rank alone. Set by the code that opens it.
 
     Raises:
         ConfigError: no directory, or one of them twice.
-        DirectoryError: its parent is missing; it is not a directory, not writable, in use, holds a run, or is not of this run.
+        DirectoryError: its parent is missing; it is not a directory, not writable, in use, holds a run, or belongs to
+            another run.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class RunDirectory:
             raise ConfigError("directory= takes a directory, or a list of directories, each of them once")
         if not all(os.fspath(directory) for directory in given):
             raise DirectoryError(
-                '"" names no directory: give one on the drive that shall hold the run ("." is the working directory)'
+                '"" names no directory: give one on the drive for the run ("." is the working directory)'
             )
         try:
             for directory in given:
@@ -260,10 +259,11 @@ class RunDirectory:
     def path(self) -> Path:
         return self._locked[0].path
 
-    # --- whose directories they are -----------------------------------------------------------------------------------
+    # --- ownership of directories
+    # ---------------------------------------------------------------------------------------
 
     def begin_anew(self) -> None:
-        """Throw away the run that it holds: a new one begins."""
+        """Delete the run in the directory: a new one begins."""
         self._clear()
         self.drives = self._begin()
 
@@ -272,7 +272,7 @@ class RunDirectory:
             locked.clear()
 
     def _settle(self, resume: str) -> Drives:
-        """Return the drives of the run to go on with, or of a new one. [Note: whose directories they are]"""
+        """Return the drives of the resumed run, or of a new one. See [Note: whose directories they are]."""
         if resume == "discard":
             self._clear()
         if resume == "error":
@@ -287,8 +287,8 @@ class RunDirectory:
         for locked in self._locked:
             if held := locked.held():
                 raise DirectoryError(
-                    f'{locked.path} holds a run ({", ".join(f.name for f in held)}): say resume="auto" to go on from its '
-                    'last commit, resume="discard" to throw it away, or choose another directory'
+                    f'{locked.path} holds a run ({", ".join(f.name for f in held)}): pass resume="auto" to resume from its '
+                    'last commit, resume="discard" to delete it, or choose another directory'
                 )
 
     def _go_on(self, records: Sequence[DrivesRecord | None]) -> Drives:
@@ -297,7 +297,7 @@ class RunDirectory:
         if first is None:
             if len(paths) > 1:
                 raise DirectoryError(
-                    f"the run in {paths[0]} lies in that directory alone: go on with it without {paths[1]}"
+                    f"the run in {paths[0]} lies in that directory alone: resume it without {paths[1]}"
                 )
             return Drives(paths)
         for index, known in enumerate(first.drives.directories):
@@ -305,12 +305,12 @@ class RunDirectory:
             if found is None or (found.drives.id, found.index) != (first.drives.id, index):
                 given = f"; {paths[index]} does not have it" if index < len(paths) else ""
                 raise DirectoryError(
-                    f"the run in {paths[0]} lies over {len(first.drives)} drives, and that part of it which was in {known} is "
+                    f"the run in {paths[0]} lies over {len(first.drives)} drives, and its part in {known} is "
                     f"missing{given}: mount that drive, and give all directories in the order in which they were given"
                 )
         if len(paths) > len(first.drives):
             raise DirectoryError(
-                f"the run in {paths[0]} lies over {len(first.drives)} drives: go on with it without {paths[-1]}"
+                f"the run in {paths[0]} lies over {len(first.drives)} drives: resume it without {paths[-1]}"
             )
         drives = Drives(paths, first.drives.weights, first.drives.id)
         if drives != first.drives:  # the same directories under other names
@@ -319,7 +319,8 @@ class RunDirectory:
         return drives
 
     def _check_leftovers(self, records: Sequence[DrivesRecord | None]) -> None:
-        """There is no commit to go on from: what is there may be cleared away if it is of one run that never had one."""
+        """Check, without a commit to resume from, that leftovers belong to one run that never committed, and may be
+        deleted."""
         ours = records[0].drives.id if records[0] is not None else ""
         for index, (locked, record) in enumerate(zip(self._locked, records, strict=True)):
             if not locked.held() or (index == 0 and (record is None or record.index == 0)):
@@ -327,9 +328,9 @@ class RunDirectory:
             if locked.has_commit or record is None or record.drives.id != ours or record.index != index:
                 whose = "another run: "
                 if record is not None:
-                    whose = f"the run in {record.drives.directories[0]}: give all of its directories in their order to go on, "
+                    whose = f"the run in {record.drives.directories[0]}: give all of its directories in their order to resume, "
                 raise DirectoryError(
-                    f'{locked.path} holds a part of {whose}choose another directory, or say resume="discard" to throw it away'
+                    f'{locked.path} holds a part of {whose}choose another directory, or pass resume="discard" to delete it'
                 )
 
     def _begin(self) -> Drives:
@@ -347,12 +348,12 @@ class RunDirectory:
     # ------------------------------------------------------------------------------------------------------------------
 
     def remove_strays(self, kept: Collection[str]) -> None:
-        """Remove swap files that no commit names: a run was killed before it could."""
+        """Remove swap files that no commit names, left by a killed run."""
         for locked in self._locked:
             locked.remove_strays(kept)
 
     def require_space(self, needed: Sequence[int]) -> None:
-        """Raise DirectoryError unless the filesystem of each drive has as many bytes free as `needed` says."""
+        """Raise DirectoryError unless each drive's filesystem has the needed bytes free."""
         by_filesystem: dict[int, int] = {}
         for path, nbytes in zip(self.drives.directories, needed, strict=True):
             device = path.stat().st_dev
@@ -365,6 +366,6 @@ class RunDirectory:
                 )
 
     def close(self) -> None:
-        """Let the locks go. Idempotent."""
+        """Release the locks. Idempotent."""
         for locked in self._locked:
             locked.close()

@@ -1,12 +1,13 @@
-"""The commit before: where a run goes on if a snapshot that is a swap file too is damaged.
+"""Keeps the previous commit as a fallback, in case a snapshot that is a swap file too is damaged.
 
-Where a filesystem cannot reflink, a snapshot is a second name of a swap file (publication.py), and whoever writes into it or cuts
-it off changes what the last commit names. So before a snapshot is published the record of the commit before is put beside that of
-the last one, and until the next commit the store writes nowhere that it names (`Store.spare`). A run that goes on while it is there
-compares what the last commit has in shared files with its checksums; where that is not whole it goes on from the one before. So
-the damage costs the snapshot and one step.
+On a filesystem without reflinks, a snapshot is a second name of a swap file (publication.py): writing into it or
+truncating it changes what the last commit names. So before a snapshot is published, the record of the previous commit
+is kept next to that of the last one, and until the next commit the store does not write to files that it names
+(`Store.spare`). A run that resumes meanwhile compares the last commit's content in shared files with its checksums; if
+that is damaged, it resumes from the previous commit. So the damage costs the snapshot and one step.
 
-So a manager's run begins here too (`begin_run`), by finding the commit to go on from, the same on all ranks that are together.
+A manager's run begins here too (`begin_run`), by finding the commit to resume from, the same on all ranks that run
+together.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ log = logging.getLogger("swapper")
 
 @dataclass(frozen=True)
 class Commit:
-    """A commit that was published.
+    """A published commit.
 
     Attributes:
-        id: by which ranks know it.
+        id: known to all ranks.
         data: the record's file.
         files: numbers of the swap files that it needs.
-        sections: where each section's content is.
+        sections: location of each section's content.
     """
 
     id: CommitId
@@ -64,18 +65,18 @@ class Commit:
 
 
 class WayBack:
-    """The commit before the last one: on disk, and its files spared, for as long as it may be needed.
+    """The previous commit: on disk, with its files spared, as long as it may be needed.
 
-    A rank alone needs it from the publication of a snapshot to the next commit; ranks that are together from each commit until all
-    have that one ([Note: one step for all ranks], durability/ranks.py).
+    A rank alone needs it from the publication of a snapshot to the next commit. Ranks that run together need it from
+    each commit until all have that one ([Note: one step for all ranks], durability/ranks.py).
 
     Args:
         directory: the run's.
-        durable: commits survive a power loss.
+        durable: the files are synced before a record, so that a commit survives a power loss.
         store: has the swap files.
-        ranks: of the run; None where it never commits.
-        last: the last commit, where a run goes on from its record.
-        before: the one before it, if that is still a way back.
+        ranks: of the run; None if it never commits.
+        last: the last commit, if a run resumes from its record.
+        before: the one before it, if that is still usable.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class WayBack:
         last: Commit | None,
         before: Commit | None,
     ) -> None:
-        self._directory = directory
-        self._durable = durable
-        self._store = store
+        self.directory = directory
+        self.durable = durable
+        self.store = store
         self._ranks = ranks if ranks is not None and ranks.are_together else None
         self._last = self._agreed = last
         self._before = before
@@ -98,44 +99,45 @@ class WayBack:
 
     @property
     def step(self) -> int | None:
-        """That can be gone back to by beginning again; None if there is none."""
-        is_there = self._before is not None and beneath.exists(self._directory / FALLBACK_NAME)
+        """The step that can be returned to by restarting; None if there is none."""
+        is_there = self._before is not None and beneath.exists(self.directory / FALLBACK_NAME)
         return self._before.step if self._before is not None and is_there else None
 
     @property
     def is_of_all_ranks(self) -> bool:
-        """Whether there are others to agree with."""
+        """True if other ranks must agree."""
         return self._ranks is not None
 
     def prepare(self) -> None:
-        """A new commit is about to be published. What all ranks have stays on disk beside it."""
+        """Keep the commit that all ranks have on disk, before a new one is published."""
         if self._ranks is not None and self._last is not None and self._last is self._agreed:
-            _keep_last(self._directory, self._last, self._durable)
+            _keep_last(self.directory, self._last, self.durable)
             self._before = self._last
 
     def committed(self, commit: Commit) -> None:
-        """`commit` was published."""
+        """Note that `commit` was published."""
         if self._ranks is None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             if self._last is not None and self._last.id != commit.id:
                 self._before = self._last
         self._last = commit
 
     def spared(self, is_snapshot: bool) -> frozenset[int]:
-        """Return the files that must stay from now on: `is_snapshot` says whether one is about to be published."""
+        """Return the files that must stay from now on; `is_snapshot`: a snapshot is about to be published."""
         is_needed = is_snapshot if self._ranks is None else self._agreed is not self._last
         return self._before.files if self._before is not None and is_needed else frozenset()
 
     def keep_for_snapshot(self) -> None:
-        """A snapshot is about to be published, which may be a second name of what the last commit needs.
+        """Keep the previous commit before a snapshot is published, which may be a second name of the last commit's
+        files.
 
-        Ranks have no such way back: one of them could not go there alone.
+        Ranks have no such fallback: one of them could not return there alone.
         """
         if self._ranks is None and self._before is not None:
-            keep_fallback(self._directory, self._before, self._durable)
+            keep_fallback(self.directory, self._before, self.durable)
 
     def forbids_linking(self, number: int) -> bool:
-        """Whether file `number` may not be completed to a snapshot: that would overwrite what all ranks may go back to."""
+        """Return True if completing file `number` to a snapshot would overwrite what all ranks may return to."""
         before, last = self._before, self._last
         if self._ranks is None or before is None or last is None or last is self._agreed:
             return False
@@ -143,23 +145,23 @@ class WayBack:
         return any(b == number != a for was, now in pairs for b, a in zip(was.files, now.files, strict=True))
 
     def before_change(self) -> None:
-        """Something is about to be written outside of a step: what all ranks have stays whole.
+        """Protect the commit that all ranks have, before a write outside of a step.
 
         Raises:
-            IoError: that takes another swap file, and there is no room for it.
+            IoError: that needs another swap file, and there is no space for it.
         """
         if self._ranks is not None and self._agreed is not self._last:
-            self._store.leave_spared()
+            self.store.leave_spared()
 
     def before_step(self, step: int) -> bool:
-        """Wait until all ranks have come to this: what they all have is what they can go back to. Returns whether they have the
-        same last commit.
+        """Wait for all ranks: the commits that all have are what they can return to. Return True if their last one is
+        the same.
 
         Args:
-            step: that they are about to take.
+            step: the next step.
 
         Raises:
-            StateError: another rank takes another step, or does not come.
+            StateError: another rank takes another step, or does not arrive.
             IoError: as `before_change`.
         """
         if self._ranks is None:
@@ -170,47 +172,47 @@ class WayBack:
             steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
             raise StateError(
                 f"ranks are about to take different steps ({steps}), so no commit would be of all of them: one has skipped a "
-                "step or failed in it. Have all take the same steps and begin them again with resume='auto', or say "
-                "SwapManager(ranks='alone') where they are runs of their own"
+                "step or failed in it. Take the same steps on all ranks and restart with resume='auto', or pass "
+                "SwapManager(ranks='alone') if they are independent runs"
             )
         if any((number, edits) != mine for _, number, edits in found):
             commits = ", ".join(describe((number, edits)) for _, number, edits in found)
-            log.info("before step %d ranks have committed %s: what all have stays", step, commits)
+            log.info("before step %d ranks have committed %s: the commit of all is kept", step, commits)
             self.before_change()
             return False
         if self._before is not None:
-            drop_fallback(self._directory)
+            drop_fallback(self.directory)
             self._before = None
-            self._store.spare(frozenset())
-            self._store.release_frozen()
+            self.store.spare(frozenset())
+            self.store.release_frozen()
         self._agreed = self._last
         return True
 
 
 def _keep_last(directory: Path, last: Commit, durable: bool) -> None:
-    """Put the record of the last commit beside itself, under the name of the one before."""
+    """Copy the record of the last commit to the name of the previous one."""
     temporary = directory / f"{FALLBACK_NAME}.partial"
     beneath.unlink(temporary)
     try:
         beneath.link(directory / COMMIT_NAME, temporary)
-    except OSError:  # no hard links here
+    except OSError:  # a filesystem without hard links
         keep_fallback(directory, last, durable)
     else:
         beneath.rename(temporary, directory / FALLBACK_NAME)
 
 
 def keep_fallback(directory: Path, before: Commit, durable: bool) -> None:
-    """Put the record of the commit before beside that of the last one."""
+    """Store the record of the previous commit next to that of the last one."""
     publish_commit(directory, before.data, durable, FALLBACK_NAME)
 
 
 def drop_fallback(directory: Path) -> None:
-    """There is a newer commit, which shares nothing with a snapshot; or the one before cannot be gone back to."""
+    """Remove the previous commit: a newer one shares nothing with a snapshot, or the previous one is unusable."""
     beneath.unlink(directory / FALLBACK_NAME)
 
 
 def find_commits(directory: Path) -> list[CommitRecord]:
-    """Return the commits that a run can go on from, the newest first: none, one or two.
+    """Return the commits that a run can resume from, the newest first: none, one or two.
 
     Raises:
         CheckpointError: the last commit's record is damaged, or of another version.
@@ -223,19 +225,19 @@ def find_commits(directory: Path) -> list[CommitRecord]:
         return [record, before]
     if find_damage(directory, before):
         return [record]
-    log.warning("%s; the run goes on from step %d instead of %d", _say(faults), before.step, record.step)
+    log.warning("%s; the run resumes from step %d instead of %d", _say(faults), before.step, record.step)
     return [before]
 
 
 def go_on_from(
     directory: Path, commits: Sequence[CommitRecord], chosen: CommitId | None, keep_before: bool
 ) -> tuple[CommitRecord | None, Commit | None]:
-    """Have the chosen one of `commits` be the directory's last. Returns it, and the one before, if that is still a way back.
+    """Make the chosen one of `commits` the directory's last. Return it, and the previous one, if that is still usable.
 
     Args:
-        commits: what `find_commits` has found.
+        commits: the result of `find_commits`.
         chosen: one of these.
-        keep_before: the one before may stay a way back.
+        keep_before: the previous one may stay a fallback.
 
     Raises:
         CheckpointError: a snapshot that the chosen one needs was changed from outside.
@@ -249,8 +251,8 @@ def go_on_from(
             return record, Commit.of(before, encode_commit(before))
     else:
         if faults := find_damage(directory, record):
-            raise CheckpointError(f"{_say(faults)}: go on from a snapshot with resume='discard'")
-        # Other files are not what they were.
+            raise CheckpointError(f"{_say(faults)}: start from a snapshot with resume='discard'")
+        # Other files have changed.
         needed = files_of(record)
         record = dataclasses.replace(record, files={n: name for n, name in record.files.items() if n in needed})
         publish_commit(directory, encode_commit(record), durable=True)
@@ -262,7 +264,7 @@ def _read_fallback(directory: Path) -> CommitRecord | None:
     try:
         return read_commit(directory, FALLBACK_NAME)
     except CheckpointError as error:  # it may never be needed
-        log.warning("there is no way back to the commit before: %s", str(error))
+        log.warning("the previous commit is not usable: %s", str(error))
         return None
 
 
@@ -274,7 +276,8 @@ def _say(faults: Sequence[Fault]) -> str:
     )
 
 
-# --- how a run begins ---------------------------------------------------------------------------------------------------
+# --- beginning a run
+# ---------------------------------------------------------------------------------------------------
 
 
 def begin_run(
@@ -283,12 +286,12 @@ def begin_run(
     ranks: Ranks,
     weigh: Callable[[Sequence[Path]], Sequence[float]],
 ) -> tuple[RunDirectory, CommitRecord | None, Commit | None]:
-    """Return the open directory, the commit to go on from (None: a new run), and the one before, if that is still a way back.
+    """Return the open directory, the commit to resume from (None: a new run), and the previous one, if still usable.
 
     Args: as of RunDirectory.
 
     Raises:
-        DirectoryError: as RunDirectory; or ranks hold what does not fit together.
+        DirectoryError: as RunDirectory; or the ranks' directories do not match.
         CheckpointError: the last commit cannot be read.
         StateError: another rank could not open its own.
     """
@@ -334,9 +337,7 @@ def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
         if isinstance(error, SwapperError):
             raise
         where = f"{opened[0].path} has what cannot be used" if opened else "the directory cannot be used"
-        raise DirectoryError(
-            f"{where} ({error}): look at what is there, and remove what swapper did not make"
-        ) from error
+        raise DirectoryError(f"{where} ({error}): inspect it, and remove what swapper did not make") from error
 
 
 def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
@@ -344,7 +345,7 @@ def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
     for commit in commits:
         if (commit.rank, commit.world_size) != (directory.rank, directory.world_size):
             raise DirectoryError(
-                f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody gave it another name. Give "
+                f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody renamed it. Give "
                 f"it its own, rank-{commit.rank}-of-{commit.world_size}, back"
             )
     return commits

@@ -1,9 +1,9 @@
-"""One snapshot's way to its name, in a thread of its own.
+"""Publishes one snapshot, in a thread of its own.
 
-The frozen swap file gets what other files have of the step, and its tail; it is synced; and it is published: by reflink, which
-shares its bytes until either is changed, or else by hard link. On another filesystem everything is copied through the engine.
-The file appears under its name when it is whole and synced, or not at all; an existing file is never replaced.
-See [Note: who touches what while a snapshot is published], snapshot.py.
+The frozen swap file gets the step's content of other files, and its tail; it is synced; and it is published: by
+reflink, which shares its bytes until either changes, or else by hard link. On another filesystem everything is copied
+through the engine. The file appears under its name when it is whole and synced, or not at all; an existing file is
+never replaced. See [Note: who touches what while a snapshot is published], snapshot.py.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from pathlib import Path
 from typing import Any
 
 from swapper import _C
-from swapper.durability.copying import CopyRange, checksums_of, copy
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.paging.store.swap_file import FileStatus, status_of
 
-ZEROS_BYTES = 1 << 20
+ZEROS_BYTES = 1 << 20  # written at once
 PUNCH_HOLE = 0x03
 """fallocate(2): FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE."""
 FICLONE = 0x40049409
-"""ioctl_ficlone(2): make a file share another one's bytes."""
+"""ioctl_ficlone(2): makes a file share another one's bytes."""
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EACCES)
-"""What link(2) says where the filesystem, or the rights on it, allow no other name for this file."""
+"""Errors of link(2) if the filesystem, or the permissions on it, allow no other name for this file."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class Base:
-    """The frozen swap file that becomes the snapshot. Made before it is frozen, since then it cannot be opened to be written.
+    """The frozen swap file that becomes the snapshot. Made before it is frozen, which forbids opening it for writing.
 
     Attributes:
         number: of the file in the store.
@@ -65,11 +65,11 @@ class Base:
 
 
 class Draft:
-    """A file that gets its name when it is whole. Until then it has none at all, so that a kill leaves nothing behind; where the
-    filesystem has no such files, it has a hidden one.
+    """A file that gets its name when it is whole. Until then it has no name, so that a kill leaves nothing behind; or a
+    hidden one, if the filesystem does not support that.
 
     Args:
-        path: the name to be.
+        path: the future name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,7 +81,7 @@ class Draft:
             if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
                 raise
             self._hidden = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            self._hidden.unlink(missing_ok=True)  # of an earlier process of the same number
+            self._hidden.unlink(missing_ok=True)  # of an earlier process with the same number
             self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
 
@@ -90,7 +90,7 @@ class Draft:
         return _C.File(str(self._place))
 
     def publish(self) -> None:
-        """Give the file its name, unless someone took it meanwhile."""
+        """Give the file its name, unless that exists by now."""
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:  # with a directory's descriptor this is linkat(2), which follows the link in /proc
             os.link(self._place, self._path, src_dir_fd=directory, follow_symlinks=True)
@@ -113,12 +113,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class SnapshotContents:
-    """All bytes of a snapshot: `everything` says where the payload lies, the rest is what its tail is made of.
+    """All bytes of a snapshot: `everything` has the payload's locations, the rest makes its tail.
 
-    `records` gives the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None where it is found out on the
-    way). `chunks` are those that are not in `everything`. `holes` are payloads that it shall not have, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `kept` is what the frozen file has besides. `check` raises where a file that was read
-    is not what it was.
+    `records` has the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None if it is computed on
+    the way). `chunks` are those that are not in `everything`. `holes` are omitted payloads, as (offset, nbytes); their
+    checksums in `chunks` are those of zeros. `kept` is other content of the frozen file. `check` raises if a file that
+    was read has changed.
     """
 
     tail: PreparedTail
@@ -153,17 +153,17 @@ class Publication:
 
     Args:
         path: its name.
-        ticket: what to finish at the end.
-        content: what it consists of.
-        base: the frozen file; None where all is copied.
+        ticket: to finish at the end.
+        content: its content.
+        base: the frozen file; None if everything is copied.
         is_near: `path` is on the filesystem of the swap files.
         may_link: the frozen file may be completed, and be the snapshot itself.
         engine: does the transfers.
-        predecessor: the publication to wait for first, so that there is one at one time.
+        predecessor: the publication to wait for first, so that only one runs at a time.
         published: called when the file has its name.
 
     Attributes:
-        sources_read: set when nothing is read any more from files that are written in turns.
+        sources_read: set when nothing is read any more from files that alternate.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Publication:
     def begin(self) -> None:
         try:
             self._thread.start()
-        except RuntimeError:  # no more threads, as when the interpreter ends
+        except RuntimeError:  # no more threads, as at the interpreter's exit
             self._run()
 
     @property
@@ -209,7 +209,8 @@ class Publication:
     def join(self) -> None:
         self._over.wait()
 
-    # --- in the thread --------------------------------------------------------------------------------------------
+    # --- in the thread
+    # -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._predecessor is not None:
@@ -236,7 +237,7 @@ class Publication:
         self._over.set()
 
     def _name_file(self, failure: IoError) -> IoError:
-        """A draft's own name tells nobody anything."""
+        """Replace a draft's own name, which means nothing to users."""
         if not failure.path.startswith("/proc/self/fd/"):
             return failure
         return IoError(failure.op, str(self._path), failure.offset, failure.nbytes, failure.errno or 0, failure.detail)
@@ -246,7 +247,7 @@ class Publication:
             return CheckpointError(
                 f"directory {self._path.parent} was removed while the snapshot {self._path} was written"
             )
-        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run is not affected")
+        return IoError("snapshot", str(self._path), 0, 0, failure.errno or 0, "the run continues unaffected")
 
     def _publish(self) -> None:
         if not (self._is_near and self._reflink()) and not (self._may_link and self._link()):
@@ -258,7 +259,7 @@ class Publication:
             os.close(directory)
 
     def _reflink(self) -> bool:
-        """Publish a file that shares the frozen file's bytes. False if this filesystem cannot."""
+        """Publish a file that shares the frozen file's bytes. Return False if this filesystem cannot."""
         if self.base is None:
             return False
         with contextlib.closing(Draft(self._path)) as draft:
@@ -273,12 +274,12 @@ class Publication:
         return True
 
     def _link(self) -> bool:
-        """Publish the frozen file itself. False if it can have no other name here."""
+        """Publish the frozen file itself. Return False if it can have no other name here."""
         if self.base is None:
             return False
         self._bring_over(self.base.file)
         self._end(self.base.descriptor)
-        os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files are its owner's alone
+        os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files stay private
         try:
             beneath.link(self.base.path, self._path)
         except FileExistsError:
@@ -290,7 +291,7 @@ class Publication:
         return True
 
     def _bring_over(self, file: Any) -> None:
-        """Copy into `file` what other files than the frozen one have of the step."""
+        """Copy the step's content of other files into `file`."""
         runs = [run for run in self._content.everything if run.source.path != self._base_path]
         self._found.update(copy(self._engine, runs, file))
         self.sources_read.set()
@@ -310,7 +311,7 @@ class Publication:
             draft.publish()
 
     def _end(self, descriptor: int) -> None:
-        """Write the tail, cut off what was behind it, and make the whole file durable."""
+        """Write the tail, truncate the file behind it, and make the whole file durable."""
         self._content.check()
         for hole in self._content.holes:
             _punch(descriptor, *hole)
@@ -324,7 +325,7 @@ class Publication:
 
 
 def _umask() -> int:
-    """The process's umask. os.umask would change it for all threads meanwhile."""
+    """Return the process's umask. os.umask would change it for all threads meanwhile."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):
@@ -337,10 +338,10 @@ def _taken(path: Path) -> CheckpointError:
 
 
 def _punch(descriptor: int, offset: int, nbytes: int) -> None:
-    """Make a run of a file zeros that take no space."""
+    """Turn a run of a file into zeros that take no space."""
     if _libc.fallocate(descriptor, PUNCH_HOLE, offset, nbytes) == 0:
         return
-    for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not on this filesystem
+    for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not supported by this filesystem
         _write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)
 
 

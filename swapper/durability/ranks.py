@@ -1,14 +1,15 @@
-"""The ranks of a job that train together: they begin from the same commit, and commit such that one of them can always go back.
+"""Keeps the ranks of a job at a common step: they start from the same commit, and always have one to return to.
 
-[Note: one step for all ranks] A rank is killed at any instant, and the others are then somewhere else. So each rank keeps two
-commits on disk: the one that all ranks have ("agreed"), and its own last one. Before a rank writes anything of the next step it
-waits until all ranks have told which commit is their last (`compare`, once a step). If that is the same for all, it is the agreed
-one from then on, and the one before is dropped, since the pages that it names are about to be overwritten; if not, the one before
-stays, and with it its files. So at every instant there is a commit that all ranks have, whole. Whoever begins again compares what
-all have (`choose`), takes the newest common one, and a rank that is ahead goes back to it.
+[Note: one step for all ranks] A rank may be killed at any instant, while the others are at another step. So each rank
+keeps two commits on disk: the one that all ranks have ("agreed"), and its own last one. Before a rank writes anything
+of the next step, it waits until all ranks have announced their last commit (`compare`, once a step). If that is the
+same for all, it is the agreed one from then on, and the previous one is dropped, since its pages are about to be
+overwritten; if not, the previous one stays, with its files. So at every instant there is a whole commit that all ranks
+have. On a restart the ranks compare their commits (`choose`) and take the newest common one; a rank that is ahead
+returns to it.
 
-[Note: a group of its own] What ranks tell each other goes through a gloo group that is swapper's alone, on the CPU: its calls never
-mix with those of the user's groups, whose order is the user's.
+[Note: a group of its own] Ranks communicate through swapper's own gloo group, on the CPU: its calls never mix with
+those of the user's groups, whose order is the user's.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from swapper.errors import DirectoryError, StateError, SwapperError
 RANKS_CHOICES = ("together", "alone")
 
 CommitId = tuple[int, int]
-"""A step, and how often parameters were changed from outside since."""
+"""A step, and the number of changes of parameters from outside since."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has to go on from.
+    """What a rank can resume from.
 
     Attributes:
         place: the host and the rank's directory, for a person.
-        resume: what the user says is to be done with it.
-        job: the run's, which all its ranks share; "" where there is none.
-        commits: those that it can go on from, the newest first.
+        resume: the user's option.
+        job: the run's, which all its ranks share; "" without one.
+        commits: possible ones, the newest first.
     """
 
     place: str
@@ -63,14 +64,14 @@ def describe(commit: CommitId) -> str:
 
 
 def choose(held: Sequence[Held]) -> CommitId | None:
-    """Return the newest commit that all ranks have; None where all begin anew: there is none, or only of step 0. Pure.
+    """Return the newest commit that all ranks have; None to start over: there is none, or only of step 0. Pure.
 
     Raises:
-        DirectoryError: ranks do not fit together; says which has what.
+        DirectoryError: the ranks do not match; lists what each has.
     """
     if len({each.resume for each in held}) > 1:
         raise DirectoryError(
-            _mismatch("resume= differs from rank to rank", [each.resume for each in held], "say the same on all")
+            _mismatch("resume= differs from rank to rank", [each.resume for each in held], "pass the same on all")
         )
     common = set.intersection(*(set(each.commits) for each in held))
     has_begun = any(step > 0 for each in held for step, _ in each.commits)
@@ -78,19 +79,17 @@ def choose(held: Sequence[Held]) -> CommitId | None:
     if not has_begun and (not common or len(jobs) > 1):
         return None  # killed before all ranks had their first commit
     remedy = (
-        "put the missing directories back (each rank goes on from its own), or load a snapshot with resume='discard', which throws "
+        "put the missing directories back (each rank resumes from its own), or load a snapshot with resume='discard', which throws "
         "all of them away"
     )
     descriptions = [each.describe() for each in held]
     if any(not each.commits for each in held):
-        raise DirectoryError(
-            _mismatch("some ranks have no run to go on from, and others have one", descriptions, remedy)
-        )
+        raise DirectoryError(_mismatch("some ranks have no run to resume, and others have one", descriptions, remedy))
     if len(jobs) > 1:
         runs = [f"run {each.job or 'of one rank alone'}, {each.describe()}" for each in held]
         raise DirectoryError(_mismatch("the ranks' directories are of different runs", runs, remedy))
     if not common:
-        raise DirectoryError(_mismatch("there is no step that all ranks can go on from", descriptions, remedy))
+        raise DirectoryError(_mismatch("there is no step that all ranks can resume from", descriptions, remedy))
     return max(common)
 
 
@@ -100,11 +99,11 @@ def _mismatch(what: str, by_rank: Sequence[str], remedy: str) -> str:
 
 
 class Ranks:
-    """This process's place among those that train together. Owns their group from construction until `close`.
+    """This process's place among the ranks that train together. Owns their group from construction until `close`.
 
     Args:
-        rank, size: the place, and how many there are.
-        group: of torch.distributed, over all ranks; None: this process is for itself, whatever its number.
+        rank, size: the place, and the number of ranks.
+        group: of torch.distributed, over all ranks; None: this process is independent, whatever its number.
         is_early: torch.distributed is not initialized yet, if it will be.
     """
 
@@ -116,13 +115,13 @@ class Ranks:
 
     @classmethod
     def find(cls, how: str = "together") -> Ranks:
-        """Return this process's: by torch.distributed where that is initialized, else by the environment's RANK and WORLD_SIZE.
+        """Return this process's place: from torch.distributed if that is initialized, else from RANK and WORLD_SIZE.
 
         Args:
-            how: "together", or "alone": each rank is a run for itself.
+            how: "together", or "alone": each rank is an independent run.
 
         Raises:
-            StateError: the other ranks do not come.
+            StateError: the other ranks do not arrive.
         """
         if not _is_initialized():
             rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -138,28 +137,28 @@ class Ranks:
         return self._group is not None
 
     def own_name(self, path: Path) -> Path:
-        """Return the name of this rank's file, where all ranks are given one `path` for it: that of the first is `path` itself."""
+        """Return this rank's file name for a `path` given to all ranks; rank 0 uses `path` itself."""
         named = re.search(rf"rank[-_]?{self.rank}(?!\d)", str(path))
         if not self.are_together or self.rank == 0 or named:
             return path
         return path.with_name(f"{path.stem}.rank-{self.rank}-of-{self.size}{path.suffix}")
 
     def check_still_so(self) -> None:
-        """Raise StateError where ranks could be together by now, and were not when the manager was made."""
+        """Raise StateError if ranks could run together by now, and could not when the manager was made."""
         if self._is_early and _is_initialized() and dist.get_world_size() > 1:
             raise StateError(
-                "torch.distributed was initialized after the SwapManager was made, so ranks did not agree on the step that they "
-                "go on from: call init_process_group first, or say ranks='alone'"
+                "torch.distributed was initialized after the SwapManager was made, so ranks did not agree on the step to "
+                "resume from: call init_process_group first, or pass ranks='alone'"
             )
 
     def gather(self, mine: T, what: str) -> list[T]:
-        """Return what all ranks give, by rank. All ranks call it.
+        """Return what all ranks pass, by rank. All ranks must call it.
 
         Args:
-            what: they are about to do, for an error.
+            what: the next action, for an error.
 
         Raises:
-            StateError: a rank does not come.
+            StateError: a rank does not arrive.
         """
         if self._group is None:
             return [mine]
@@ -169,13 +168,13 @@ class Ranks:
         return found
 
     def settle(self, what: str, find: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
-        """Do `find` on all ranks: where it fails on one, it fails on all, and nobody waits for that one.
+        """Call `find` on all ranks. If it fails on one, it fails on all, and nobody waits for that one.
 
         Returns:
-            What it gave here, and what `tell` makes of that on each rank.
+            Its result here, and the result of `tell` for that on each rank.
 
         Raises:
-            StateError: it has failed on another rank; says on which and why. Its own error, where it has failed here.
+            StateError: it failed on another rank; names it and the reason. If it failed here, its own error.
         """
         if self._group is None:
             found = find()
@@ -193,7 +192,7 @@ class Ranks:
         return found, [answer for _, answer in answers]
 
     def compare(self, numbers: Sequence[int], what: str) -> list[tuple[int, ...]]:
-        """Return the numbers that each rank gives; as `gather`, and quicker."""
+        """Return the numbers of each rank; as `gather`, and faster."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with _explained(what):
@@ -201,10 +200,10 @@ class Ranks:
         return [tuple(each.tolist()) for each in found]
 
     def close(self) -> None:
-        """Let the group go. Idempotent."""
+        """Release the group. Idempotent."""
         group, self._group = self._group, None
         if group is not None and _is_initialized():
-            with contextlib.suppress(ValueError, RuntimeError):  # gone with the user's own
+            with contextlib.suppress(ValueError, RuntimeError):  # destroyed with the user's own
                 dist.destroy_process_group(group)
 
 
@@ -217,7 +216,7 @@ def _is_initialized() -> bool:
 
 
 def _users_timeout() -> Any:
-    """Return the timeout that the user gave to init_process_group; None, torch's own, where it was not for the CPU."""
+    """Return the timeout that the user gave to init_process_group; None, torch's own, if it was not for the CPU."""
     try:
         return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
     except (RuntimeError, AttributeError):
@@ -230,8 +229,8 @@ def _explained(what: str) -> Any:
         yield
     except RuntimeError as error:
         raise StateError(
-            f"another rank did not come to {what}: it has ended, or takes another way ({error}). All ranks take the same "
-            "steps: one that skips optimizer.step() (infinities in its gradients, an empty batch) has the others wait for "
-            "it. Begin all again with resume='auto': they go on from the newest step that all have. Where each is a run of "
-            "its own, say SwapManager(ranks='alone')"
+            f"another rank did not arrive at {what}: it has ended, or takes another path ({error}). All ranks must take the same "
+            "steps: one that skips optimizer.step() (infinities in its gradients, an empty batch) makes the others wait for "
+            "it. Restart all with resume='auto': they resume from the newest step that all have. If each is a run of "
+            "its own, pass SwapManager(ranks='alone')"
         ) from error

@@ -1,7 +1,7 @@
-"""Going on from a committed step: sections find their content where the commit record says it is.
+"""Resumes from a committed step: sections find their content through the commit record.
 
-Nothing is copied: paged sections only learn their places, resident ones are read. Where the system was started anew since the
-commit, what the drive has is compared with the checksums first, since a crash of the system may have lost writes.
+Nothing is copied: paged sections only learn their locations, resident ones are read. After a restart of the system, the
+drive's content is compared with the checksums first, since a crash may have lost writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMEDY = "Say resume='discard' and load the last snapshot"
 
 
 def follow_placement(record: CommitRecord, params: str, optimizer_state: str) -> tuple[str, str]:
-    """Return the run's placement, where the user leaves it open.
+    """Return the run's placement, if the user leaves it open.
 
     Raises:
         CheckpointError: the user wants another one.
@@ -28,8 +28,8 @@ def follow_placement(record: CommitRecord, params: str, optimizer_state: str) ->
         place = record.placement[family]
         if wish not in ("auto", place):
             raise CheckpointError(
-                f"{option}={wish!r}, but the directory's run has {option}={place!r}: leave it out to go on as it was, "
-                "or take a snapshot, say resume='discard' and load it"
+                f"{option}={wish!r}, but the directory's run has {option}={place!r}: leave it out to resume as it was, "
+                "or take a snapshot, pass resume='discard' and load it"
             )
     return record.placement["param"], record.placement["state"]
 
@@ -41,16 +41,16 @@ def page_bytes_of(record: CommitRecord) -> int | None:
 
 
 def restore(record: CommitRecord, sections: Sequence[Section], store: Store, pool: Pool) -> None:
-    """Give every section its content as of the commit.
+    """Restore every section's content as of the commit.
 
     Raises:
-        CheckpointError: a file's content is not what the commit says.
+        CheckpointError: a file's content differs from the commit.
         IoError: a file cannot be read.
     """
     for section, places in zip(sections, record.sections, strict=True):
         pieces = [section.piece] if section.resident else section.pages
         if [piece.nbytes for piece in pieces[:1]] != [places.piece_bytes] or len(pieces) != len(places.files):
-            raise CheckpointError(f"{section.plan.name} is divided in another way than in the run. {REMEDY}")
+            raise CheckpointError(f"{section.plan.name} is divided differently than in the run. {REMEDY}")
         for piece, file, crc32 in zip(pieces, places.files, places.crc32s, strict=True):
             piece.location = piece.committed = file
             piece.crc32 = piece.committed_crc32 = crc32 if crc32 >= 0 else None
@@ -61,7 +61,7 @@ def restore(record: CommitRecord, sections: Sequence[Section], store: Store, poo
 
 
 def _verify(pages: Sequence[Page], store: Store, pool: Pool) -> None:
-    """Read every page that has a checksum and compare that. Uses one free frame."""
+    """Read every page that has a checksum, and compare. Uses one free frame."""
     frame = pool.take()
     if frame is None:
         return
@@ -76,4 +76,4 @@ def _read(piece: Page, store: Store, address: int) -> None:
     try:
         store.read_now(piece, address)
     except ChecksumError as error:
-        raise CheckpointError(f"{piece} has not the content of the commit ({error}). {REMEDY}") from error
+        raise CheckpointError(f"{piece} does not have the content of the commit ({error}). {REMEDY}") from error

@@ -1,7 +1,7 @@
-"""Which snapshots a run keeps: `snapshot(path, keep=N)` removes the oldest of those that it published by the same pattern.
+"""Removes old snapshots: `snapshot(path, keep=N)` removes the oldest that the run published by the same pattern.
 
-Two names are of one pattern if they lie in the same directory and differ in runs of digits only: `step-90.pt`, `step-100.pt`.
-Only files that this run published with `keep=` are ever removed, and only while they are what was published: the same inode,
+Two names have one pattern if they lie in the same directory and differ only in runs of digits: `step-90.pt`,
+`step-100.pt`. Only files that this run published with `keep=` are ever removed, and only if unchanged: the same inode,
 size and time of change. A file that somebody replaced, changed or renamed is left alone, and no longer counts.
 """
 
@@ -33,7 +33,7 @@ _SHAPE = records.fields(
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A snapshot that was published with `keep=`, and how to know it again."""
+    """A snapshot that was published with `keep=`, and its identity."""
 
     path: str
     inode: int
@@ -58,9 +58,9 @@ class Published:
 
 
 class Retention:
-    """The snapshots of a run that may be removed one day, oldest first, in a file of its directory. Any thread may use it.
+    """The removable snapshots of a run, oldest first, in a file of its directory. Thread-safe.
 
-    What was published right before a kill may be missing in the file, and is then never removed.
+    A snapshot published right before a kill may be missing in the file, and is then never removed.
 
     Args:
         directory: the run's.
@@ -78,7 +78,7 @@ class Retention:
                 log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, str(error))
 
     def published(self, path: Path, keep: int | None) -> None:
-        """`path` was published. With `keep`, remove the oldest of its pattern until so many are left."""
+        """Note that `path` was published. With `keep`, remove the oldest of its pattern beyond that number."""
         if keep is None:
             return
         newest = Published.look(path)
@@ -94,7 +94,7 @@ class Retention:
         try:
             Path(old.path).unlink()
         except OSError as error:
-            log.warning("cannot remove %s, which keep= says: %s", old.path, error.strerror)
+            log.warning("cannot remove %s for keep=: %s", old.path, error.strerror)
             return
         self._published.remove(old)
 

@@ -1,18 +1,19 @@
-"""Taking snapshots: the whole state as one container under the user's name, and no byte that is on the drive copied.
+"""Takes snapshots: the whole state as one container under the user's name, without copying bytes on the drive.
 
-`capture` notes what memory has, when the user asks. When the step's last writes are done, `start` makes the newest swap file the
-snapshot's: another file takes its turn, and a thread (publication.py) completes and publishes it while training goes on.
+`capture` copies the state in memory, at the user's call. When the step's last writes are done, `start` makes the newest
+swap file the snapshot's: another file replaces it, and a thread (publication.py) completes and publishes it while
+training continues.
 
-[Note: who touches what while a snapshot is published] Until `start` everything belongs to the thread that trains. `start` hands
-the publication values and objects of its own: captured bytes, paths, runs of bytes with their checksums, open files. From
-then on its thread touches those alone, and the engine, which any thread may use: no page, no pager, no store. The file that it
-completes is frozen: the store writes nowhere in it. What it reads from files that are still written in turns is named by the
-last commit, so no step touches it before the next commit, and there is none while `reads_sources`. What came of it is taken
-note of by `settle`, in the thread that trains.
+[Note: who touches what while a snapshot is published] Until `start` everything belongs to the training thread. `start`
+gives the publication its own values and objects: captured bytes, paths, runs of bytes with their checksums, open files.
+From then on its thread touches only those, and the engine, which any thread may use: no page, no pager, no store. The
+file that it completes is frozen: the store does not write to it. The alternating files that it reads from are named by
+the last commit, so no step touches those bytes before the next commit, and there is none while `reads_sources`.
+`settle` handles the outcome, in the training thread.
 
-[Note: what was lent] A snapshot is whole: what files of the user's have lent (swap_files.py) is copied into it, unless
-it is left out with the rest of what does not change. Where such a file ends within the last sector of a section the
-snapshot has zeros.
+[Note: external content] A snapshot is whole: content of external files (swap_files.py) is copied into it, unless it is
+left out with the rest of what does not change. If such a file ends within the last sector of a section, the snapshot
+has zeros there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch
 
-from swapper.durability.copying import CopyRange
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
@@ -38,13 +38,14 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
+from swapper.io.copying import CopyRange
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What the user asked for, as memory had it then."""
+    """A requested snapshot, with the state of memory at the call."""
 
     path: Path
     tail: PreparedTail
@@ -61,9 +62,9 @@ class Publisher:
         layout: of the container.
         engine: does the transfers.
         store: has the swap files.
-        retention: knows what was published with `keep=`.
+        retention: of snapshots published with `keep=`.
         unchanging: numbers of the sections that training does not change.
-        check_lent: raises CheckpointError where a file of the user's that has lent something was changed. Called in any thread.
+        check_lent: raises CheckpointError if an external file has changed. Called in any thread.
     """
 
     def __init__(
@@ -83,8 +84,8 @@ class Publisher:
         self._retention = retention
         self._unchanging = unchanging
         self._check_external = check_external
-        self._publications: list[Publication] = []  # those that `settle` has not seen the end of
-        self._tickets: list[SnapshotTicket] = []  # those whose failure may be untold
+        self._publications: list[Publication] = []  # those that `settle` has not finished
+        self._tickets: list[SnapshotTicket] = []  # those whose failure may be unreported
 
     def capture(
         self,
@@ -95,18 +96,18 @@ class Publisher:
         step: int,
         hurry: Callable[[], None],
     ) -> Snapshot:
-        """Note what memory has.
+        """Capture the state in memory.
 
         Args:
             path: must not exist; its directory must.
-            content: what torch.load shall return. Tensors in the sections are only looked at for their place.
+            content: the result of torch.load. Of tensors in the sections only the location is read.
             keep: how many snapshots of this name's pattern to keep.
             with_unchanging: False leaves out what training does not change, and names it.
-            step: of which it is.
-            hurry: has `start` called, if it was not yet.
+            step: of the snapshot.
+            hurry: calls `start`, if that was not done yet.
 
         Raises:
-            CheckpointError: `path` exists or is about to, its directory does not, or `content` cannot be kept.
+            CheckpointError: `path` exists or is about to, its directory does not, or `content` cannot be written.
         """
         if os.path.lexists(path) or any(not ticket.done and ticket.path == path for ticket in self._tickets):
             raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
@@ -129,12 +130,12 @@ class Publisher:
         return {**content, "model": model, "swapper": {**content["swapper"], "left_out": absent}}
 
     def start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool] = lambda number: False) -> None:
-        """The step is written (and, where the run commits, committed): publish it from now on, in the background.
+        """Publish the step in the background, once it is written (and, if the run commits, committed).
 
-        Where that fails the ticket says so; the run goes on.
+        The ticket reports a failure; the run continues.
 
         Args:
-            forbids_linking: whether file `number` must stay as it is, and cannot be completed to the snapshot.
+            forbids_linking: returns True if file `number` must not change, and so cannot be completed to the snapshot.
         """
         try:
             self._start(snapshot, forbids_linking)
@@ -142,7 +143,7 @@ class Publisher:
             snapshot.ticket.finish(error)
 
     def settle(self) -> None:
-        """Take note of what was published. Costs nothing when nothing was."""
+        """Handle finished publications. Cheap if there are none."""
         for publication in [p for p in self._publications if p.is_over]:
             self._publications.remove(publication)
             publication.join()
@@ -151,11 +152,11 @@ class Publisher:
 
     @property
     def reads_sources(self) -> bool:
-        """Whether a publication still reads from a file that is written in turns."""
+        """Return True if a publication still reads from an alternating file."""
         return any(not publication.sources_read.is_set() for publication in self._publications)
 
     def wait_for_sources(self) -> None:
-        """Wait until no publication reads from a file that is written in turns."""
+        """Wait until no publication reads from an alternating file."""
         for publication in self._publications:
             publication.sources_read.wait()
 
@@ -166,13 +167,13 @@ class Publisher:
         self.settle()
 
     def raise_failure(self) -> None:
-        """Raise the first failure that nobody was told of."""
+        """Raise the first unreported failure."""
         errors = [error for ticket in self._tickets if (error := ticket.unreported_error()) is not None]
         self._tickets = [ticket for ticket in self._tickets if not ticket.done]
         if errors:
             raise errors[0]
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _start(self, snapshot: Snapshot, forbids_linking: Callable[[int], bool]) -> None:
         absent = [self._sections[number] for number in sorted(snapshot.left_out)]
@@ -198,12 +199,12 @@ class Publisher:
                 )
                 for p in pieces
             ]
-            # The run may need what the frozen file has of them: that stays, though nothing names it.
+            # The run may need the frozen file's content of them: that stays, though nothing names it.
             kept = [
                 p for s in absent for p in pieces_of(s) if base is not None and is_near and _place(p) == (number, 0)
             ]
             holes = [(p.file_offset, p.nbytes) for s in absent for p in pieces_of(s) if p not in kept]
-            holes += [hole for p in pieces for hole in _behind_the_end(p)]  # [Note: what was lent]
+            holes += [hole for p in pieces for hole in _behind_the_end(p)]  # [Note: external content]
             content = SnapshotContents(
                 snapshot.tail,
                 self._layout,
@@ -233,11 +234,11 @@ class Publisher:
             raise
         self._publications.append(publication)
         publication.begin()
-        if base is None:  # no room for a replacement: the files are written again as soon as this returns
+        if base is None:  # no space for a replacement: the files are written again as soon as this returns
             publication.join()
 
     def _replace(self, number: int, is_near: bool) -> Base | None:
-        """Have another file take the turn of file `number`. None where there is no room, but the snapshot lies elsewhere."""
+        """Replace file `number` with another one. Return None if there is no space, but the snapshot lies elsewhere."""
         base = Base(number, self._store.path(number))
         try:
             self._store.replace(number)
@@ -253,7 +254,7 @@ class Publisher:
 
 
 def _place(piece: Page) -> tuple[int, int | Path]:
-    """Return the file that has the newest content of `piece`, and its part: the drive, or, of what is lent, the path."""
+    """Return the file with the newest content of `piece`, and its part: the drive, or the path of an external file."""
     if piece.location is None:
         raise InvariantError(f"{piece} is in no file yet")
     external = piece.section.plan.external
@@ -261,13 +262,13 @@ def _place(piece: Page) -> tuple[int, int | Path]:
 
 
 def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
-    """Return the (offset, nbytes) of a piece that are behind the end of the file that has it. [Note: what was lent]"""
+    """Return the (offset, nbytes) of a piece that lie behind the end of its file. See [Note: external content]."""
     nbytes = piece.nbytes - piece.stored_bytes
     return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
 
 
 def _parts(piece: Page, is_absent: bool) -> list[tuple[int, int, int | None]]:
-    """Return what a piece is in the payload of a snapshot, as Content has it."""
+    """Return the parts of a piece in the payload of a snapshot, as in SnapshotContents."""
     if is_absent and piece.crc32 is None:
         return [(piece.file_offset, piece.nbytes, zlib.crc32(bytes(piece.nbytes)))]
     behind = [(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in _behind_the_end(piece)]
@@ -299,14 +300,14 @@ def _device(directory: Path) -> int:
 
 
 class _Places:
-    """Finds the sections in whose memory tensors lie, by address: tensors there have storages of their own."""
+    """Finds the section of a tensor by its address: tensors have storages of their own."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self._sections = sorted(sections, key=lambda section: section.memory.data_ptr())
         self._begins = [section.memory.data_ptr() for section in self._sections]
 
     def find(self, tensor: torch.Tensor) -> tuple[Section, int] | None:
-        """Return the section that `tensor` lies in, and its offset there in bytes; None of one that is elsewhere."""
+        """Return the section that contains `tensor`, and its offset there in bytes; None if there is none."""
         address = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
         number = bisect.bisect_right(self._begins, address) - 1
         if number < 0 or address >= self._begins[number] + self._sections[number].plan.nbytes:

@@ -1,4 +1,4 @@
-"""SnapshotTicket: a snapshot that is on its way."""
+"""Defines SnapshotTicket, the handle of a snapshot in progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swapper.errors import StateError
 
 
 class SnapshotTicket:
-    """A snapshot under way. Made by `SwapManager.snapshot`. Also awaitable: `path = await manager.snapshot(...)`.
+    """A snapshot in progress. Made by `SwapManager.snapshot`. Awaitable: `path = await manager.snapshot(...)`.
 
-    A failure that nobody has asked for is raised by the next `snapshot`, or by `close`.
+    The next `snapshot`, or `close`, raises a failure that nobody has asked for.
 
     Attributes:
-        path: where the file appears, whole, when the ticket is done well.
-        step: how many optimizer steps it has.
+        path: the file appears there, whole, when the ticket succeeds.
+        step: number of optimizer steps in it.
     """
 
     def __init__(self, path: Path, step: int, hurry: Callable[[], None]) -> None:
@@ -34,17 +34,17 @@ class SnapshotTicket:
 
     @property
     def done(self) -> bool:
-        """Over, well or not."""
+        """True if it is over, successful or not."""
         return self._over.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the file is under its name, synced. False if `timeout_s` seconds of that pass first.
+        """Wait until the file has its name, synced. Returns False if `timeout_s` seconds pass first.
 
-        In the thread that trains this first waits for the last step's writes; in another, for that thread to go on.
+        In the training thread this first waits for the last step's writes; in another, for that thread to continue.
 
         Raises:
             IoError: a transfer failed, or a drive is full.
-            CheckpointError: the path was taken, or its directory removed, meanwhile.
+            CheckpointError: the path was created, or its directory removed, meanwhile.
             StateError: in a forked child.
         """
         error = self.exception(timeout_s)
@@ -53,9 +53,9 @@ class SnapshotTicket:
         return self.done
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """Wait as `wait` does, and return what it would raise of this snapshot's, or None."""
+        """Wait as `wait` does, and return its error for this snapshot, or None."""
         if os.getpid() != self._pid:
-            raise StateError("a snapshot is waited for in the process that took it, not in a forked child")
+            raise StateError("wait for a snapshot in the process that took it, not in a forked child")
         if not self.done and threading.get_ident() == self._owner:
             self._hurry()
         if not self._over.wait(timeout_s):
@@ -70,7 +70,9 @@ class SnapshotTicket:
             TimeoutError: not there after `timeout_s` seconds.
         """
         if not self.wait(timeout_s):
-            raise TimeoutError(f"the snapshot {self.path} is not published after {timeout_s} s; it is still on its way")
+            raise TimeoutError(
+                f"the snapshot {self.path} is not published after {timeout_s} s; it is still in progress"
+            )
         return self.path
 
     def __await__(self) -> Generator[Any, None, Path]:
@@ -80,23 +82,24 @@ class SnapshotTicket:
         return self.result()
 
     def __repr__(self) -> str:
-        state = "on its way" if not self.done else "failed" if self._error is not None else "published"
+        state = "in progress" if not self.done else "failed" if self._error is not None else "published"
         return f"SnapshotTicket({str(self.path)!r}, step {self.step}, {state})"
 
-    # --- for the publisher ----------------------------------------------------------------------------------------
+    # --- for the publisher
+    # ---------------------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None) -> None:
-        """It is over: published, or failed by `error`."""
+        """Finish the ticket: published, or failed with `error`."""
         if not self.done:
             if (
                 error is not None
-            ):  # its frames would keep alive whatever ran when it came up: a forward with all activations
+            ):  # its frames would keep alive the code that was running, such as a forward with all activations
                 error.__traceback__ = error.__context__ = None
             self._error = error
             self._over.set()
 
     def unreported_error(self) -> BaseException | None:
-        """Return the error that nobody was told of yet; that is now done."""
+        """Return the error that nobody has seen yet, and mark it as reported."""
         if self._error is None or self._told:
             return None
         self._told = True

@@ -1,9 +1,10 @@
-"""Verifying: every byte of a snapshot, or of what a run's last commit names, against the checksums with which it was written.
+"""Verifies every byte of a snapshot, or of a run's last commit, against the checksums of its writes.
 
-A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a manifest
-is checked by the CRCs of its zip, which cover its records and not what lies between them; of that, the names are compared. Files
-are streamed through the engine into VERIFY_BYTES of memory, whatever their size; nothing of them is run but a commit record that
-is whole. What is called whole was read by the reader that `load`, `inspect` and `export` have too, so they accept it.
+A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a
+manifest is checked by the CRCs of its zip, which cover its records and not the bytes between them; of those, the names
+are compared. Files are streamed through the engine in bounded memory, for any size. Nothing in them is run,
+except a whole commit record. A file is called whole only if the reader of `load`, `inspect` and `export` has read it,
+so they accept it.
 """
 
 from __future__ import annotations
@@ -11,18 +12,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
-import mmap
 import os
 import re
 import struct
 import zipfile
 import zlib
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,31 +43,29 @@ from swapper.formats.torch_zip.manifest import (
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, stream
 from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Section
 from swapper.paging.store.swap_file import is_frozen
 
-PIECE_BYTES = 4 << 20
-PIECES = 4
-VERIFY_BYTES = PIECES * PIECE_BYTES
-MAX_TAIL_BYTES = 1 << 30
+MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 Progress = Callable[[int, int], None]
-"""Called with bytes checked and bytes in all."""
+"""Called with the bytes checked and the total bytes."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is not as it was written.
+    """Something that differs from its write.
 
     Attributes:
         path: the file.
         offset, nbytes: the run of bytes that has a wrong checksum, or cannot be read.
-        what: what is wrong, and of what, in words.
-        record: the zip record or section that it is part of, "" where it is none.
+        what: the fault, in words.
+        record: the zip record or section that contains it, "" if there is none.
         tensors: names of the tensors that lie there, wholly or in part.
     """
 
@@ -83,13 +79,13 @@ class Fault:
 
 @dataclass
 class Report:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-        path: what was verified.
+        path: the verified path.
         kind: "snapshot", "run" or "torch checkpoint" (checked by the CRCs of its zip).
-        checked_bytes: how many bytes were compared with a checksum.
-        nbytes: how many there are.
+        checked_bytes: bytes that were compared with a checksum.
+        nbytes: total bytes.
         faults: empty if all is well.
     """
 
@@ -102,7 +98,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Part:
-    """A run of bytes to be checked, and what to call it."""
+    """A run of bytes to be checked, and its description."""
 
     chunk: ChecksumChunk
     record: str
@@ -118,7 +114,7 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
     """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
 
     Raises:
-        CheckpointError: it cannot be checked: there is nothing that has checksums, or that swapper reads; or a run is in use.
+        CheckpointError: it cannot be checked: it has no checksums, swapper cannot read it, or a run is in use.
         IoError: it cannot be opened.
     """
     place = Path(path)
@@ -157,7 +153,7 @@ def _verify_sealed(descriptor: int, path: Path, seal: Seal, tail: bytes, progres
     report = Report(str(path), "snapshot", nbytes - seal.begin, nbytes)
     report.faults += _check_tail(path, tail, seal)
     manifest = _find_manifest(tail, seal)
-    if manifest is None:  # what is before the tail has still the checksums in the directory, if that is whole
+    if manifest is None:  # the directory, if whole, still has checksums of the records before the tail
         report.faults += _check_records(descriptor, path, report, progress, seal.begin)
         return report
     parts = _parts_of(manifest)
@@ -192,7 +188,10 @@ def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
     if zlib.crc32(tail) == seal.crc32:
         return []
     broken = []
-    with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(tail)) as archive:  # whatever damage makes it raise
+    with (
+        contextlib.suppress(Exception),
+        zipfile.ZipFile(io.BytesIO(tail)) as archive,
+    ):  # damage can make it raise anything
         broken = [info.filename for info in archive.infolist() if not _reads(archive, info)]
     what = (
         f"the tail is damaged: record {broken[0]}" if broken else "the tail is damaged: headers or directory of the zip"
@@ -202,7 +201,7 @@ def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
 
 def _reads(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
     if re.fullmatch(r"[^/]*/data/[0-9]+", info.filename):
-        return True  # not of the tail
+        return True  # not in the tail
     if info.compress_type != zipfile.ZIP_STORED:
         return False
     try:
@@ -259,7 +258,7 @@ def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progres
 
 
 def _verify_other(path: Path, begin: bytes, report: Report) -> Report:
-    """Look at a file that is no zip: of a known kind it can be said only whether it is cut off."""
+    """Check a file that is no zip: for a known kind, only truncation can be detected."""
     kind = "no checkpoint that swapper knows"
     if begin[8:] == b"{":
         try:
@@ -321,7 +320,7 @@ def _verify_run(directory: Path, progress: Progress) -> Report:
 
 @contextlib.contextmanager
 def _at_rest(directory: Path) -> Iterator[None]:
-    """Keep a run from beginning in `directory`, and refuse if one is there."""
+    """Prevent a run from beginning in `directory`, and refuse if one is active there."""
     try:
         descriptor = beneath.open_file(directory / "lock", os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:  # of a copy
@@ -336,7 +335,7 @@ def _at_rest(directory: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             raise CheckpointError(
-                f"{directory} is in use by a run: verify it when that has ended, or one of its snapshots now"
+                f"{directory} is in use by a run: verify it after the run, or one of its snapshots now"
             ) from None
         yield
     finally:
@@ -344,21 +343,21 @@ def _at_rest(directory: Path) -> Iterator[None]:
 
 
 def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
-    """Compare what a commit has in files that may be a snapshot's too with its checksums; returns what is not whole."""
+    """Compare a commit's content in files that may be a snapshot's too with its checksums; return the faults."""
     parts = _parts_of_run(directory, record)
     shared = {path: found for path, found in parts.items() if is_frozen(path) or not path.exists()}
     return _check(shared, Report(str(directory), "run"), lambda done, total: None)
 
 
 def _changed_external(record: CommitRecord) -> list[Fault]:
-    """Return the user's files that the run needs and that have another size or time than at the commit."""
+    """Return the user's files that the run needs and whose size or time differs from the commit."""
     faults = []
     for name, (nbytes, changed_ns) in record.external.items():
         try:
             status = Path(name).stat()
         except OSError as error:
             faults.append(
-                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be looked at: {error}")
+                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be checked: {error}")
             )
             continue
         if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
@@ -388,7 +387,7 @@ def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Pa
         offset = place.offset
         for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
             drive = next(dealt)
-            if number != EXTERNAL:  # of what is lent nobody has the checksums: _changed_lent
+            if number != EXTERNAL:  # external content has no checksums: see _changed_external
                 parts.setdefault((number, drive), []).append(_Part(ChecksumChunk(offset, nbytes, crc32), name, tensors))
             offset += nbytes
     return {drives.directories[drive] / record.files[number]: found for (number, drive), found in parts.items()}
@@ -412,10 +411,10 @@ def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
 
 
 def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fault]:
-    """Compare what a run needs of its changed file `number` with its checksums; returns what is not whole.
+    """Compare what a run needs of its changed file `number` with its checksums; return the faults.
 
-    What only the commit before names was read in the step since. A read behind the end of a file would have failed that step;
-    so of that, only what is there and wrong counts.
+    Content that only the previous commit names was read in the step since. A read past the end of a file would have
+    failed that step; so of that, only wrong bytes that exist count.
     """
     needed, past = [], []
     for section in sections:
@@ -456,8 +455,9 @@ def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Prog
                 faults.append(Fault(str(path), 0, 0, f"the file cannot be opened: {error}"))
                 continue
             with contextlib.closing(file):
-                ordered = sorted(parts, key=lambda part: part.chunk.offset)
-                for part, outcome in _stream(engine, file, ordered):
+                ordered = sorted((part for part in parts if part.chunk.nbytes), key=lambda part: part.chunk.offset)
+                runs = [CopyRange(file, part.chunk.offset, part.chunk.nbytes, None, part.record) for part in ordered]
+                for part, (_, outcome) in zip(ordered, stream(engine, runs), strict=True):
                     if isinstance(outcome, IoError):
                         faults.append(part.fault(path, f"cannot be read: {outcome}"))
                     elif outcome != part.chunk.crc32:
@@ -467,44 +467,3 @@ def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Prog
     finally:
         engine.close()
     return faults
-
-
-def _stream(engine: Any, file: Any, parts: Sequence[_Part]) -> Iterator[tuple[_Part, int | IoError]]:
-    """Yield each part with the CRC-32 of its bytes, or why they cannot be read."""
-    memory = mmap.mmap(-1, VERIFY_BYTES)
-    view = torch.frombuffer(memory, dtype=torch.uint8)
-    free = deque(view.data_ptr() + number * PIECE_BYTES for number in range(PIECES))
-    in_flight: deque[tuple[_Part, bool, Any]] = deque()
-    checksum, failure = 0, None
-
-    def take_one() -> tuple[_Part, int | IoError] | None:
-        nonlocal checksum, failure
-        part, is_last, (ticket, address) = in_flight.popleft()
-        error = ticket.exception()
-        free.append(address)
-        failure = failure or error
-        if error is None:
-            checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
-        if not is_last:
-            return None
-        outcome = checksum if failure is None else failure
-        checksum, failure = 0, None
-        return part, outcome
-
-    try:
-        for part in parts:
-            chunk = part.chunk
-            if chunk.nbytes == 0:
-                continue
-            for offset in range(chunk.offset, chunk.end, PIECE_BYTES):
-                if not free and (done := take_one()) is not None:
-                    yield done
-                address = free.popleft()
-                nbytes = min(PIECE_BYTES, chunk.end - offset)
-                ticket = engine.read(file, offset, address, nbytes, keep=view, checksum=True)
-                in_flight.append((part, offset + nbytes == chunk.end, (ticket, address)))
-        while in_flight:
-            if (done := take_one()) is not None:
-                yield done
-    finally:
-        engine.drain()

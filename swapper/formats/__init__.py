@@ -1,1 +1,1 @@
-"""File formats as pure data: which bytes of which file each tensor of a checkpoint is. Readers believe nothing and run nothing."""
+"""Reads file formats as pure data: the location of each tensor of a checkpoint. Readers trust and run nothing."""

@@ -1,7 +1,8 @@
-"""Where the tensors of a torch.distributed.checkpoint directory lie.
+"""Locates the tensors of a torch.distributed.checkpoint directory.
 
-Its `.metadata` is a pickle that torch runs; here nothing of it is run (pickle_reader.py), and what it says is held against the
-files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own at some offset of a file.
+Its `.metadata` is a pickle that torch runs; here nothing of it is run (pickle_reader.py), and its content is checked
+against the files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own at some offset of a
+file.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
 
 METADATA_NAME = ".metadata"
-MAX_METADATA_BYTES = 1 << 30
+MAX_METADATA_BYTES = 1 << 30  # of a sane file; it is read whole
 
 
 @dataclass(frozen=True)
 class DcpDirectory:
-    """What a directory holds."""
+    """The content of a directory."""
 
     path: Path
     tensors: dict[str, ChunkedTensor]
-    others: tuple[str, ...]  # names of what is not a tensor
+    others: tuple[str, ...]  # names of entries that are not tensors
     stamps: dict[Path, FileStamp]
 
 
 def read(path: Path) -> Source:
-    """Return where the tensors lie. Those in chunks along the first dimension are joined under the directory's own path.
+    """Return the tensors' locations. Chunks along the first dimension are joined under the directory's own path.
 
     Raises:
         CheckpointError: it is damaged.
@@ -61,7 +62,7 @@ def read_directory(path: Path) -> DcpDirectory:
     """Return all chunks of all tensors in the directory `path`.
 
     Raises:
-        CheckpointError: the metadata is damaged, or a chunk is not where it says.
+        CheckpointError: the metadata is damaged, or a chunk is not at its stated location.
         IoError: something cannot be read.
     """
     data = read_whole(path / METADATA_NAME, MAX_METADATA_BYTES)
@@ -81,7 +82,7 @@ def read_directory(path: Path) -> DcpDirectory:
 
 
 def _fields(obj: Any) -> dict[str, Any]:
-    """The attributes of an instance in the pickle."""
+    """Return the attributes of an instance in the pickle."""
     state = obj.state if isinstance(obj, Opaque) else None
     if state is None and isinstance(obj, Opaque):
         return {}
@@ -124,11 +125,11 @@ def _chunked(path: Path, name: Any, entry: dict[str, Any], places: dict[Any, dic
 def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], place: dict[str, Any]) -> StoredTensor:
     relative, offset, length = place["relative_path"], place["offset"], place["length"]
     if not isinstance(relative, str) or not is_plain_name(relative):
-        raise ValueError("a chunk's file is not one beside it")
+        raise ValueError("a chunk's file is not in the directory")
     if place.get("transform_descriptors"):
         raise ValueError(f"{name} was transformed when it was saved")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
-        raise ValueError(f"{name} is not said to be so many bytes at some offset")
+        raise ValueError(f"{name} has no size or offset")
     with opened(path / relative) as descriptor:
         item = read_item(descriptor, path / relative, offset, length)
     view = item.skeleton.tree
@@ -139,5 +140,5 @@ def _locate(path: Path, name: str, dtype: torch.dtype, sizes: tuple[int, ...], p
 
 def _sizes(values: Any) -> tuple[int, ...]:
     if not are_sizes(values):
-        raise ValueError("sizes or offsets of a tensor cannot be")
+        raise ValueError("sizes or offsets of a tensor are impossible")
     return tuple(values)

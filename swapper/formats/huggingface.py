@@ -1,4 +1,4 @@
-"""Reads what a Hugging Face directory consists of: one file, or shards that an index names, in safetensors or .bin."""
+"""Reads a Hugging Face directory: one file, or shards listed by an index, in safetensors or .bin."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from swapper.runtime import records
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDEX_SUFFIX = ".index.json"
 SUFFIXES = (".safetensors", ".bin")
-MOST_INDEX_BYTES = 100_000_000
+MAX_INDEX_BYTES = 100_000_000  # of a sane file; it is read whole
 
 
 def read(path: Path) -> Source:
-    """Return where the tensors of the model in directory `path` lie. Safetensors are preferred to .bin files.
+    """Return the locations of the model's tensors in directory `path`. Prefers safetensors to .bin files.
 
     Raises:
         CheckpointError: there is no model, shards are missing, or a file is not what it claims to be.
@@ -31,7 +31,7 @@ def read(path: Path) -> Source:
 
 
 def _by_suffix(path: Path) -> Source:
-    """Other names, as `diffusion_pytorch_model.safetensors`: taken where there is no choice to be made."""
+    """Accept other names, such as `diffusion_pytorch_model.safetensors`, if only one file qualifies."""
     try:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
@@ -45,7 +45,7 @@ def _by_suffix(path: Path) -> Source:
             return _joined(path, [open_file(path / files[0])], None)
         if files or indices:
             raise CheckpointError(
-                f"{path} has several weight files ({', '.join([*indices, *files][:8])}) and no index that says which belong "
+                f"{path} has several weight files ({', '.join([*indices, *files][:8])}) and no index that tells which belong "
                 "together: name one of them"
             )
     raise CheckpointError(
@@ -55,7 +55,7 @@ def _by_suffix(path: Path) -> Source:
 
 
 def _sharded(index: Path) -> Source:
-    """The shards that `index` names. It alone says which file has which tensor."""
+    """Return the shards that `index` names. Only the index maps tensors to files."""
     weight_map = _read_index(index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
@@ -67,18 +67,18 @@ def _sharded(index: Path) -> Source:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    weight_map = parse_object(str(index), read_whole(index, MOST_INDEX_BYTES)).get("weight_map")
+    weight_map = parse_object(str(index), read_whole(index, MAX_INDEX_BYTES)).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no weight_map")
     try:
         records.mapping(records.text, records.name)(weight_map)
     except ValueError as error:
-        raise CheckpointError(f"{index} names a shard that is not a file beside it: {error}") from error
+        raise CheckpointError(f"{index} names a shard that is not a file in its directory: {error}") from error
     return weight_map
 
 
 def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None) -> Source:
-    """One source of all `shards`. With a map, a tensor is taken from the shard that the map names for it."""
+    """Join all `shards` into one source. With a map, each tensor comes from the shard that the map names."""
     tensors: dict[str, StoredTensor] = {}
     stamps: dict[Path, FileStamp] = {}
     metadata: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint has which name of a model's: the names differ by a prefix, or as the user says."""
+"""Maps names of a checkpoint's tensors to a model's names: they differ by a prefix, or by the user's map."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from swapper.formats.sources import Source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 
 NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
-"""Where in a training's checkpoint the model is, if it is not all of it; also one in another ("state_dict.model.")."""
+"""Prefixes of a model's names in a training checkpoint; also nested ("state_dict.model.")."""
 
 Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
@@ -31,7 +31,7 @@ def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, Store
         if new is None:
             continue
         if not isinstance(new, str):
-            raise ConfigError(f"rename gives {name!r} the name {new!r}, which is no text")
+            raise ConfigError(f"rename gives {name!r} the name {new!r}, which is not a string")
         if new in found:
             raise ConfigError(f"rename gives both {found[new].name!r} and {name!r} the name {new!r}")
         found[new] = tensor

@@ -1,13 +1,13 @@
-"""How the tensors of a group are read. Pure: places in files -> runs of bytes.
+"""Plans the reads of a group's tensors. Pure: places in files -> runs of bytes.
 
-A *run* is a stretch of one file that is read as one and lies in memory as it lies in the file: its tensors are views at the
-addresses that their offsets give them. Where those addresses suit the kernels the run begins at a sector, and its reads go
-from the drive straight to where they are used. Where they do not, the whole run is shifted, so that they do: the engine then
-reads by way of its slots where the drive cannot take such addresses.
+A *run* is a range of one file that is read as one and lies in memory as it lies in the file: its tensors are views at
+the addresses of their offsets. If those addresses suit the kernels, the run begins at a sector, and its reads go from
+the drive straight to their target. If not, the whole run is shifted until they do; the engine then stages reads in its
+slots if the drive cannot transfer to such addresses.
 
-[Note: alignment] Kernels in fp32 give other bits at addresses that are no multiple of 16 (matrix times vector), so wide elements
-lie at multiples of 64, as torch's own allocations do. Elements of two bytes and less gave the same bits at every address: they
-only need to be aligned to themselves.
+[Note: alignment] Kernels in fp32 give other bits at addresses that are no multiple of 16 (matrix times vector), so wide
+elements lie at multiples of 64, as in torch's own allocations. Elements of two bytes and less gave the same bits at
+every address: they only need their own alignment.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 from swapper.formats.stored import StoredTensor
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 
-LOOSE_ITEM_BYTES = 2
-MOST_GAP_BYTES = 64 << 10
-"""Tensors closer than this are read together, and what is between them too."""
+LOOSE_ITEM_BYTES = 2  # see [Note: alignment]
+MAX_GAP_BYTES = 64 << 10
+"""Bytes. Tensors closer than this are read together, with the gap: reading it costs less than another transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
     """Bytes [file_offset, file_offset + nbytes) of a file, as far as it goes; `nbytes` is a multiple of SECTOR_BYTES.
 
-    `places`: each tensor's offset in the run, by its position among those that were planned.
+    `places`: each tensor's offset in the run, by its position in the planned tensors.
     """
 
     path: Path
@@ -57,7 +57,7 @@ def plan_runs(tensors: Iterable[StoredTensor]) -> list[FileRange]:
 
 def _fits(members: list[tuple[int, StoredTensor]], tensor: StoredTensor) -> bool:
     end = max(member.offset + member.nbytes for _, member in members)
-    if tensor.path != members[0][1].path or tensor.offset - end > MOST_GAP_BYTES:
+    if tensor.path != members[0][1].path or tensor.offset - end > MAX_GAP_BYTES:
         return False
     return _begin([*(member for _, member in members), tensor]) is not None
 
@@ -66,14 +66,14 @@ def _run(members: list[tuple[int, StoredTensor]]) -> FileRange:
     tensors = [tensor for _, tensor in members]
     begin = _begin(tensors)
     if begin is None:
-        raise AssertionError("a run of tensors that do not go together")  # _fits has seen to it
+        raise AssertionError("a run of tensors that do not go together")  # _fits excludes it
     end = max(tensor.offset + tensor.nbytes for tensor in tensors)
     places = tuple((number, tensor.offset - begin) for number, tensor in members)
     return FileRange(tensors[0].path, begin, round_up(end - begin, SECTOR_BYTES), places)
 
 
 def _begin(tensors: list[StoredTensor]) -> int | None:
-    """Return where in the file a run of `tensors` (ascending) can begin so that all are aligned; None if it cannot."""
+    """Return a file offset at which a run of `tensors` (ascending) can begin with all aligned, or None."""
     first = tensors[0].offset
     whole_sectors = first // SECTOR_BYTES * SECTOR_BYTES
     if all((tensor.offset - whole_sectors) % _alignment(tensor) == 0 for tensor in tensors):
@@ -86,6 +86,6 @@ def _begin(tensors: list[StoredTensor]) -> int | None:
 
 
 def _alignment(tensor: StoredTensor) -> int:
-    """[Note: alignment]"""
+    """See [Note: alignment]."""
     itemsize = tensor.dtype.itemsize
     return itemsize if itemsize <= LOOSE_ITEM_BYTES else TENSOR_ALIGNMENT_BYTES

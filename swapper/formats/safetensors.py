@@ -1,9 +1,9 @@
-"""Reads the header of a safetensors file: where each tensor lies. Streaming needs raw offsets, which the library does not give.
+"""Reads the header of a safetensors file. Streaming needs raw offsets, which the safetensors library does not give.
 
-The format: 8 bytes, little-endian, with the header's size; the header, a JSON object {name: {"dtype", "shape", "data_offsets":
-[begin, end]}} with an optional "__metadata__" of text; then the data, which the offsets count from. The rules that a file is
-held to are the format's own: no duplicate key, no overlap, no hole, nothing behind the last tensor, sizes that agree with dtype
-and shape.
+The format: 8 bytes, little-endian, with the header's size; the header, a JSON object {name: {"dtype", "shape",
+"data_offsets": [begin, end]}} with an optional "__metadata__" of text; then the data, from which the offsets count. The
+checks are the format's own rules: no duplicate key, no overlap, no hole, nothing behind the last tensor, sizes that
+agree with dtype and shape.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, opened, parse_object, read_at
 from swapper.formats.stored import StoredTensor
 
-SIZE_BYTES = 8
-MOST_HEADER_BYTES = 100_000_000
+SIZE_BYTES = 8  # of the header's size, by the format
+MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-MAX_DIMENSIONS = 64
+MAX_DIMENSIONS = 64  # torch's limit
 METADATA_KEY = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -38,10 +38,10 @@ DTYPES = {
 
 
 def read(path: Path) -> Source:
-    """Return where the tensors of the safetensors file `path` lie.
+    """Return the locations of the tensors in the safetensors file `path`.
 
     Raises:
-        CheckpointError: the file is not what the format demands; says what is wrong.
+        CheckpointError: the file breaks a rule of the format; names it.
         IoError: it cannot be read.
     """
     with opened(path) as descriptor:
@@ -65,10 +65,10 @@ def read(path: Path) -> Source:
 def _check_header_size(path: Path, size_bytes: int, header_bytes: int, file_bytes: int) -> None:
     if size_bytes < SIZE_BYTES:
         raise CheckpointError(f"{path} is cut off: {file_bytes} bytes are less than a safetensors file has")
-    if header_bytes > MOST_HEADER_BYTES:
+    if header_bytes > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path} is not a safetensors file: it speaks of a header of {header_bytes} bytes, more than the format's "
-            f"limit of {MOST_HEADER_BYTES}"
+            f"{path} is not a safetensors file: it states a header of {header_bytes} bytes, more than the format's "
+            f"limit of {MAX_HEADER_BYTES}"
         )
     if header_bytes > file_bytes - SIZE_BYTES:
         raise CheckpointError(f"{path} is cut off: its header has {header_bytes} bytes, the file {file_bytes}")
@@ -100,7 +100,7 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, file_bytes: int) -> None:
-    """The data is one tensor after the other, without hole or overlap, to the end of the file."""
+    """Check that the data is one tensor after the other, without hole or overlap, to the end of the file."""
     cursor, before = begin, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.offset + tensor.nbytes)):
         if tensor.offset < cursor:

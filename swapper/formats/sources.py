@@ -1,10 +1,10 @@
-"""Where the tensors of a checkpoint lie on disk: the one form that every format is brought to.
+"""Describes a checkpoint's tensors on disk, in one form for every format.
 
-A reader of a format (safetensors.py, torch_file.py, dcp_directory.py) opens a file, believes nothing that it says, and
-returns a `Source`: for each tensor its file, offset, size, dtype, shape and stride. Nobody reads a payload byte for
-that. What uses a source (inference, which streams from the files in place; export, which copies) knows no format.
+A reader of a format (safetensors.py, torch_file.py, dcp_directory.py) opens a file, trusts nothing in it, and returns a
+`Source`: for each tensor its file, offset, size, dtype, shape and stride. It reads no payload byte. Users of a source
+(inference, which streams from the files in place; export, which copies) know no format.
 
-A source remembers what its files looked like when their headers were read, so that a change from outside is noticed.
+A source records size, time and inode of its files when their headers are read, so that a later change is detected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GGUF_MAGIC = b"GGUF"
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What a file looked like: enough to notice that it was replaced or written to."""
+    """Identifies the content of a file: enough to detect that it was replaced or written to."""
 
     inode: int
     nbytes: int
@@ -38,14 +38,14 @@ class FileStamp:
 
     @classmethod
     def of(cls, file: int | str | os.PathLike[str]) -> FileStamp:
-        """Of a path or an open descriptor."""
+        """Return the stamp of a path or an open descriptor."""
         status = os.stat(file)  # noqa: PTH116  # a descriptor too
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Opens a regular file for small reads at random places; yields its descriptor. A pipe is refused, not waited for.
+    """Open a regular file for small reads at random offsets; yield its descriptor. A pipe is refused, not waited for.
 
     Raises:
         CheckpointError: it is a pipe, a socket or a device.
@@ -68,7 +68,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    """Return bytes [offset, offset + nbytes) of an open file, fewer where it ends before; `path` is for messages.
+    """Return bytes [offset, offset + nbytes) of an open file, or fewer at its end; `path` is for messages.
 
     Raises:
         IoError: it cannot be read.
@@ -84,7 +84,7 @@ def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
 
 
 def read_whole(path: Path, most_bytes: int) -> bytes:
-    """Return what is in a file that is to be small.
+    """Return the content of a file that must be small.
 
     Raises:
         CheckpointError: it has more than `most_bytes`, or is no regular file.
@@ -98,7 +98,7 @@ def read_whole(path: Path, most_bytes: int) -> bytes:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` can be that of a file beside another one."""
+    """Return True if `name` can name a file in the same directory."""
     try:
         encoded = os.fsencode(name)
     except UnicodeEncodeError:
@@ -111,13 +111,13 @@ class Source:
     """A checkpoint's tensors by name.
 
     Attributes:
-        path: what the user named.
+        path: the user's path.
         kind: "safetensors", "torch", "huggingface" or "dcp", for messages.
         tensors: by name, in the file's order.
         stamps: of every file that a tensor lies in, taken when its header was read.
         metadata: the format's own remarks, text to text.
-        joined: the files in `tensors` that do not exist: what lies in them lies in stretches of others.
-        grids: tensors that are in chunks side by side, which no such file can hold; not in `tensors`.
+        joined: files in `tensors` that do not exist: their bytes are extents of others.
+        grids: tensors in chunks along several dimensions, which no such file can hold; not in `tensors`.
     """
 
     path: Path
@@ -134,7 +134,8 @@ class Source:
         return {**self.tensors, **self.grids}
 
     def extents(self, path: Path, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield where bytes [offset, offset + nbytes) of a file that tensors name really are, each with its place in that range."""
+        """Yield the real extents of bytes [offset, offset + nbytes) of a tensor's file, with their places in that
+        range."""
         if path in self.joined:
             return self.joined[path].extents(offset, nbytes)
         return iter([(0, Extent(path, offset, nbytes))] if nbytes else [])
@@ -144,23 +145,21 @@ class Source:
         return self.joined[path].nbytes if path in self.joined else self.stamps[path].nbytes
 
     def check_unchanged(self, files: Iterable[Path] | None = None) -> None:
-        """Raise CheckpointError if one of the files (all, if None) is not what it was when its header was read."""
+        """Raise CheckpointError if one of the files (all, if None) has changed since its header was read."""
         for path in self.stamps if files is None else files:
             try:
                 now = FileStamp.of(path)
             except OSError as error:
-                raise CheckpointError(
-                    f"{path} cannot be looked at any more ({error}): its weights are in use"
-                ) from error
+                raise CheckpointError(f"{path} cannot be checked any more ({error}): its weights are in use") from error
             if now != self.stamps[path]:
                 raise CheckpointError(
                     f"{path} was changed while its weights are in use (it had {self.stamps[path].nbytes} bytes, has "
-                    f"{now.nbytes}): load the model anew"
+                    f"{now.nbytes}): load the model again"
                 )
 
 
 def open_source(path: str | os.PathLike[str]) -> Source:
-    """Find out what `path` is and return where its tensors lie.
+    """Detect the format of `path` and return its tensors' locations.
 
     Args:
         path: a safetensors file, a torch checkpoint (a zip, as torch.save and swapper's snapshots are), a Hugging Face
@@ -168,12 +167,12 @@ def open_source(path: str | os.PathLike[str]) -> Source:
 
     Raises:
         CheckpointError: it is none of these, or not what it claims to be.
-        ConfigError: `path` is no path.
+        ConfigError: `path` is not a path.
         IoError: it cannot be read.
     """
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(
-            f"a checkpoint is named by its path, not by a {type(path).__name__}: what is in memory needs no loading"
+            f"a checkpoint is named by its path, not by a {type(path).__name__}: data in memory needs no loading"
         )
     target = Path(path).absolute()
     if target.is_dir():
@@ -204,17 +203,17 @@ def open_file(path: Path) -> Source:
 
 
 def _read_by(reader: str, path: Path) -> Source:
-    """Each reader is a module with a function `read(path) -> Source`; they import this one."""
+    """Call the reader: each is a module with a function `read(path) -> Source`, and imports this one."""
     module: Any = import_module(f"swapper.formats.{reader}")
     source: Source = module.read(path)
     return source
 
 
 def parse_object(what: str, text: bytes) -> dict[str, Any]:
-    """Return the object that `text`, UTF-8, is. `what` names it in errors.
+    """Parse `text`, UTF-8, as a JSON object. `what` names it in errors.
 
     Raises:
-        CheckpointError: it is not JSON, not an object, or has a key twice: which one counted would be the reader's taste.
+        CheckpointError: it is not JSON, not an object, or has a duplicate key, on which readers would differ.
     """
     try:
         found = parse_json(text)

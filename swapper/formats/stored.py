@@ -1,9 +1,9 @@
-"""A tensor as bytes of a file: what every reader of a format gives, and what everything is made of that goes on from there.
+"""Describes a tensor as bytes of a file: the result of every reader.
 
-A tensor that was saved in chunks is several of them (`ChunkedTensor`). Chunks along the first dimension alone are extents of the
-tensor's bytes, one after the other: a `ConcatenatedFile` makes them one tensor of a file that does not exist. Others, as a mesh
-of several dimensions leaves them, are put side by side: whole (`assembled`), or in boxes of bounded size (`boxes`), each of which
-is one extent of the tensor and one of every chunk that it meets.
+A tensor that was saved in chunks is several of them (`ChunkedTensor`). Chunks along the first dimension alone are
+consecutive extents of the tensor's bytes: a `ConcatenatedFile` makes them one tensor of a file that does not exist.
+Chunks along several dimensions (a mesh) are assembled: whole (`assembled`), or in boxes of bounded size (`boxes`), each
+of which is one extent of the tensor and one of every chunk that it meets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StoredTensor:
     Attributes:
         name: its key. Nested dicts are flattened: {"model": {"a.weight": t}} gives "model.a.weight".
         path: the file.
-        offset: where in it the tensor's first element is, in bytes. Of no particular alignment.
+        offset: of the tensor's first element, in bytes. Of no particular alignment.
         nbytes: from the first element to the end of the last, in memory order: numel * itemsize if contiguous.
         dtype, shape: of the tensor.
         stride: in elements, not negative; None if contiguous (the last dimension runs fastest).
@@ -44,14 +44,14 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def row(self, index: int) -> StoredTensor | None:
-        """Return what `tensor[index]` would be; None if that is not one run of bytes."""
+        """Return the location of `tensor[index]`; None if that is not one run of bytes."""
         if self.stride is not None or not self.shape or not 0 <= index < self.shape[0]:
             return None
         found = self.rows(index, index + 1)
         return found and replace(found, shape=self.shape[1:])
 
     def rows(self, begin: int, end: int) -> StoredTensor | None:
-        """Return what `tensor[begin:end]` would be; None if that is not one run of bytes."""
+        """Return the location of `tensor[begin:end]`; None if that is not one run of bytes."""
         if self.stride is not None or not self.shape or not 0 <= begin < end <= self.shape[0]:
             return None
         row_bytes = self.nbytes // self.shape[0]
@@ -60,7 +60,7 @@ class StoredTensor:
 
 
 ALIGNMENT_BYTES = 4096
-"""Of each tensor's place: chunks that begin at sectors, and are whole ones, are then read without a copy."""
+"""Alignment of each tensor in a concatenated file: chunks of whole sectors are then read without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ class Extent:
 
 
 class ConcatenatedFile:
-    """The layout of a file that does not exist, in which tensors lie whole whose bytes are extents of files that do.
+    """The layout of a file that does not exist: its whole tensors are extents of files that do.
 
-    What reads from a source resolves them by `Source.extents`, and knows no more of it.
+    Readers of a source resolve them by `Source.extents`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class ConcatenatedFile:
         self._extents: list[Extent] = []
 
     def add(self, extents: Sequence[Extent]) -> int:
-        """Give the bytes of `extents`, one after the other, a place; returns its offset."""
+        """Append `extents`, one after the other; return their offset."""
         offset = cursor = -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         for extent in extents:
             if extent.nbytes:
@@ -95,8 +95,8 @@ class ConcatenatedFile:
         return offset
 
     def extents(self, offset: int, nbytes: int) -> Iterator[tuple[int, Extent]]:
-        """Yield where bytes [offset, offset + nbytes) really are, each with its place in that range. What is between tensors
-        is nowhere."""
+        """Yield the real extents of bytes [offset, offset + nbytes), with their places in that range. Gaps between
+        tensors have none."""
         end = offset + nbytes
         index = max(bisect_right(self._begins, offset) - 1, 0)
         while index < len(self._begins) and self._begins[index] < end:
@@ -109,7 +109,7 @@ class ConcatenatedFile:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor: where in the tensor it begins, and where in a file it lies."""
+    """A part of a tensor: its offset in the tensor, and its location in a file."""
 
     offsets: tuple[int, ...]
     stored: StoredTensor
@@ -125,7 +125,7 @@ class ChunkedTensor:
 
     Attributes:
         name, dtype, shape: of the tensor.
-        path: what the user named.
+        path: the user's path.
         chunks: its parts.
     """
 
@@ -136,15 +136,16 @@ class ChunkedTensor:
     chunks: tuple[Chunk, ...]
 
     def check(self) -> None:
-        """
+        """Check that the chunks tile the tensor.
+
         Raises:
-            ValueError: the chunks do not tile the tensor.
+            ValueError: they do not.
         """
         if any(end > size for chunk in self.chunks for end, size in zip(chunk.ends, self.shape, strict=True)):
             raise ValueError(f"{self.name} has a chunk that is not inside of it")
         if sum(chunk.stored.numel for chunk in self.chunks) != math.prod(self.shape):
             raise ValueError(f"{self.name} of shape {self.shape} is not covered by its chunks")
-        under_way: list[Chunk] = []  # those that may still reach into the next ones
+        under_way: list[Chunk] = []  # chunks that may reach into the next ones
         for chunk in self.chunks:
             under_way = [other for other in under_way if other.ends[0] > chunk.offsets[0]]
             if any(_overlap(chunk, other) for other in under_way):
@@ -152,7 +153,7 @@ class ChunkedTensor:
             under_way.append(chunk)
 
     def in_rows(self) -> bool:
-        """Whether its bytes are those of the chunks one after the other."""
+        """True if the tensor's bytes are those of the chunks in order."""
         cursor = 0
         for chunk in self.chunks:
             whole = chunk.stored.shape[1:] == self.shape[1:] and not any(chunk.offsets[1:])
@@ -169,8 +170,8 @@ class ChunkedTensor:
         return whole
 
     def boxes(self, most_bytes: int) -> Iterator[Box]:
-        """Yield boxes of at most `most_bytes` that are the tensor's elements in their order. No chunk may have strides."""
-        cut, row_bytes = len(self.shape) - 1, self.dtype.itemsize  # dimensions behind `cut` are taken whole
+        """Yield boxes of at most `most_bytes` that are the tensor's elements in order. No chunk may have strides."""
+        cut, row_bytes = len(self.shape) - 1, self.dtype.itemsize  # dimensions behind `cut` are whole
         while cut > 0 and row_bytes * self.shape[cut] <= most_bytes:
             row_bytes *= self.shape[cut]
             cut -= 1
@@ -210,14 +211,14 @@ class Piece:
 
     @property
     def first(self) -> int:
-        """The first of them, counted in the chunk's elements: they follow each other there."""
+        """Index of the first of them among the chunk's elements; they are contiguous there."""
         steps = (math.prod(self.stored.shape[dim + 1 :]) for dim in range(len(self.inside)))
         return sum(part.start * step for part, step in zip(self.inside, steps, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A range of a tensor's elements, and what it consists of."""
+    """A range of a tensor's elements, and the pieces in it."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]

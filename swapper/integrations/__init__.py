@@ -1,1 +1,1 @@
-"""swapper in the place of parts of other programs. Each module names the program; none is imported unless asked for."""
+"""Replaces parts of other programs with swapper. Each module names the program; none is imported unless requested."""

@@ -1,13 +1,14 @@
-"""Puts swapper's engine behind DeepSpeed's `AsyncIOBuilder().load()`, `GDSBuilder().load()` and `PinMemoryBuilder().load()`.
+"""Puts swapper's engine behind DeepSpeed's `AsyncIOBuilder().load()`, `GDSBuilder().load()` and
+`PinMemoryBuilder().load()`.
 
     import swapper.integrations.deepspeed
     swapper.integrations.deepspeed.install()      # before deepspeed.initialize
 
-or, for a program that is not to be changed, and all processes that it starts:
+or, for an unchanged program, and all processes that it starts:
 
     python -m swapper.integrations.deepspeed train.py --deepspeed_config ds.json
 
-DeepSpeed then builds no operator: neither a compiler nor libaio is needed. Whatever goes wrong raises `swapper.IoError`.
+DeepSpeed then builds no operator: neither a compiler nor libaio is needed. Every failure raises `swapper.IoError`.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from swapper.io.handle.locked import free_locked_address, free_locked_tensor, is
 logger = logging.getLogger("swapper.deepspeed")
 
 AUTOSTART = "SWAPPER_DEEPSPEED"
-"""Set in the environment: processes install swapper when they import deepspeed."""
+"""An environment variable: processes install swapper when they import deepspeed."""
 _BUILDERS = {"AsyncIOBuilder": "async_io", "GDSBuilder": "gds", "PinMemoryBuilder": "pin_memory"}
 _undo: list[tuple[Any, str, Any]] = []
 _ABSENT = object()
 
 
 def install() -> None:
-    """Makes DeepSpeed load swapper's operators from now on, in this process. A second call does nothing.
+    """Make DeepSpeed load swapper's operators from now on, in this process. A second call does nothing.
 
-    Handles that DeepSpeed made before stay what they are: call it before `deepspeed.initialize`.
+    Existing handles of DeepSpeed do not change: call it before `deepspeed.initialize`.
 
     Raises:
         UnsupportedError: deepspeed is not installed, or has no AsyncIOBuilder.
@@ -54,7 +55,7 @@ def install() -> None:
         raise UnsupportedError(f"DeepSpeed cannot be imported: {error}") from error
     if not hasattr(builders, "AsyncIOBuilder"):
         raise UnsupportedError(
-            f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder; it is newer than swapper knows"
+            f"DeepSpeed {deepspeed.__version__} has no AsyncIOBuilder; swapper does not support this version"
         )
     for name, operator in _BUILDERS.items():
         found = getattr(builders, name, None)
@@ -62,7 +63,7 @@ def install() -> None:
             continue
         if getattr(found, "NAME", None) == operator:
             _patch(found, operator)
-        else:  # DeepSpeed's stand-in for what this accelerator lacks, shared by several names
+        else:  # DeepSpeed's stand-in for missing features of this accelerator, shared by several names
             builder = _builder(operator)
             _replace(name, found, builder)
             _set_item(ALL_OPS, operator, builder())
@@ -74,7 +75,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes `install` back, for builders that load after this."""
+    """Undo `install`, for builders that load after this."""
     while _undo:
         thing, name, before = _undo.pop()
         if isinstance(thing, dict):
@@ -89,7 +90,7 @@ def uninstall() -> None:
 
 
 def _patch(builder: Any, operator: str) -> None:
-    """Overrides on the class itself, so that everyone who has imported it is served."""
+    """Override on the class itself, so that existing imports of it are affected too."""
     _set(builder, "load", lambda self, verbose=False: _operator(operator))
     _set(builder, "is_compatible", lambda self, verbose=False: _is_compatible(operator))
 
@@ -133,7 +134,8 @@ def _is_compatible(operator: str) -> bool:
     return True
 
 
-# --- the operators ------------------------------------------------------------------------------------------------------
+# --- the operators
+# ------------------------------------------------------------------------------------------------------
 
 
 class _PinHandle:
@@ -161,7 +163,7 @@ def aio_read(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """DeepSpeed's module function: reads at once, by a handle of its own. Returns 0."""
+    """DeepSpeed's module function: read at once, with a handle of its own. Returns 0."""
     with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.read(buffer, filename, validate)
 
@@ -175,13 +177,13 @@ def aio_write(
     overlap_events: bool,
     validate: bool,
 ) -> int:
-    """DeepSpeed's module function: writes at once. Returns 0."""
+    """DeepSpeed's module function: write at once. Returns 0."""
     with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
         return handle.write(buffer, filename, validate)
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
-    """Copies all of `src` to `dest`, of any strides. Returns 0."""
+    """Copy all of `src` to `dest`, of any strides. Returns 0."""
     dest.copy_(src)
     return 0
 
@@ -200,7 +202,7 @@ def _operator(name: str) -> Any:
 
 
 def main(arguments: list[str]) -> NoReturn:
-    """Becomes `python ARGUMENTS` with swapper behind DeepSpeed, there and in every Python that it starts."""
+    """Execute `python ARGUMENTS` with swapper behind DeepSpeed, there and in every Python that it starts."""
     arguments = arguments[1:] if arguments[:1] == ["--"] else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
         print("usage: python -m swapper.integrations.deepspeed SCRIPT | -m MODULE [ARGUMENT ...]", file=sys.stderr)

@@ -1,7 +1,7 @@
-"""Adapters of the peft library in a model whose values come later (`for_training`, `swapper.without_weights`).
+"""Adds adapters of the peft library to a model whose values come later (`for_training`, `swapper.without_weights`).
 
-peft puts an adapter's parameters on the device of the layer that it adapts. Beside one on the meta device they would be there too,
-and have no values.
+peft puts an adapter's parameters on the device of the adapted layer. Next to one on the meta device they would be there
+too, and have no values.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import nn
 from swapper.errors import UnsupportedError
 
 INDEPENDENT = (True, False, "gaussian", "orthogonal")
-"""What `init_lora_weights` may be: adapters whose first values do not come from those of the layers that they adapt."""
+"""Values of `init_lora_weights` for adapters that are not initialized from the adapted layers."""
 
 WRAPPED = (".base_layer.", ".original_module.")
-"""What peft puts into the names of parameters whose modules it wraps."""
+"""Parts that peft inserts into the names of parameters whose modules it wraps."""
 
 
 def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
-    """Return what `peft.get_peft_model(model, config, **options)` does, its adapters with their values, in memory.
+    """Return the result of `peft.get_peft_model(model, config, **options)`, with initialized adapters, in memory.
 
     Args:
-        model: parameters on the meta device are seen by peft as zeros that take no memory, and are on meta again afterwards.
-        config: a LoraConfig whose adapters do not begin from the values of the layers that they adapt.
+        model: peft sees parameters on the meta device as zeros that take no memory; they are on meta again afterwards.
+        config: a LoraConfig whose adapters are not initialized from the adapted layers.
 
     Raises:
-        UnsupportedError: what peft makes would depend on the model's values.
+        UnsupportedError: peft's result would depend on the model's values.
     """
     import peft
 
@@ -51,7 +51,7 @@ def get_peft_model(model: nn.Module, config: Any, **options: Any) -> Any:
 
 
 def _check_independent(config: Any) -> None:
-    """Raise UnsupportedError unless what `config` asks for is the same whatever the model's values are."""
+    """Raise UnsupportedError unless the result of `config` is independent of the model's values."""
     kind = getattr(getattr(config, "peft_type", None), "value", type(config).__name__)
     if kind != "LORA":
         raise UnsupportedError(f"peft_type {kind} in a model without values is not supported: use a LoraConfig")
@@ -71,15 +71,15 @@ def _check_independent(config: Any) -> None:
 
 
 def base_names(model: nn.Module) -> dict[str, str]:
-    """Return, by the name that a parameter has without adapters, its name in `model`: a `rename` for `swapper.ExternalWeights`.
+    """Return, by a parameter's name without adapters, its name in `model`: a `rename` for `swapper.ExternalWeights`.
 
-        plain, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
-        model = get_peft_model(plain, config)
-        base = swapper.ExternalWeights(path="path/to/base", rename=base_names(model))
-        manager.offload(model, optimizer, external=base)
+            plain, config = AutoModelForCausalLM.from_config(...), LoraConfig(...)
+            model = get_peft_model(plain, config)
+            base = swapper.ExternalWeights(path="path/to/base", rename=base_names(model))
+            manager.offload(model, optimizer, external=base)
 
     Args:
-        model: what `get_peft_model` has returned, peft's or this module's.
+        model: a result of `get_peft_model`, peft's or this module's.
     """
     found: dict[str, str] = {}
     for name, _ in model.named_parameters(remove_duplicate=False):

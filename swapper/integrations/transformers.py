@@ -1,9 +1,9 @@
-"""Models of the transformers library with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
+"""Loads models of transformers with their weights on NVMe: `from_pretrained` with a budget, and `for_training`.
 
-transformers itself decides what the model is and which tensor of the checkpoint goes where: its own `from_pretrained`
-is run on tensors without data that remember where they come from (swapper.infer.mapping.tracing). Renamed keys, tied
-weights, dtypes, buffers that are not in the checkpoint and the report of missing keys are therefore its own; bytes are
-read by swapper, in place.
+transformers itself decides the model and which tensor of the checkpoint goes where: its own `from_pretrained` runs on
+tensors without data that record their source (swapper.infer.mapping.tracing). Renamed keys, tied weights, dtypes,
+buffers that are not in the checkpoint and the report of missing keys are therefore its own; swapper reads the bytes, in
+place.
 
     model = from_pretrained(AutoModelForCausalLM, "path/to/model", host_memory="4GiB")
     model.generate(...)
@@ -41,23 +41,25 @@ def from_pretrained(
     backend: str = "auto",
     **options: Any,
 ) -> Any:
-    """Return a model as `cls.from_pretrained(path)` does, in evaluation mode, but with its weights read from `path` as needed.
+    """Return a model as `cls.from_pretrained(path)` does, in evaluation mode, but with its weights read from `path` as
+    needed.
 
     Args:
         cls: a model class of transformers, or an auto class (AutoModelForCausalLM).
         path: a directory with config.json and weights; or a file of weights, with `config` given.
         host_memory, device, device_memory: see swapper.load.
-        config: the model's configuration, where it shall not be read from `path`.
-        dtype: None or "auto" is the checkpoint's; another one is converted to as weights come in. Also as `torch_dtype`.
+        config: the model's configuration, if it is not to be read from `path`.
+        dtype: None or "auto" is the checkpoint's; weights are converted to another one as they are read. Also as
+            `torch_dtype`.
         backend: of the I/O engine.
-        options: for `cls.from_pretrained`, as attn_implementation="sdpa", or for the configuration, as num_labels=3. Where
-            experts_implementation is not among them it is "eager", which alone takes experts one by one.
+        options: for `cls.from_pretrained`, such as attn_implementation="sdpa", or for the configuration, such as
+            num_labels=3. The default of experts_implementation is "eager", the only one that uses single experts.
 
     Raises:
-        As swapper.load; and what transformers raises.
-        ConfigError: an option says where or how weights are kept, which is what `host_memory` and the others here say.
+        As swapper.load; and errors of transformers.
+        ConfigError: an option places weights, which `host_memory` and the others here do.
     """
-    budgets = Budgets.of(host_memory, device, device_memory)  # before anything that takes time
+    budgets = Budgets.of(host_memory, device, device_memory)  # before anything slow
     source = _open(path)
     model = _traced_model(cls, path, source, config, dtype, options)
     if "experts_implementation" not in options:
@@ -73,21 +75,24 @@ def for_training(
     dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> tuple[Any, FirstValues]:
-    """Return a model as `cls.from_pretrained(path)` does but without its values, and what gives it them in `manager.offload`.
+    """Return a model as `cls.from_pretrained(path)` does but without its values, and their source for
+    `manager.offload`.
 
-        model, values = for_training(AutoModelForCausalLM, "path/to/model")
-        model, optimizer = manager.offload(model, AdamW(model.parameters()), init=values)
+            model, values = for_training(AutoModelForCausalLM, "path/to/model")
+            model, optimizer = manager.offload(model, AdamW(model.parameters()), init=values)
 
-    So the model is whole in memory at no time. Values that are not in the checkpoint (a new head) are made by transformers, and
-    in memory. In evaluation mode, as from transformers; a Trainer puts it into training mode.
+    So the model is never whole in memory. transformers makes values that are not in the checkpoint (a new head), in
+    memory. In evaluation mode, as from transformers; a Trainer sets training mode.
 
     Args:
-        cls, path, config, options: as for `from_pretrained`; but experts_implementation stays what transformers chooses.
+        cls, path, config, options: as for `from_pretrained`; but transformers chooses the default of
+            experts_implementation.
         dtype: of the parameters; None or "auto" is the checkpoint's.
 
     Raises:
         CheckpointError: `path` is no checkpoint, or damaged.
-        UnsupportedError: values would be missing; and what transformers raises.
+        UnsupportedError: values would be missing.
+        Errors of transformers.
     """
     source = _open(path)
     model = _traced_model(cls, path, source, config, dtype, options)
@@ -98,11 +103,11 @@ def for_training(
 
 
 class FirstValues:
-    """The values of a model that was made by `for_training`: an `init` for `manager.offload`.
+    """The values of a model of `for_training`: an `init` for `manager.offload`.
 
     Args:
         source: the checkpoint.
-        match: what of it each parameter and buffer gets.
+        match: the source of each parameter and buffer.
     """
 
     def __init__(self, source: Source, match: Match) -> None:
@@ -115,7 +120,7 @@ class FirstValues:
         for name, parameter in model.named_parameters():
             if parameter.is_meta and id(parameter) not in self._weights:
                 raise UnsupportedError(
-                    f"parameter {name} has no values, and {self._source.path} does not know it. What is put into the model later "
+                    f"parameter {name} has no values, and is not in {self._source.path}. Parameters added to the model later "
                     "must have values: adapters of peft by swapper.integrations.peft.get_peft_model"
                 )
 
@@ -124,12 +129,12 @@ class FirstValues:
         """Fill the module's own parameters and buffers.
 
         Raises:
-            CheckpointError: the checkpoint was changed since.
+            CheckpointError: the checkpoint has changed since.
         """
         self._source.check_unchanged()
         mapped = MappedSource(
             self._source
-        )  # anew for each: what is read by way of a mapping is the process's until it goes
+        )  # a new one each time: pages read through a mapping stay in the process until it is closed
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module), name) in self._buffers:
                 buffer.copy_(mapped.made(self._buffers[id(module), name]))
@@ -141,7 +146,7 @@ class FirstValues:
 def _traced_model(
     cls: Any, path: str | os.PathLike[str], source: Source, config: Any, dtype: Any, options: dict[str, Any]
 ) -> nn.Module:
-    """Return the model as transformers makes it of traced tensors."""
+    """Return the model that transformers makes of traced tensors."""
     dtype = taken(options, dtype)
     if config is None:
         config, options = read_config(cls, path, options)
@@ -157,7 +162,7 @@ def _traced_model(
 def _open(path: str | os.PathLike[str]) -> Source:
     if not Path(path).exists():
         raise CheckpointError(
-            f"{path} is not there: a model is read in place, from a directory on this machine. huggingface_hub.snapshot_download "
+            f"{path} does not exist: a model is read in place, from a directory on this machine. huggingface_hub.snapshot_download "
             "gets one from the hub, and returns its path"
         )
     return open_source(path)
@@ -184,7 +189,7 @@ def _read_generation_config(model: Any, path: str | os.PathLike[str]) -> None:
 
 
 def _take_experts_one_by_one(model: nn.Module) -> None:
-    """The form of a mixture of experts that takes each expert by its index, so that only those that are used are read."""
+    """Choose the mixture-of-experts form that indexes experts, so that only the used ones are read."""
     for name, module in model.named_modules():
         config: Any = getattr(module, "config", None)
         if name.split(".")[-1] == "experts" and hasattr(config, "_experts_implementation"):
@@ -192,7 +197,7 @@ def _take_experts_one_by_one(model: nn.Module) -> None:
 
 
 def _take_out(model: nn.Module) -> Match:
-    """Return how the model's traced tensors come out of the checkpoint, and put plain tensors without data in their places."""
+    """Return the recipes of the model's traced tensors, and replace those with plain tensors without data."""
     places = Places(model)
     weights, buffers = [], []
     for name, parameter in list(model.named_parameters()):

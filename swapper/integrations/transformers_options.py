@@ -1,5 +1,5 @@
-"""Options that people give to transformers' from_pretrained by habit: which of them are taken, which go to the configuration, and
-which are refused, with what to say instead."""
+"""Sorts options of transformers' from_pretrained: accepted, passed to the configuration, or refused with the
+alternative."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOT_TAKEN = {
     "output_loading_info": "what is missing and unexpected is in transformers' own report",
     "state_dict": "weights are read from `path`; models with other weights are loaded by swapper.load",
 }
-"""Options of transformers' from_pretrained that make no sense here, and what to do instead."""
+"""Options of transformers' from_pretrained that make no sense here, and the alternatives."""
 FOR_LOADING = (
     "attn_implementation",
     "experts_implementation",
@@ -30,17 +30,17 @@ FOR_LOADING = (
     "use_safetensors",
     "weights_only",
 )
-"""Options that are not looked for in the configuration, though it may have something of the name."""
+"""Options that are not passed to the configuration, though it may have the name."""
 
 
 def taken(options: dict[str, Any], dtype: torch.dtype | str | None) -> torch.dtype | str:
-    """Refuse what is not taken; take `torch_dtype`, as `dtype` was called, out of the options and return the one that is said."""
+    """Refuse unsupported options; remove `torch_dtype`, the old name of `dtype`, and return the given dtype."""
     for name, advice in NOT_TAKEN.items():
         if options.pop(name, None) not in (None, False):
             raise ConfigError(f"{name}= is not taken by swapper's from_pretrained: {advice}")
     old = options.pop("torch_dtype", None)
     if old is not None and dtype is not None and old != dtype:
-        raise ConfigError(f"dtype={dtype!r} and torch_dtype={old!r} are both said: say dtype")
+        raise ConfigError(f"dtype={dtype!r} and torch_dtype={old!r} are both given: pass dtype only")
     return dtype or old or "auto"
 
 

@@ -1,4 +1,4 @@
-"""Tensors to files and back: handles in DeepNVMe's shape over the engine, with a future for each operation."""
+"""Moves tensors to files and back: handles with DeepNVMe's surface, and a future for each operation."""
 
 from swapper.io.gds.gds_file import GdsFile, gds_deregister_buffer, gds_register_buffer
 from swapper.io.gds.gds_handle import GdsHandle

@@ -1,8 +1,8 @@
-"""Files of a run's directory, found beneath the very directory that was checked, whatever its path leads to by now.
+"""Opens, renames and removes files of a run's directory beneath the very directory that was checked.
 
-Whoever may write to a directory can put a link where a file is expected, or another directory where the run's was. So a run's
-directory is its user's alone to write. It is opened once, checked (`hold`), and what lies in it is opened, renamed and removed by
-its descriptor from then on. No link is followed, held or not.
+Anybody who may write to a directory can put a link in place of a file, or replace the run's directory. So only its user
+may write to it. It is opened once and checked (`hold`); from then on its files are opened, renamed and removed through
+its descriptor, whatever its path leads to by now. No link is followed, held or not.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _held: dict[Path, int] = {}
 
 
 def hold(directory: Path) -> int:
-    """Open `directory`, check it, and have what lies in it found by the returned descriptor, until `release`.
+    """Open `directory`, check it, and find its files through the returned descriptor, until `release`.
 
     Raises:
-        DirectoryError: it is a link or no directory, belongs to somebody else, or others may write to it.
+        DirectoryError: it is a link or no directory, belongs to another user, or others may write to it.
         OSError: it cannot be opened.
     """
     try:
@@ -48,7 +48,7 @@ def hold(directory: Path) -> int:
 
 
 def release(directory: Path) -> None:
-    """What lies in `directory` is found by its path again."""
+    """Find the files in `directory` by its path again."""
     descriptor = _held.pop(directory, None)
     if descriptor is not None:
         os.close(descriptor)
@@ -57,13 +57,13 @@ def release(directory: Path) -> None:
 def _check(directory: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
         raise DirectoryError(
-            f"{directory} belongs to {_name_of(status.st_uid)}, who could change what the run has in it: remove it, or choose "
+            f"{directory} belongs to {_name_of(status.st_uid)}, who could change the run's files: remove it, or choose "
             "another directory"
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise DirectoryError(
-            f"others may write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}), and change what the run has in it: look "
-            f"at what is there, then `chmod go-w {directory}`"
+            f"others may write to {directory} (mode {stat.S_IMODE(status.st_mode):04o}), and change the run's files: look "
+            f"at its files, then `chmod go-w {directory}`"
         )
 
 
@@ -79,7 +79,7 @@ def _at(path: Path) -> tuple[str | Path, int | None]:
     return (path, None) if descriptor is None else (path.name, descriptor)
 
 
-# --- as the functions of os of these names ------------------------------------------------------------------------------
+# --- named like the functions of os ----------------------------------------------------------------------------------
 
 
 def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
@@ -88,7 +88,7 @@ def open_file(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def create_file(path: Path, mode: int = 0o600) -> int:
-    """Open a new file to write it; what was there goes."""
+    """Create or truncate a file, and open it for writing."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
         return open_file(path, flags, mode)
@@ -103,7 +103,7 @@ def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = Fa
 
 
 def where(directory: Path) -> Path:
-    """Return a path by which `directory` is found, for those who need a path."""
+    """Return a path that leads to `directory`, for functions that need a path."""
     return Path(f"/proc/self/fd/{_held[directory]}") if directory in _held else directory
 
 
@@ -131,7 +131,7 @@ def status(path: Path) -> os.stat_result:
 
 
 def make_read_only(path: Path) -> None:
-    """Nobody may write to it. Of a run's file, which nobody else can exchange meanwhile."""
+    """Make a run's file read-only; nobody else can exchange it meanwhile."""
     descriptor = open_file(path, os.O_RDONLY)
     try:
         os.fchmod(descriptor, 0o400)
@@ -140,7 +140,7 @@ def make_read_only(path: Path) -> None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something of that name, a dangling link too."""
+    """Return True if the name exists, a dangling link too."""
     try:
         status(path)
     except FileNotFoundError:
@@ -149,12 +149,12 @@ def exists(path: Path) -> bool:
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the paths of what lies in `directory`, sorted."""
+    """Return the sorted paths of the files in `directory`."""
     return sorted(directory / name for name in os.listdir(_held.get(directory, directory)))  # noqa: PTH208
 
 
 def sync(directory: Path) -> None:
-    """Have the drive keep which files there are."""
+    """Sync the directory's entries to the drive."""
     descriptor = (
         os.open(".", os.O_RDONLY, dir_fd=_held[directory]) if directory in _held else os.open(directory, os.O_RDONLY)
     )
@@ -165,22 +165,22 @@ def sync(directory: Path) -> None:
 
 
 def read_small(path: Path, most_bytes: int, follow: bool = False) -> bytes:
-    """Return what a small file has.
+    """Return the content of a small file.
 
     Args:
-        most_bytes: a larger one is not what it claims to be.
-        follow: links, of files that are not a run's.
+        most_bytes: a larger file is refused, as not being what it claims.
+        follow: follow links; for files that are not a run's.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is not a file, or too large.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for somebody to write
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for a writer
     descriptor = os.open(path, flags) if follow else open_file(path, flags)
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError("it is not a file")
         if found.st_size > most_bytes:
-            raise ValueError(f"it has {found.st_size} bytes, and at most {most_bytes} make sense")
+            raise ValueError(f"it has {found.st_size} bytes, more than the maximum of {most_bytes}")
         return file.read(most_bytes + 1)

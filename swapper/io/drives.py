@@ -1,9 +1,9 @@
-"""The drives of a run: its directory on each, and which drive each page belongs to.
+"""Describes the drives of a run: its directory on each, and the assignment of pages to drives.
 
-A run over several drives has a directory on each of them. The first has the lock, the commit records and those parts of the swap
-files that become snapshots; the others have only their pages. Pages are dealt by weight, so that a drive of twice the speed gets
-twice the bytes. A record in each directory, `drives.json`, says which run it belongs to and how that was dealt: it is made with the
-run, and whoever goes on with it goes by it. A run on one drive has no such record.
+A run over several drives has a directory on each of them. The first has the lock, the commit records and those parts of
+the swap files that become snapshots; the others have only their pages. Pages are assigned by weight, so that a drive of
+twice the speed gets twice the bytes. A record in each directory, `drives.json`, names the run and the weights; it is
+made with the run, and a resumed run uses it. A run on one drive has no such record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swapper.io import beneath
 from swapper.runtime import records
 
 RECORD_NAME = "drives.json"
-_FORMAT = 2
+_FORMAT = 2  # of drives.json; other numbers are refused
 _SHAPE = records.fields(
     {
         "format": records.exactly(_FORMAT),
@@ -33,11 +33,11 @@ _SHAPE = records.fields(
 
 @dataclass(frozen=True)
 class Drives:
-    """Pure but for `read_drives`.
+    """A value, and pure; `read_drives` makes it from files.
 
     Attributes:
         directories: the run's directory on each drive.
-        weights: how many bytes each drive gets, in proportion.
+        weights: share of the bytes of each drive, in proportion.
         id: of the run, which each of its directories has; "" on one drive.
     """
 
@@ -49,16 +49,16 @@ class Drives:
         return len(self.directories)
 
     def assign_to_drives(self, sizes: Sequence[int]) -> list[int]:
-        """Return the number of the drive that each piece belongs to. Equal arguments give equal results, always."""
+        """Return the drive's number for each piece. Equal arguments always give equal results."""
         return assign_to_drives(sizes, self.weights)
 
     def paths(self, name: str) -> list[Path]:
-        """Return the paths of the parts of the file that is called `name`."""
+        """Return the paths of the parts of the file called `name`."""
         return [directory / name for directory in self.directories]
 
 
 def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Return the number of the drive that each piece goes to: the one that is furthest behind its share of the bytes."""
+    """Assign each piece to the drive that is furthest behind its share of the bytes; return the drives' numbers."""
     if len(weights) == 1:
         return [0] * len(sizes)
     shares = [weight / sum(weights) for weight in weights]
@@ -76,18 +76,18 @@ def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int
 
 @dataclass(frozen=True)
 class DrivesRecord:
-    """What `drives.json` says.
+    """The content of `drives.json`.
 
     Attributes:
         drives: all of the run's.
-        index: which of them this directory is.
+        index: the number of this directory.
     """
 
     drives: Drives
     index: int
 
     def write(self) -> None:
-        """Put it into its directory, whole or not at all.
+        """Write it into its directory, whole or not at all.
 
         Raises:
             DirectoryError: it cannot be written.
@@ -110,7 +110,7 @@ class DrivesRecord:
 
 
 def read_record(directory: Path) -> DrivesRecord | None:
-    """Return what `directory` says about the run over several drives that it belongs to; None if it belongs to none.
+    """Read the record of `directory`, if it belongs to a run over several drives; else return None.
 
     Raises:
         DirectoryError: the record cannot be read.
@@ -127,7 +127,7 @@ def read_record(directory: Path) -> DrivesRecord | None:
         return None
     except (OSError, ValueError, OverflowError) as error:
         raise DirectoryError(
-            f"{path}, which says over which drives the run lies, cannot be read ({error}): put back a whole one, or say "
+            f"{path}, the record of the run's drives, cannot be read ({error}): restore a whole copy of it, or pass "
             "resume='discard'"
         ) from error
 
@@ -137,5 +137,5 @@ def read_drives(directory: Path) -> Drives:
     record = read_record(directory)
     if record is None:
         return Drives((directory,))
-    directories = (directory, *record.drives.directories[1:])  # a copy is read where it is
+    directories = (directory, *record.drives.directories[1:])  # a copied directory is read where it is
     return replace(record.drives, directories=directories)

@@ -1,8 +1,8 @@
-"""What a tensor's bytes are: its elements in row-major order, wherever and however they lie in memory.
+"""Reads a tensor as bytes: its elements in row-major order, wherever and however they lie in memory.
 
-Decides whether a tensor is one run of host memory, which the engine can use as it is, or must be taken through staging memory
-piece by piece; and gives the pieces. A file holds exactly `numel * itemsize` bytes either way. What a device raises while
-its elements are copied is made an error of swapper's own here.
+Decides whether a tensor is one run of host memory, which the engine can use directly, or must be staged piece by piece;
+and yields the pieces. A file holds exactly `numel * itemsize` bytes either way. A device's error while its elements are
+copied becomes an error of swapper's own here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swapper.errors import DeviceError, SwapperError, UnsupportedError
 
 
 def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
-    """Raises UnsupportedError for what has no plain bytes, or, if `writes_into`, cannot receive any."""
+    """Raise UnsupportedError for a tensor that has no plain bytes or, if `writes_into`, cannot receive any."""
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"a tensor is needed, not {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
@@ -33,18 +33,18 @@ def check_tensor(tensor: torch.Tensor, writes_into: bool) -> None:
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"tensors on {device} cannot be transferred; copy to the CPU first")
     if device.type == "cpu" and not _has_memory(tensor):
-        raise UnsupportedError("this tensor has no memory behind it: it is a fake one, or its storage was taken away")
+        raise UnsupportedError("this tensor has no memory: it is a fake one, or its storage was freed")
     if writes_into and has_overlap(tensor):
-        raise UnsupportedError("an expanded tensor cannot be read into: several elements are one place in memory")
+        raise UnsupportedError("an expanded tensor cannot be read into: several elements share one address")
 
 
 def has_overlap(tensor: torch.Tensor) -> bool:
-    """Whether a dimension of several elements repeats one place in memory, as `expand` makes it."""
+    """Return True if several elements of a dimension share one address, as `expand` makes them."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the storage reaches as far as the elements do: one that was resized to nothing would be read beyond its end."""
+    """Return True if the storage is as long as the elements need: a resized one would be read beyond its end."""
     if tensor.numel() == 0:
         return True
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -52,19 +52,20 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def run_address(tensor: torch.Tensor) -> int | None:
-    """The address of a tensor whose bytes lie in host memory in row-major order; None of any other."""
+    """Return the address of a tensor whose bytes lie in host memory in row-major order; None of any other."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None
     return tensor.data_ptr()
 
 
 def byte_count(tensor: torch.Tensor) -> int:
-    """Bytes of the elements, also of an expanded or strided view."""
+    """Return the bytes of the elements, also of an expanded or strided view."""
     return tensor.numel() * tensor.element_size()
 
 
 def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Views that together are the elements [start, stop) in row-major order; at most two a dimension and one more."""
+    """Yield views that together are the elements [start, stop) in row-major order; at most two a dimension and one
+    more."""
     if start >= stop:
         return
     if tensor.ndim == 0:
@@ -89,7 +90,7 @@ def views_of_range(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torc
 
 
 def copy_out(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
-    """Copies the elements [start, stop) of `tensor` to `flat`, a run of as many elements."""
+    """Copy the elements [start, stop) of `tensor` to `flat`, a run of as many elements."""
     at = 0
     for view in views_of_range(tensor, start, stop):
         flat.narrow(0, at, view.numel()).view(view.shape).copy_(view)
@@ -97,7 +98,7 @@ def copy_out(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) ->
 
 
 def copy_in(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> None:
-    """Copies `flat` to the elements [start, stop) of `tensor`."""
+    """Copy `flat` to the elements [start, stop) of `tensor`."""
     at = 0
     for view in views_of_range(tensor, start, stop):
         view.copy_(flat.narrow(0, at, view.numel()).view(view.shape))
@@ -106,7 +107,7 @@ def copy_in(tensor: torch.Tensor, start: int, stop: int, flat: torch.Tensor) -> 
 
 @contextmanager
 def device_errors(device: torch.device, what: str) -> Iterator[None]:
-    """Within it, what `device` raises comes out as a DeviceError that says where; being out of memory stays what it is."""
+    """Convert errors of `device` in this context to a DeviceError that names it; out of memory stays as it is."""
     try:
         yield
     except (SwapperError, torch.OutOfMemoryError):

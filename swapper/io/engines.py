@@ -1,9 +1,9 @@
-"""Opens engines: the one place that does. An engine gets the settings that `swapper tune` found for its drive.
+"""Opens every engine, with the settings that `swapper tune` found for its drive.
 
-A drive wants many direct transfers in flight, from one thread: each drive that a run or a handle meets has an engine of its own, so
-that a slow one does not hold up the queue of a fast one. A filesystem in memory has no drive: a transfer is a copy by the
-processor. Several threads are then faster, also in writing a file that is made as long as it will be before it is written
-(`csrc/io/filler.h`); where the kernel does not permit that, one writes at a time. Bypassing the page cache gains nothing there.
+A drive needs many direct transfers in flight, from one thread: each drive of a run or a handle has its own engine, so
+that a slow drive does not block the queue of a fast one. A filesystem in memory has no drive: a transfer is a copy by
+the processor. Several threads are then faster, also for writing, if the file has its final length before it is written
+(`csrc/io/filler.h`); if the kernel forbids that, one writes at a time. Bypassing the page cache gains nothing there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
@@ -30,12 +30,58 @@ _shared: dict[tuple[Any, ...], _C.Engine] = {}
 _lock = threading.Lock()
 
 
+class Transfer(Protocol):
+    """The completion of a submitted transfer, or of several as one: what is asked of a `swapper._C.Ticket`."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> IoError | None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def crc32(self) -> int: ...
+    @property
+    def submitted_s(self) -> float: ...
+    @property
+    def completed_s(self) -> float: ...
+    def exception(self) -> IoError | None: ...
+    def wait(self) -> object: ...
+
+
+class Engine(Protocol):
+    """What submits transfers: a `swapper._C.Engine`, or those of several drives as one."""
+
+    @property
+    def backend(self) -> str: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def depth(self) -> int | str: ...
+    @property
+    def piece_bytes(self) -> int | str: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+    def read(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.read`."""
+        ...
+
+    def write(self, *arguments: Any, **options: Any) -> Transfer:
+        """See `swapper._C.Engine.write`."""
+        ...
+
+    def drain(self) -> None: ...
+    def close(self) -> None: ...
+
+
 def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
-    """Return what `swapper._C.Engine` gets for files in `directory`: what `swapper tune` kept for its drive, else its defaults.
+    """Return options of `swapper._C.Engine` for files in `directory`: the result of `swapper tune`, or nothing.
 
     Args:
-        directory: one that exists.
-        backend: the user's choice. What was tuned for another backend is not applied.
+        directory: an existing one.
+        backend: the user's choice. A tuning for another backend is not applied.
     """
     tuning = find_tuning(directory)
     if tuning is None or backend not in ("auto", tuning.backend):
@@ -43,8 +89,8 @@ def tuned_settings(directory: Path, backend: str = "auto") -> dict[str, Any]:
     return tuning.engine_options()
 
 
-def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Any:
-    """Return an engine for files in `directories`, one a drive; what was tuned for each drive is applied.
+def open_engine(directories: Sequence[Path], backend: str = "auto", **options: Any) -> Engine:
+    """Open an engine for files in `directories`, one a drive, with each drive's tuning.
 
     Args:
         directories: at least one; all exist.
@@ -63,31 +109,31 @@ def _open(directory: Path, backend: str, options: Mapping[str, Any]) -> _C.Engin
     except ConfigError as error:
         if settings["backend"] == backend:
             raise
-        log.warning("what was tuned for the drive of %s is not used, since it does not work here: %s", directory, error)
+        log.warning("the tuning of the drive of %s is not used, since it does not work here: %s", directory, error)
         return _C.Engine(backend=backend, **options)
 
 
 def shared_engine(path: Path) -> _C.Engine:
-    """Return this process's engine for files in the directory of `path`. Never closed: Python does that when it ends."""
+    """Return this process's engine for files in the directory of `path`. Python closes it at exit."""
     in_memory = is_in_memory(path)
     settings = _MEMORY_SETTINGS if in_memory else tuned_settings(path.parent)
     key = (os.getpid(), *settings.items())
     with _lock:
         engine = _shared.get(key)
         if engine is None:
-            for old in [k for k in _shared if k[0] != key[0]]:  # of the parent, which forked
+            for old in [k for k in _shared if k[0] != key[0]]:  # of the parent process, before a fork
                 del _shared[old]
             engine = _shared[key] = _C.Engine(**settings) if in_memory else _open(path.parent, "auto", {})
         return engine
 
 
 def open_for(path: Path, *, read_only: bool) -> _C.File:
-    """Open an existing file as its filesystem is served best."""
+    """Open an existing file, direct or buffered as suits its filesystem."""
     return _C.File(path, read_only=read_only, direct=False if is_in_memory(path) else None)
 
 
 def reserve(file: _C.File, nbytes: int) -> None:
-    """Make an empty file ready for about `nbytes`: on a drive its space is taken; in memory threads can then fill it."""
+    """Prepare an empty file for about `nbytes`: reserves its space on a drive; in memory, lets threads fill it."""
     if file.direct:
         file.allocate(nbytes)
     else:
@@ -95,7 +141,7 @@ def reserve(file: _C.File, nbytes: int) -> None:
 
 
 def is_in_memory(path: Path) -> bool:
-    """Whether `path`'s directory is on a filesystem that has no drive behind it."""
+    """Return True if `path`'s directory is on a filesystem in memory."""
     try:
         device = path.parent.stat().st_dev
     except OSError as error:
@@ -114,7 +160,7 @@ def _device_of(directory: str) -> int | None:
 
 
 class Engines:
-    """The engines of one handle, by drive. The first is made at once, to know whether the options work; the others when needed."""
+    """The engines of one handle, by drive. The first is opened at once, to check the options."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         """`options` are those of `swapper._C.Engine`, for each."""
@@ -134,7 +180,7 @@ class Engines:
             return list(dict.fromkeys([self._first, *self._by_drive.values()]))
 
     def of(self, device: int) -> _C.Engine:
-        """The engine of the drive under a filesystem, by its device number (`st_dev`)."""
+        """Return the engine of the drive under a filesystem, by its device number (`st_dev`)."""
         with self._lock:
             drive = self._drives.get(device)
             if drive is None:
@@ -158,10 +204,10 @@ class Engines:
 
 
 class EngineOfDrives:
-    """The engines of a run's drives behind the face of one: each transfer goes to the engine of the drive that its file is on.
+    """The engines of a run's drives, with the interface of one: each transfer goes to the engine of its file's drive.
 
     Args:
-        directories: of the run's files, one a drive. Files elsewhere are the first one's.
+        directories: of the run's files, one a drive. Files elsewhere use the first one's.
         backend: of all of them.
         options: of `swapper._C.Engine`, for each.
     """
@@ -181,14 +227,14 @@ class EngineOfDrives:
             raise
         self._engines = list(by_drive.values())
 
-    def read(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+    def read(self, file: _C.File, offset: int, address: int, nbytes: int, **options: Any) -> _C.Ticket:
         return self._of(file).read(file, offset, address, nbytes, **options)
 
-    def write(self, file: Any, offset: int, address: int, nbytes: int, **options: Any) -> Any:
+    def write(self, file: _C.File, offset: int, address: int, nbytes: int, **options: Any) -> _C.Ticket:
         return self._of(file).write(file, offset, address, nbytes, **options)
 
-    def _of(self, file: Any) -> _C.Engine:
-        # A Path would take longer than handing over the transfer.
+    def _of(self, file: _C.File) -> _C.Engine:
+        # Converting to a Path would take longer than submitting the transfer.
         return self._by_directory.get(os.path.dirname(file.path), self._engines[0])  # noqa: PTH120
 
     @property
@@ -223,13 +269,13 @@ class EngineOfDrives:
             engine.drain()
 
     def close(self) -> None:
-        """End each engine when its transfers are over, also those that wait for another's (`after`): none needs anybody's help."""
+        """Close the engines, which finish transfers that wait for another engine's (`after`) without help."""
         for engine in self._engines:
             engine.close()
 
 
 def drive_of_device(device: int) -> str:
-    """The whole drive that a device number belongs to: partitions of one drive share it. Of what has none, the number itself."""
+    """Return the whole drive of a device number: partitions of one drive share it. Without one, the number itself."""
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = Path("/sys/dev/block") / number
     if (entry / "partition").exists():

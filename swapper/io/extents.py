@@ -1,4 +1,4 @@
-"""Which parts of a file are in use, where pieces of any size come and go: first fit, neighbours joined. Pure: no I/O."""
+"""Allocates ranges of a file for pieces of any size: first fit, neighbors joined. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from swapper.io.alignment import SECTOR_BYTES, round_up
 
 
 class Extents:
-    """Hands out stretches of a file, which is as long as it must be. All offsets and sizes are multiples of SECTOR_BYTES.
+    """Hands out ranges of a file of any length. All offsets and sizes are multiples of SECTOR_BYTES.
 
     Attributes:
-        end: everything that is in use lies before it.
+        end: all allocated ranges lie before it.
     """
 
     def __init__(self) -> None:
         self.end = 0
-        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset; no two of them touch
+        self._free: list[tuple[int, int]] = []  # (offset, bytes), by offset; no two adjoin
 
     @property
     def used_bytes(self) -> int:
         return self.end - sum(nbytes for _, nbytes in self._free)
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of at least `nbytes` bytes that nobody else has."""
+        """Allocate at least `nbytes` bytes and return their offset."""
         size = round_up(nbytes, SECTOR_BYTES)
         for number, (offset, free_bytes) in enumerate(self._free):
             if free_bytes >= size:
@@ -36,13 +36,13 @@ class Extents:
         return offset
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Take back what `take(nbytes)` gave."""
+        """Free the range that `take(nbytes)` returned."""
         begin, end = offset, offset + round_up(nbytes, SECTOR_BYTES)
         at = bisect.bisect(self._free, (begin, 0))
         if end > self.end or (at < len(self._free) and self._free[at][0] < end):
-            raise InvariantError(f"bytes [{begin}, {end}) of a file were given back twice")
+            raise InvariantError(f"bytes [{begin}, {end}) of a file were freed twice")
         if at and sum(self._free[at - 1]) > begin:
-            raise InvariantError(f"bytes [{begin}, {end}) of a file were given back twice")
+            raise InvariantError(f"bytes [{begin}, {end}) of a file were freed twice")
         if at < len(self._free) and self._free[at][0] == end:
             end += self._free.pop(at)[1]
         if at and sum(self._free[at - 1]) == begin:

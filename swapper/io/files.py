@@ -1,7 +1,7 @@
-"""Opening what a handle is asked to read or write: a path, or a descriptor that stays its caller's.
+"""Opens the files that a handle reads or writes: a path, or a descriptor that stays its caller's.
 
-A file is opened for each operation and shared by those in flight on it, no longer: a handle that kept files open would
-write into one that was removed meanwhile, and hold the space of deleted ones.
+A file is opened for each operation, shared by those in flight on it, and then closed: a handle that kept files open
+would write into removed ones, and hold the space of deleted ones.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Target = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int
 
 
 class Opened(Protocol):
-    """What an operation transfers to or from: one file, or one that lies on several drives (`striping.py`)."""
+    """The target of an operation: one file, or one striped over several drives (`striping.py`)."""
 
     @property
     def path(self) -> str: ...
@@ -48,7 +48,7 @@ class Segment(NamedTuple):
 
 @dataclass(eq=False)
 class OpenFile:
-    """One open file and how many operations use it. Closed by the last of them."""
+    """One open file and the number of operations that use it. The last of them closes it."""
 
     file: _C.File
     key: tuple[int, int, bool]
@@ -86,14 +86,14 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def open(self, target: Target, writing: bool) -> OpenFile:
-        """Opens `target`, making a missing file if `writing`. Give it back to `release`.
+        """Open `target`, making a missing file if `writing`. Pass the result to `release`.
 
         Raises:
-            IoError: as the system says, or EINVAL for what is neither a file nor a drive; EBADF for a descriptor that
-                is not open, or not in this direction.
+            IoError: the system's error, or EINVAL for anything that is neither a file nor a drive; EBADF for a
+                descriptor that is not open, or not in this direction.
         """
         path = _path_of(target, writing)
-        for _ in range(8):  # a file may come or go between looking and opening
+        for _ in range(8):  # a file may appear or disappear between the check and the open
             status = _status(path, target, writing)
             with self._lock:
                 shared = self._files.get((status.st_dev, status.st_ino, writing)) if status else None
@@ -123,7 +123,7 @@ class OpenFiles:
         return opened
 
     def release(self, opened: Opened) -> None:
-        """Gives back what `open` gave. The engine keeps the descriptor until its transfers are done."""
+        """Release the result of `open`. The engine keeps the descriptor until its transfers are done."""
         for file in opened.files:
             self._release_one(file)
 
@@ -152,12 +152,12 @@ def _path_of(target: Target, writing: bool) -> str:
     if mode == (os.O_RDONLY if writing else os.O_WRONLY):
         missing = "writing" if writing else "reading"
         raise IoError("open", f"descriptor {target}", 0, 0, errno.EBADF, f"it is not open for {missing}")
-    # Opened anew: the caller may close its own at once, and its flags and position are left alone.
+    # Opened again: the caller may close its own at once, and its flags and position do not change.
     return f"/proc/self/fd/{target}"
 
 
 def _status(path: str, target: Target, writing: bool) -> os.stat_result | None:
-    """What is at `path`; None of nothing that may be made. Opening a FIFO would wait for its other end: it is refused here."""
+    """Return the status of `path`; None if it is missing and may be made. Refuses a FIFO, whose open would block."""
     try:
         status = os.stat(path)  # noqa: PTH116
     except FileNotFoundError as error:

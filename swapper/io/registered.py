@@ -1,15 +1,15 @@
-"""Host memory that CUDA knows, so that copies between it and a device are a single transfer by the device.
+"""Registers host memory with CUDA, so that a copy between it and a device is a single transfer by the device.
 
-What the kernel alone has locked is copied once more by CUDA, into locked memory of its own, at a fraction of the speed. Memory is
-registered once and for long, never for a transfer: an arena in slabs, by threads, behind those that take it from the system. So
-nobody waits for it, and memory that is not registered yet is copied all the same, more slowly.
+CUDA copies memory that only the kernel has locked once more, into its own locked memory, at a fraction of the speed.
+Memory is registered once and for long, never for a transfer: an arena in slabs, by threads, behind those that populate
+it. So nobody waits for it, and memory that is not registered yet is copied all the same, more slowly.
 
-[Note: slabs] A copy must not go across the border of two registrations: CUDA refuses it. So a slab is of whole units (frames,
-slots), and what copies runs without units cuts them there.
+[Note: slabs] CUDA refuses a copy across the border of two registrations. So a slab is of whole units (frames, slots),
+and copies of runs without units are cut there.
 
-[Note: own threads] CUDA keeps the error of a refused registration for the next call of the same thread. The threads here do
-nothing else with the device. When Python ends, threads like these no longer run, and to begin one or to wait for one would never
-return (before 3.12) or raise: what nobody has closed by then is given back by the thread that ends.
+[Note: own threads] CUDA keeps the error of a refused registration for the next call of the same thread. So these
+threads make no other call of the device. When Python exits, such threads no longer run; starting one or joining one
+would hang (before 3.12) or raise. Anything still registered by then is unregistered by the exiting thread.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from swapper.errors import IoError
 
 logger = logging.getLogger("swapper.io")
 
-SLAB_BYTES = 256 << 20
-THREADS = 2
+SLAB_BYTES = 256 << 20  # a choice
+THREADS = 2  # a choice
 
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices
 
 
 class Registrar(Protocol):
-    """What knows how to have a device know host memory: CUDA, or a `swapper.device.device.Device`."""
+    """Registers host memory with a device: CUDA, or a `swapper.device.device.Device`."""
 
     @property
     def can_register(self) -> bool: ...
     def register(self, address: int, nbytes: int) -> str:
-        """Return "", or why it is refused."""
+        """Return "", or the reason of a refusal."""
 
     def unregister(self, address: int) -> None: ...
     def synchronize(self) -> None:
-        """Wait until nothing is copied any more."""
+        """Wait until all copies are done."""
 
 
 class Memory(Protocol):
-    """What is needed of an arena (`swapper._C.Arena`)."""
+    """The part of an arena (`swapper._C.Arena`) that is needed here."""
 
     @property
     def address(self) -> int: ...
@@ -59,8 +59,8 @@ class CudaRegistrar:
     """CUDA's own registration, which is for all of its devices; ROCm's is the same.
 
     Args:
-        device: by way of which it is done: a thread begins with the first one, and its calls would take memory there. None for
-            that one.
+        device: made current for the calls: a thread begins with the first device, and its calls would allocate memory
+            there. None for that one.
         module: torch's for CUDA.
     """
 
@@ -88,27 +88,27 @@ class CudaRegistrar:
 
 
 def slabs(offset: int, nbytes: int, unit_bytes: int) -> list[tuple[int, int]]:
-    """Return [offset, offset + nbytes) in slabs of whole units, as (offset, bytes) each; pure. [Note: slabs]"""
+    """Cut [offset, offset + nbytes) into slabs of whole units, as (offset, bytes) each; pure. See [Note: slabs]."""
     step = max(SLAB_BYTES // unit_bytes, 1) * unit_bytes
     return [(offset + at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
 
 
 class Registration:
-    """Owns what is registered of one arena, until `close`.
+    """Owns the registrations of one arena, until `close`.
 
     Args:
-        registrar: with whom.
+        registrar: the device's.
         memory: the arena.
-        parts: what of it, as `slabs` gives it.
+        parts: of the arena, as `slabs` returns them.
     """
 
     def __init__(self, registrar: Registrar, memory: Memory, parts: Sequence[tuple[int, int]]) -> None:
         self._registrar = registrar
         self._memory = memory
-        self._addresses: list[int] = []  # of what is registered
+        self._addresses: list[int] = []  # registered ones
         finalizer = weakref.finalize(
             self, _forget, registrar, self._addresses, memory
-        )  # of an owner that nobody closes
+        )  # for an owner that nobody closes
         finalizer.atexit = False
         self._lock = threading.Lock()
         self._reason = "" if registrar.can_register else f"torch cannot register memory with {registrar}"
@@ -120,19 +120,19 @@ class Registration:
             thread.start()
 
     def describe(self) -> str:
-        """Return "registered", or why some of it is not."""
+        """Return "registered", or the reason why some of it is not."""
         with self._lock:
             return self._reason or "registered"
 
     def wait(self) -> None:
-        """Wait until all of it is registered, or was refused."""
-        if sys.is_finalizing():  # [Note: own threads]
+        """Wait until all of it is registered or refused."""
+        if sys.is_finalizing():  # see [Note: own threads]
             return
         for thread in self._threads:
             thread.join()
 
     def close(self) -> None:
-        """Nothing is copied any more: let the device forget the memory."""
+        """Unregister the memory. Requires that no copy is in flight."""
         self._is_closing = True
         self.wait()
         _unregister(self._registrar, self._addresses)
@@ -162,8 +162,8 @@ class Registration:
 
 
 def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:
-    """`memory` is here so that it lives until now."""
-    with contextlib.suppress(RuntimeError):  # a device that failed copies nothing
+    """`memory` is passed in order to keep it alive until now."""
+    with contextlib.suppress(RuntimeError):  # a failed device copies nothing
         if addresses:
             registrar.synchronize()
     with contextlib.suppress(RuntimeError):
@@ -171,7 +171,7 @@ def _forget(registrar: Registrar, addresses: list[int], memory: Memory) -> None:
 
 
 def _unregister(registrar: Registrar, addresses: list[int]) -> None:
-    """[Note: own threads]"""
+    """See [Note: own threads]."""
 
     def work() -> None:
         for address in addresses:

@@ -1,7 +1,7 @@
-"""Tensors that the engine cannot use as they lie (strided, conjugated, on a CUDA device), chunk by chunk.
+"""Stages tensors that the engine cannot use directly (strided, conjugated, on a CUDA device), chunk by chunk.
 
-A fixed ring of slots in page-locked memory, and one thread that copies: while a chunk is copied, those before it are on the drive.
-Memory stays the same however large the tensor. The ring is made at the first use.
+It has a fixed ring of slots in page-locked memory, and one thread that copies: while a chunk is copied, earlier ones
+are transferred. Memory does not grow with the tensor. The ring is allocated at its first use.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from swapper.io.registered import CudaRegistrar, Registrar, Registration, slabs
 
 SLOTS = 16
 SLOT_BYTES = 4 << 20
-"""What a fast drive needs in flight, 32 MiB and more, and slots that are copied meanwhile: with four slots it had 0.73 to 0.88 of
-its speed."""
+"""A fast drive needs 32 MiB or more in flight, in addition to slots being copied. Four slots reached 0.73 to 0.88 of
+its speed, 16 reach 0.88 to 0.99."""
 
 Move = Callable[[int, int, int], Iterator[_C.Ticket]]
-"""(file offset, address, bytes) -> begins a transfer; tickets of the engine, more than one where the file is striped."""
+"""Begins a transfer of (file offset, address, bytes); yields engine tickets, several if the file is striped."""
 
 
 class StagingChunk:
-    """A transfer from or into a slot, begun. A slot may be used again when all of it is over, also when a part could not begin."""
+    """A transfer from or into a slot. The slot is free when all of it is over, even if a part could not begin."""
 
     def __init__(self, tickets: Iterator[_C.Ticket]) -> None:
         self._tickets: list[_C.Ticket] = []
@@ -40,7 +40,7 @@ class StagingChunk:
         try:
             for ticket in tickets:
                 self._tickets.append(ticket)
-        except Exception as error:  # told by `wait`, when what was begun is over
+        except Exception as error:  # raised by `wait`, when all begun parts are over
             self._error = error
 
     @property
@@ -48,7 +48,7 @@ class StagingChunk:
         return all(ticket.done for ticket in self._tickets)
 
     def wait(self) -> None:
-        """Waits for all of it. Raises the first IoError, then."""
+        """Wait for all of it, then raise the first IoError."""
         for ticket in self._tickets:
             try:
                 ticket.wait()
@@ -65,7 +65,7 @@ class StagingSlot:
 
 
 class StagedTransfer:
-    """One tensor's way through the ring; a part of an operation."""
+    """One tensor's transfer through the ring; a part of an operation."""
 
     def __init__(self, future: Future[None], description: tuple[str, str, int, int]) -> None:
         self._future = future
@@ -85,13 +85,13 @@ class StagedTransfer:
         return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Waits until it is over, well or not. False if `timeout_s` seconds pass first."""
+        """Wait until it is over, successful or not. Returns False if `timeout_s` seconds pass first."""
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
         return over.wait(timeout_s)
 
     def on_done(self, act: Callable[[], None]) -> None:
-        """Calls `act` when it is over, from the thread that ends it, or at once."""
+        """Call `act` when it is over, from the thread that ends it, or at once."""
         self._future.add_done_callback(lambda _: act())
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -119,7 +119,7 @@ class StagedTransfer:
 
 
 class Staging:
-    """The ring and its thread. `close` waits for what was submitted. CUDA learns of the slots with the first of its tensors."""
+    """The ring and its thread. `close` waits for all transfers. The first CUDA tensor registers the slots with CUDA."""
 
     def __init__(
         self, registrar_of: Callable[[torch.device], Registrar] = CudaRegistrar, device_type: str = "cuda"
@@ -131,7 +131,7 @@ class Staging:
         self._registration: Registration | None = None
 
     def begin(self, kind: str, tensor: torch.Tensor, offset: int, path: str, move: Move) -> StagedTransfer:
-        """Begins to "read" or "write" the elements in row-major order, from file offset `offset` on."""
+        """Begin to "read" or "write" the elements in row-major order, from file offset `offset` on."""
         act = self._read if kind == "read" else self._write
         future = self._worker.submit(act, tensor.detach(), offset, move, event_of(tensor))
         return StagedTransfer(future, (kind, path, offset, byte_count(tensor)))
@@ -200,7 +200,7 @@ class Staging:
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Ranges of elements, each as many as fill a slot: SLOT_BYTES is a multiple of every element's size."""
+    """Yield ranges of elements that fill a slot: SLOT_BYTES is a multiple of every element's size."""
     per_slot = SLOT_BYTES // tensor.element_size()
     for start in range(0, tensor.numel(), per_slot):
         yield start, min(start + per_slot, tensor.numel())
@@ -213,7 +213,7 @@ def _typed(slot: StagingSlot, dtype: torch.dtype, elements: int) -> torch.Tensor
 def _drain(
     in_flight: deque[tuple[StagingSlot, StagingChunk]] | deque[tuple[StagingSlot, StagingChunk, int, int]],
 ) -> None:
-    """Waits, whatever comes of it: slots must not be used again while the engine uses them."""
+    """Wait for all transfers, whatever their outcome: a slot must not be reused while the engine uses it."""
     for entry in in_flight:
         while not entry[1].done:
             try:
@@ -222,11 +222,11 @@ def _drain(
                 break
 
 
-# --- CUDA: a stream of the copying thread's own, behind what was queued when the operation was asked for -----------------
+# --- CUDA: a stream of the copying thread, ordered after the work queued at submission --------------------------------
 
 
 def event_of(tensor: torch.Tensor) -> Any:
-    """Return an event behind what is queued in this thread; None for a tensor of the CPU. Raises DeviceError."""
+    """Return an event behind the work queued in this thread; None for a CPU tensor. Raises DeviceError."""
     if tensor.device.type != "cuda":
         return None
     with device_errors(tensor.device, "what was queued before"):
@@ -235,7 +235,7 @@ def event_of(tensor: torch.Tensor) -> Any:
 
 @contextmanager
 def _beside(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
-    """Runs copies of a CUDA tensor on a stream beside the user's, and waits for them; of any other, does nothing."""
+    """Copy a CUDA tensor on a stream other than the user's, and wait for it; do nothing for other tensors."""
     if ready is None:
         yield
         return

@@ -1,8 +1,8 @@
-"""Files that lie on several drives at once, stripe by stripe: each drive transfers its part at its own speed.
+"""Stripes files over several drives: each drive transfers its part at its own speed.
 
-A striped file `name` is, in each of the directories, a part `name.stripe0of2` with that drive's stripes one after the other, and a
-record `name.stripes` that says how they were dealt out. Drives get stripes by weight, so that one of twice the speed gets twice
-the bytes. The record is made with the file and never changes: whoever opens the file goes by it, whatever weights are wished for.
+A striped file `name` has a part `name.stripe0of2` in each directory, with that drive's stripes one after the other, and
+a record `name.stripes` of their assignment. Drives get stripes by weight, so that one of twice the speed gets twice the
+bytes. The record is made with the file and never changes: every later open uses it, whatever the handle's weights.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from swapper.io import beneath
 from swapper.io.files import OpenFile, OpenFiles, Segment
 from swapper.runtime import records
 
-STRIPE_BYTES = 4 << 20
-MOST_PATTERN = 64
-MOST_RECORD_BYTES = 4096
-FORMAT = 2
+STRIPE_BYTES = 4 << 20  # a choice
+MAX_PATTERN = 64  # stripes; a choice
+MOST_RECORD_BYTES = 4096  # of a sane record; it is read whole
+FORMAT = 2  # of the record; other numbers are refused
 _SHAPE = records.fields(
     {
         "format": records.exactly(FORMAT),
         "id": records.text,
-        "index": records.whole(most=MOST_PATTERN - 1),
+        "index": records.whole(most=MAX_PATTERN - 1),
         "stripe_bytes": records.whole(least=4096),
-        "pattern": records.listing(records.whole(most=MOST_PATTERN - 1), 1, MOST_PATTERN),
+        "pattern": records.listing(records.whole(most=MAX_PATTERN - 1), 1, MAX_PATTERN),
     }
 )
 
 
 @dataclass(frozen=True)
 class StripeLayout:
-    """How the bytes of one file are dealt out. Pure. Stripe n belongs to drive `pattern[n % len(pattern)]`."""
+    """The assignment of one file's bytes to drives. Pure. Stripe n belongs to drive `pattern[n % len(pattern)]`."""
 
     stripe_bytes: int
     pattern: tuple[int, ...]
 
     @staticmethod
     def by_weight(stripe_bytes: int, weights: Sequence[float]) -> StripeLayout:
-        """The pattern, of at most MOST_PATTERN stripes, that comes nearest to the weights: the shortest of those."""
+        """Return the shortest pattern, of at most MAX_PATTERN stripes, that is nearest to the weights."""
         shares = [weight / sum(weights) for weight in weights]
-        patterns = [_dealt(shares, length) for length in range(len(weights), MOST_PATTERN + 1)]
+        patterns = [_dealt(shares, length) for length in range(len(weights), MAX_PATTERN + 1)]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
         return StripeLayout(
             stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
@@ -55,11 +55,11 @@ class StripeLayout:
 
     @cached_property
     def _places(self) -> list[list[int]]:
-        """For each drive, its positions in the pattern."""
+        """Return each drive's positions in the pattern."""
         return [[n for n, d in enumerate(self.pattern) if d == drive] for drive in range(max(self.pattern) + 1)]
 
     def runs(self, offset: int, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """(drive, offset in its part, bytes), in the order of the file."""
+        """Yield (drive, offset in its part, bytes), in the order of the file."""
         end = offset + nbytes
         while offset < end:
             stripe, within = divmod(offset, self.stripe_bytes)
@@ -72,7 +72,7 @@ class StripeLayout:
             offset += count
 
     def part_bytes(self, drive: int, nbytes: int) -> int:
-        """The size of a drive's part of a file of `nbytes`."""
+        """Return the size of a drive's part of a file of `nbytes`."""
         cycle_bytes = len(self.pattern) * self.stripe_bytes
         cycles, rest = divmod(nbytes, cycle_bytes)
         places = self._places[drive]
@@ -80,7 +80,7 @@ class StripeLayout:
         return cycles * len(places) * self.stripe_bytes + partial
 
     def end_of(self, drive: int, part_bytes: int) -> int:
-        """Where in the file the last byte of a part of that size ends."""
+        """Return the file offset at which the last byte of a part of that size ends."""
         if part_bytes == 0:
             return 0
         index, within = divmod(part_bytes - 1, self.stripe_bytes)
@@ -89,7 +89,7 @@ class StripeLayout:
 
 
 def _dealt(shares: Sequence[float], length: int) -> tuple[int, ...]:
-    """Each stripe goes to the drive that is furthest behind its share."""
+    """Assign each stripe to the drive that is furthest behind its share."""
     pattern: list[int] = []
     for n in range(1, length + 1):
         behind = [share * n - pattern.count(drive) for drive, share in enumerate(shares)]
@@ -103,7 +103,7 @@ def _error(pattern: Sequence[int], shares: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class StripeRecord:
-    """What lies beside each part of a striped file, as JSON with a checksum."""
+    """The record next to each part of a striped file, as JSON with a checksum."""
 
     id: str
     index: int
@@ -152,7 +152,7 @@ class StripedFile:
 
 
 class Stripes:
-    """The directories over which a handle stripes what it is asked for by a relative path."""
+    """The directories over which a handle stripes files with relative paths."""
 
     def __init__(
         self,
@@ -160,10 +160,10 @@ class Stripes:
         stripe_bytes: int = STRIPE_BYTES,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """`weights`, one a directory, are the drives' speeds in any unit; equal if left out.
+        """`weights`, one a directory, are the drives' speeds in any unit; equal by default.
 
         Raises:
-            ConfigError: fewer than one directory, one of them twice or not a directory, or numbers that make no sense.
+            ConfigError: no directory, one of them twice or not a directory, or invalid numbers.
         """
         self.directories = [Path(directory).resolve() for directory in directories]
         if not self.directories or len(set(self.directories)) < len(self.directories):
@@ -176,18 +176,18 @@ class Stripes:
         weights = [1.0] * len(self.directories) if weights is None else list(weights)
         if len(weights) != len(self.directories) or any(not 0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"weights={weights!r} must be a number above 0 for each of the directories")
-        if sum(weights) > MOST_PATTERN / 2 * min(weights):
+        if sum(weights) > MAX_PATTERN / 2 * min(weights):
             raise ConfigError(
-                f"weights={weights!r}: a drive that much slower than another only holds it up; leave it out"
+                f"weights={weights!r}: a drive that much slower than another only delays it; leave it out"
             )
         self._layout = StripeLayout.by_weight(stripe_bytes, weights)
-        self._lock = threading.Lock()  # threads that make one file
+        self._lock = threading.Lock()  # for threads that make the same file
 
     def open(self, name: str, files: OpenFiles, writing: bool) -> StripedFile:
-        """Opens the striped file of that name, making a missing one if `writing`.
+        """Open the striped file of that name, making a missing one if `writing`.
 
         Raises:
-            IoError: there is none, a part or a record is missing, or records contradict each other.
+            IoError: it does not exist, a part or a record is missing, or records contradict each other.
         """
         if ".." in Path(name).parts or not Path(name).name:
             raise ConfigError(f"{name!r} does not name a file below the directories")
@@ -206,7 +206,7 @@ class Stripes:
         return StripedFile(str(self.directories[0] / name), records[0][1], [by_index[n] for n in range(count)])
 
     def _records(self, name: str, writing: bool) -> list[tuple[int, StripeLayout]]:
-        """For each directory, which part it has, and the layout."""
+        """Return each directory's part number, and the layout."""
         paths = [directory / f"{name}.stripes" for directory in self.directories]
         with self._lock:
             if writing and not any(path.exists() for path in paths):
@@ -226,9 +226,9 @@ class Stripes:
             try:
                 with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
                     file.write(StripeRecord(identity, index, self._layout).data())
-                path.hardlink_to(temporary)  # never over another's
+                path.hardlink_to(temporary)  # never over another file
             except FileExistsError:
-                return  # somebody makes the same file: theirs is the one
+                return  # somebody made the same file first: use theirs
             except OSError as error:
                 raise IoError("open", str(path), 0, 0, error.errno or errno.EIO) from error
             finally:

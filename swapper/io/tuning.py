@@ -1,7 +1,7 @@
-"""What `swapper tune` found out about a drive, where handles and managers find it.
+"""Stores the results of `swapper tune`, for handles and managers.
 
-One JSON file for a user, `$XDG_CONFIG_HOME/swapper/drives.json`, with an entry for each drive, by an identity that stays over
-restarts.
+They are in one JSON file per user, `$XDG_CONFIG_HOME/swapper/drives.json`, with an entry for each drive, by an identity
+that survives restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger("swapper")
 
 @dataclass(frozen=True)
 class Tuning:
-    """Settings that were best on one drive, and the bytes a second that they reached."""
+    """The best settings of one drive, and the bytes a second that they reached."""
 
     piece_bytes: int
     depth: int
@@ -34,11 +34,11 @@ class Tuning:
     write_bytes_per_s: float
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
-        """How long the drive needs for these at least, reading and writing at once."""
+        """Return the minimum seconds for these bytes, reading and writing at once."""
         return max(read_bytes / self.read_bytes_per_s, written_bytes / self.write_bytes_per_s)
 
     def checked(self) -> Tuning:
-        """Raise ValueError where an engine would not take the settings; return self."""
+        """Raise ValueError for settings that an engine would refuse; return self."""
         if type(self.piece_bytes) is not int or not 4096 <= self.piece_bytes <= 1 << 30 or self.piece_bytes % 4096:
             raise ValueError(f"piece_bytes={self.piece_bytes!r}")
         if type(self.depth) is not int or not 1 <= self.depth <= 4096:
@@ -53,11 +53,11 @@ class Tuning:
         return self
 
     def engine_options(self) -> dict[str, Any]:
-        """For `swapper._C.Engine`."""
+        """Return options for `swapper._C.Engine`."""
         return {"piece_bytes": self.piece_bytes, "depth": self.depth, "backend": self.backend}
 
     def deepspeed_config(self) -> dict[str, dict[str, int | bool]]:
-        """What goes into a DeepSpeed configuration, in JSON types that its loader takes."""
+        """Return a DeepSpeed configuration, in JSON types that its loader accepts."""
         return {
             "aio": {
                 "block_size": self.piece_bytes,
@@ -75,7 +75,7 @@ def tuning_path() -> Path:
 
 
 def find_tuning(directory: Path) -> Tuning | None:
-    """Return what is known about the drive of `directory`; None where nothing is, or where the file says nonsense (logged)."""
+    """Return the tuning of the drive of `directory`; None without one, or if the file is wrong (logged)."""
     try:
         text = tuning_path().read_text()
     except (OSError, UnicodeDecodeError):
@@ -84,12 +84,12 @@ def find_tuning(directory: Path) -> Tuning | None:
         entry = json.loads(text).get(drive_of(directory))
         return None if entry is None else Tuning(**entry).checked()
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        log.warning("%s is not used: what it says of the drive of %s is wrong (%s)", tuning_path(), directory, error)
+        log.warning("%s is not used: its entry for the drive of %s is wrong (%s)", tuning_path(), directory, error)
         return None
 
 
 def find_tuning_of(drives: Drives) -> Tuning | None:
-    """What is known about the drives of a run as one, by how its bytes are dealt to them; None if one of them was not tuned."""
+    """Return the joint tuning of a run's drives, by their shares of the bytes; None if one of them was not tuned."""
     found = [find_tuning(directory) for directory in drives.directories]
     known = [tuning for tuning in found if tuning is not None]
     if len(known) < len(found):
@@ -103,17 +103,17 @@ def find_tuning_of(drives: Drives) -> Tuning | None:
 
 
 def weigh(directories: Sequence[Path]) -> list[float]:
-    """How many bytes each drive shall get, in proportion: by its speed where all were tuned, else equally many."""
+    """Return the drives' shares of the bytes: by speed if all were tuned, else equal."""
     found = [find_tuning(directory) for directory in directories]
     speeds = [min(tuning.read_bytes_per_s, tuning.write_bytes_per_s) for tuning in found if tuning is not None]
     return speeds if len(speeds) == len(directories) and min(speeds) > 0 else [1.0] * len(directories)
 
 
 def keep_tuning(directory: Path, tuning: Tuning) -> Path:
-    """Writes down what is best for the drive of `directory`, beside what is known of others. Returns the file.
+    """Store the best settings of the drive of `directory`, and keep other drives' entries. Returns the file.
 
     Raises:
-        ConfigError: the file cannot be written, or holds something else.
+        ConfigError: the file cannot be written, or has other content.
     """
     path = tuning_path()
     try:
@@ -129,7 +129,7 @@ def keep_tuning(directory: Path, tuning: Tuning) -> Path:
 
 
 def drive_of(directory: Path) -> str:
-    """A name of the filesystem under `directory` that outlives a restart: its UUID, else its device number."""
+    """Return a name of the filesystem of `directory` that survives a restart: its UUID, else its device number."""
     device = directory.stat().st_dev
     with contextlib.suppress(OSError):
         for link in Path("/dev/disk/by-uuid").iterdir():

@@ -1,4 +1,4 @@
-"""Waiting for tickets: for all of them, whatever one raises, so that their memory can be used again."""
+"""Waits for tickets: for all of them, whatever one raises, so that their memory can be reused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wait_for_all(tickets: Iterable[Any]) -> None:
-    """Wait for every ticket, also where one has failed: the others may still use their memory. Raises the first error."""
+    """Wait for every ticket, even after one has failed, since others may use their memory. Raises the first error."""
     failures: list[BaseException] = []
     for ticket in tickets:
         try:
@@ -20,14 +20,14 @@ def wait_for_all(tickets: Iterable[Any]) -> None:
         try:
             raise failures[0]
         finally:
-            failures.clear()  # its traceback has this frame: see runtime/teardown.py
+            failures.clear()  # its traceback refers to this frame: see runtime/teardown.py
 
 
 @contextlib.contextmanager
 def all_over() -> Iterator[list[Any]]:
-    """Within it tickets are appended to what it gives. At its end all are over, whatever happened. Raises the first error.
+    """Yield a list for tickets. At the end of the context all are over, whatever happened. Raises the first error.
 
-    For transfers from and into memory that others use next. (That it does not go before they are over, the engine sees to.)
+    For transfers whose memory others use next. (The engine itself keeps the memory alive until they are over.)
     """
     tickets: list[Any] = []
     try:
@@ -40,7 +40,7 @@ def all_over() -> Iterator[list[Any]]:
 
 
 def drain(ticket: Any) -> None:
-    """Wait until the engine has let go of the ticket's memory, well or not."""
+    """Wait until the engine has released the ticket's memory, whatever its outcome."""
     while not ticket.done:
         with contextlib.suppress(Exception):
             ticket.wait()

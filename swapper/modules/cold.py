@@ -29,6 +29,7 @@ from swapper.modules.cold_tables import (
     Function,
     getters,
     writes_first,
+    written_arguments,
 )
 from swapper.modules.conversions import CONVERSIONS, changes_nothing
 from swapper.runtime.process import after_fork_in_child
@@ -624,8 +625,9 @@ def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Return the tensors that `func`, one of torch's, would write to with these arguments."""
     if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of torch.nn.functional, which gives these by name
         return tensors_among((args, kwargs))
-    first = args[:1] or list(kwargs.values())  # torch.nn.init gives all by name
-    return tensors_among([*(first if writes_first(func) else ()), kwargs.get("out")])
+    by_place = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
+    by_name = [kwargs.get(name) for name in ("input", "tensor")] if writes_first(func) else []
+    return tensors_among([*by_place, *by_name, kwargs.get("out")])
 
 
 def tensors_among(tree: Any) -> list[torch.Tensor]:

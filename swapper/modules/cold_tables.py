@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 Function = Callable[..., Any]
 
@@ -84,6 +86,32 @@ KEEPS_NOTHING: set[Function] = _named("cat concat concatenate stack hstack vstac
 
 _OPERATORS = "add sub mul truediv floordiv div mod pow and or xor lshift rshift matmul"
 _IN_PLACE = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())])
+
+
+RUNNING: dict[Function, tuple[tuple[int, str], ...]] = {
+    F.batch_norm: ((1, "running_mean"), (2, "running_var")),
+    F.instance_norm: ((1, "running_mean"), (2, "running_var")),
+    **dict.fromkeys(
+        _named("batch_norm instance_norm native_batch_norm", torch), ((3, "running_mean"), (4, "running_var"))
+    ),
+}
+"""Statistics that are brought up to date, which the schemas do not say: position and name of the argument."""
+
+
+def written_arguments(function: Function) -> list[tuple[int, str]]:
+    """Return position and name of each argument that `function`, one of torch's, writes to, but `out=`."""
+    first = [(0, "self")] if writes_first(function) else []
+    return [*first, *_written_by_schema(getattr(function, "__name__", "")), *RUNNING.get(function, ())]
+
+
+@cache
+def _written_by_schema(name: str) -> frozenset[tuple[int, str]]:
+    """Return what an operator writes to after its first argument."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    after_first = ((place, of) for schema in schemas for place, of in enumerate(schema.arguments) if place > 0)
+    return frozenset(
+        (place, of.name) for place, of in after_first if not of.kwarg_only and of.alias_info and of.alias_info.is_write
+    )
 
 
 def writes_first(function: Function) -> bool:

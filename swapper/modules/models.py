@@ -1,6 +1,6 @@
-"""Several models under one manager: a policy and the reference that it is compared with, a student and its teacher, an EMA copy.
+"""Several models as one: a policy and its reference under one manager, a draft and its target in one `shared_memory`.
 
-To the manager they are one model with a child for each: one set of groups, one budget, one order of use.
+They are one model with a child for each: one set of groups, one budget, one order of use.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from swapper.errors import UnsupportedError
@@ -42,3 +43,18 @@ def as_one(models: Any) -> nn.Module:
         if not isinstance(name, str) or not name or "." in name:
             raise UnsupportedError(f"{name!r} cannot be the name of a model: use a string without dots")
     return Models(by_name)
+
+
+def refuse_scripted(model: nn.Module, verb: str) -> None:
+    """Refuse TorchScript: its code uses parameters where no hook and no guard sees it.
+
+    Raises:
+        UnsupportedError: a module of `model` is TorchScript.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name}" if name else "the model"
+            raise UnsupportedError(
+                f"{where} is TorchScript ({type(module).__name__}), which uses its parameters where nothing brings them in first: "
+                f"give {verb} the nn.Module that it was made of, before torch.jit.script or torch.jit.trace"
+            )

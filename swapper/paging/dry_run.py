@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.engines import Transfer
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
 from swapper.paging.pool import Pool
@@ -26,10 +26,11 @@ class DoneTicket:
 
     done = True
     error = None
-    crc32 = 0
+    nbytes = crc32 = 0
+    submitted_s = completed_s = 0.0
 
-    def wait(self) -> None:
-        pass
+    def exception(self) -> None: ...
+    def wait(self) -> None: ...
 
 
 class CountingStore:
@@ -39,7 +40,7 @@ class CountingStore:
         self.read_bytes: Counter[str] = Counter()
         self.written_bytes: Counter[str] = Counter()
 
-    def read(self, page: Page, address: int, after: Any = None) -> DoneTicket:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> DoneTicket:
         self.read_bytes[page.section.plan.family] += page.nbytes
         return DoneTicket()
 
@@ -50,7 +51,7 @@ class CountingStore:
     def written_to(self, page: Page) -> None:
         return None
 
-    def written(self, page: Page, ticket: DoneTicket) -> None:
+    def written(self, page: Page, ticket: Transfer) -> None:
         page.location = 0
 
     def explain(self, page: Page, error: IoError) -> IoError:
@@ -81,7 +82,7 @@ class DryRunVictimCache:
     def load(self, page: Page, address: int) -> None:
         pass
 
-    def place_of(self, page: Page) -> tuple[Any, int]:
+    def place_of(self, page: Page) -> tuple[None, int]:
         return None, 0
 
     def note(self, access: Access) -> list[int]:

@@ -27,14 +27,16 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
 from swapper.paging.planning.schedule import Access
 from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
+from swapper.paging.store.page_store import PageStore
 from swapper.runtime.counters import Counters
 from swapper.runtime.trace import Trace
 
@@ -55,7 +57,7 @@ class VictimCache(Protocol):
         """Copy the content of `page`, which was kept, to its frame at `address`."""
         ...
 
-    def place_of(self, page: Page) -> tuple[Any, int]:
+    def place_of(self, page: Page) -> tuple[View | None, int]:
         """Return the memory that has the content of `page`, which was kept, as a window takes it, and the offset there."""
         ...
 
@@ -78,7 +80,7 @@ class Frames:
         staying: indices of pages that shall stay ([Note: an even share], paging/planning/resident_set.py).
     """
 
-    def __init__(self, pages: Sequence[Page], pool: Pool, store: Any, lazy: bool, counters: Counters) -> None:
+    def __init__(self, pages: Sequence[Page], pool: Pool, store: PageStore, lazy: bool, counters: Counters) -> None:
         self._pages = pages
         self._pool = pool
         self._store = store
@@ -297,7 +299,7 @@ class Frames:
             if page.index not in stay:
                 page.section.window.unmap(page.offset, page.nbytes)
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         return self._store.file_of(page)
 
     # --- who leaves next ------------------------------------------------------------------------------------------
@@ -355,7 +357,7 @@ class Frames:
 
     def settle(self) -> None:
         """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
-        finished = [page for page in self.in_flight.values() if page.ticket.done]
+        finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # they all have one
         if not finished:
             return
         for page in [page for page in finished if page.residency is Residency.WRITING]:
@@ -375,6 +377,7 @@ class Frames:
             _note_transfer(self._counters.trace, "writes", page)
         del self.in_flight[page.index]
         ticket, page.ticket = page.ticket, None
+        assert ticket is not None
         if ticket.error is not None:
             self._failure = self._failure or ticket.error
             self.unsaved[page.index] = ticket.error
@@ -402,6 +405,7 @@ class Frames:
     def _settle_read(self, page: Page) -> None:
         if self._counters.trace is not None:
             _note_transfer(self._counters.trace, "reads", page)
+        assert page.ticket is not None
         if page.ticket.error is not None:
             # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
             error = self._store.explain(page, page.ticket.error)
@@ -446,6 +450,7 @@ class Frames:
         """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
         page.guarded = False
         if page.index in self.deferred_writes and self.victim_cache is not None:
+            source: File | View | None
             source, offset = self.victim_cache.place_of(page)
         else:
             source, offset = self._store.file_of(page), page.stored_offset
@@ -474,5 +479,6 @@ class Frames:
 def _note_transfer(trace: Trace, track: str, page: Page) -> None:
     """A transfer is over: it took from its submission until the engine was done with it, which may be a while ago."""
     ticket, where = page.ticket, page.section.plan.where
+    assert ticket is not None
     failed = {} if ticket.error is None else {"error": str(ticket.error)}
     trace.add(track, where, ticket.submitted_s, ticket.completed_s, page=page.index, nbytes=page.nbytes, **failed)

@@ -29,8 +29,8 @@ class HostMemory:
     """Owns the arenas of one run. `close` gives all of it back; what tensors still show is ordinary memory from then on."""
 
     def __init__(self) -> None:
-        self._arenas: list[Any] = []
-        self._views: list[weakref.ref[Any]] = []  # of resident sections: each goes with the last tensor of its own
+        self._arenas: list[_C.Arena] = []
+        self._views: list[weakref.ref[_C.View]] = []  # of resident sections: each goes with the last tensor of its own
 
     def attach(
         self,
@@ -39,7 +39,7 @@ class HostMemory:
         head_bytes: int | None = None,
         windows: bool = True,
         filled_once: bool = False,
-    ) -> tuple[Any, int]:
+    ) -> tuple[_C.Arena, int]:
         """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
 
         Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are

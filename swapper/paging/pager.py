@@ -17,8 +17,10 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from swapper import _C
+from swapper._C import File
 from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.io.alignment import round_up
+from swapper.io.engines import Transfer
 from swapper.paging.frames import Frames, VictimCache
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
 from swapper.paging.planning.prefetch_distance import PrefetchDistance
@@ -27,6 +29,7 @@ from swapper.paging.planning.schedule import NEVER, Access, Schedule
 from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
+from swapper.paging.store.page_store import PageStore
 from swapper.paging.writeback import WriteBack
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import SteadyLock
@@ -47,7 +50,7 @@ class Pager:
         window_pages: how many pages may be brought in before they are needed at the cost of others' frames. None: as many
             as there are frames. [Note: what stays]
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
-        most_owed: how many pages may wait for their write in spare memory. [Note: deferred writes], paging/frames.py
+        max_deferred_writes: how many pages may wait for their write in spare memory. [Note: deferred writes], paging/frames.py
         writes_noted: returns a number that grows with each write that nobody announced, whoever's page it was in.
 
     [Note: what stays] A step is a cycle, and of a cycle that does not fit the best is to keep a fixed part and to stream the
@@ -59,7 +62,7 @@ class Pager:
         self,
         pages: Sequence[Page],
         pool: Pool,
-        store: Any,
+        store: PageStore,
         schedule: Schedule,
         counters: Counters,
         *,
@@ -260,7 +263,7 @@ class Pager:
                 if self._pages[index].leases == 0:
                     self._frames.forget(self._pages[index])
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         """Return the file that has what was written of `page` last, at `page.stored_offset`."""
         return self._frames.file_of(page)
 
@@ -512,7 +515,7 @@ class Pager:
                     self._wait_for_read(page, ticket)
         self.counters.pages_awaited += awaited and access.key is not None
 
-    def _wait_for_read(self, page: Page, ticket: Any) -> None:
+    def _wait_for_read(self, page: Page, ticket: Transfer) -> None:
         try:
             ticket.wait()
         except IoError:
@@ -657,7 +660,8 @@ def _raise_error_of(page: Page) -> None:
         raise error from None
 
 
-def _wait_quietly(ticket: Any) -> None:
+def _wait_quietly(ticket: Transfer | None) -> None:
     """Wait for a ticket whose outcome `_settle` will look at."""
-    with contextlib.suppress(IoError):
-        ticket.wait()
+    if ticket is not None:
+        with contextlib.suppress(IoError):
+            ticket.wait()

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
+from swapper.io.engines import Transfer
 from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.residency import Residency, Resident
 
@@ -23,7 +25,9 @@ class Window(Protocol):
     """What a paged section needs of `swapper._C.Window`."""
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool: ...
-    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def unmap(
+        self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0, /
+    ) -> None: ...
     def promise(
         self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
     ) -> None: ...
@@ -37,7 +41,9 @@ class NoWindow:
     def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool:
         return False
 
-    def unmap(self, window_offset: int, nbytes: int, source: Any = None, source_offset: int = 0, /) -> None: ...
+    def unmap(
+        self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0, /
+    ) -> None: ...
     def promise(
         self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
     ) -> None: ...
@@ -85,7 +91,7 @@ class Page(Resident):
         self.leases = 0
         self.next_use = 0  # position in the schedule
         self.eviction_rank: int | None = None  # with which it is on the list of pages that may leave, see Frames.offer
-        self.ticket: Any = None  # of the read or write in flight
+        self.ticket: Transfer | None = None  # of the read or write in flight
         self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
         self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
         self.kept = (
@@ -158,9 +164,9 @@ class Section:
         self.guards_writes = False  # the user sees its tensors, and may change them where nobody expects it
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
-        self.view: Any = None
+        self.view: View | None = None
 
-    def attach(self, memory: torch.Tensor, window: Window | None, view: Any = None) -> None:
+    def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None) -> None:
         """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged.
 
         `view`: the part of an arena that a resident section has.

@@ -26,7 +26,7 @@ class WriteBack:
         schedule: the order of use.
         frame_count: how many frames there are.
         lazy: write a changed page when its frame is needed, or at a flush, and not as soon as nobody leases it.
-        most_owed: how many pages may be owed at one time.
+        max_deferred_writes: how many pages may be owed at one time.
 
     [Note: what is owed] A write is worth waiting with where the drive has others to do: a quarter of the frames under way. So what
     a forward begins with is written at once, and the drive has its work early.

@@ -37,11 +37,11 @@ from swapper.train.optimizer.membership import Membership
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
-from swapper.train.parameters.checkpoint_form import state_dict_of
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.parameters.state_loading import state_dict_of
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks, SessionGuard
 from swapper.train.sharded.shard_hooks import ShardHooks
@@ -69,7 +69,7 @@ class OffloadedModel:
 
     Attributes:
         optimizer_state: of all that is trained.
-        keeper: answers for parameters that are away.
+        fault_handler: answers for parameters that are away.
         undoing: has what a step is undone to.
         updates: when groups are updated.
         passes: forwards, backwards and loads.
@@ -434,7 +434,7 @@ class OffloadedModel:
             yield from zip(trainable.parameters, trainable.places, strict=True)
 
     def _refresh_masters(self, groups: Iterable[GroupParameters]) -> None:
-        indices = {group.group.index for group in groups}
+        indices = {group.index for group in groups}
         for trainable in self._trainables:
             if trainable.group in indices and any(places.has_master for places in trainable.places):
                 self._sweep.refresh_masters(trainable)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ def offloaded(directory: Path, **places: str) -> tuple[Any, Any, Any]:
     """Return an open manager with a model, and its optimizer, of which one step was taken."""
     import swapper
 
-    manager = swapper.SwapManager(directory, "3MiB" if places.get("params") == "nvme" else "64MiB")
+    manager = swapper.SwapManager(directory, "8MiB" if places.get("params") == "nvme" else "64MiB")
     model, optimizer = manager.offload(*model_and_optimizer(), **places)
     train(model, optimizer)
     return manager, model, optimizer
@@ -164,7 +165,7 @@ def optimizers(directory: Path) -> None:
     import swapper
 
     manager, model, _ = offloaded(directory, params="host")
-    say(hooks=len(torch.optim.optimizer._global_optimizer_pre_hooks))
+    say(hooks=len(sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks))
     before = model[0].weight.detach().clone()
     model(torch.ones(4, WIDTH)).square().mean().backward()
     try:
@@ -190,9 +191,11 @@ def everything(directory: Path) -> None:
             for _ in range(3):
                 train(model, optimizer)
                 train(plain, plain_optimizer)
-            with manager.gather(model):
-                same = all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-            say(same=same, step=manager.step)
+            same = []
+            for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+                with manager.gather(actual):
+                    same.append(torch.equal(actual, expected))
+            say(same=all(same), step=manager.step)
 
 
 PROBES = {
@@ -205,6 +208,7 @@ def main() -> None:
     """Run each probe in a forked process, which ends as any other does: by the end of its interpreter."""
     place, results = Path(sys.argv[1]), {}
     gc.freeze()
+    importlib.import_module("torch._dynamo")  # every optimizer does
     for word in PROBES:
         for off in ("", ",".join(PROBES.keys() - {"everything"}) if word == "everything" else word):
             directory = place / f"{word}-{'off' if off else 'on'}"
@@ -222,7 +226,7 @@ def main() -> None:
             found: dict[str, Any] = {"code": code, "output": output}
             for line in output.splitlines():
                 found |= json.loads(line) if line.startswith("{") else {}
-            found["files"] = sorted(path.name for path in directory.rglob("*.pt") if path.name != "commit.pt")
+            found["files"] = sorted(path.name for path in directory.glob("run/*.pt"))
             results[directory.name] = found
     (place / "results.json").write_text(json.dumps(results))
 

@@ -37,7 +37,7 @@ def test_a_missing_directory_is_made_where_its_parent_exists(tmp_path: Path, mon
 
 
 def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
-    match = rf"{tmp_path}/missing/run does not exist, nor does {tmp_path}/missing, .*make {tmp_path}/missing"
+    match = rf"{tmp_path}/missing/run does not exist, nor does its parent {tmp_path}/missing: .*make {tmp_path}/missing"
     for given in (tmp_path / "missing" / "run", [tmp_path / "made", tmp_path / "missing" / "run"]):
         with pytest.raises(swapper.DirectoryError, match=match):
             swapper.SwapManager(given, host_memory=BUDGET)

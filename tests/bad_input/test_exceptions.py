@@ -96,6 +96,7 @@ def test_an_exception_in_forward_or_backward(twins: MakeTwins, place: str, optio
     pair.finish()
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("after", ["evaluation", "step", "gather", "snapshot", "zero_grad and step"])
 def test_whatever_comes_after_a_failed_backward_works(twins: MakeTwins, after: str) -> None:
     pair = twins(Net(make_block=Fragile))

@@ -18,7 +18,7 @@ from swapper.cli import app
 from swapper.errors import CheckpointError
 from swapper.formats.sources import open_source
 
-MOST_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
+MAX_ERROR = {8: 1 / 254 + 2**-8, 4: 1 / 8 + 2**-7}
 """Of a value, to the largest one of its block: half a step, in 4 bits a whole one at the end of the range; and rounding to bf16."""
 
 
@@ -44,7 +44,7 @@ def test_values_are_near_what_they_were(bits: int, dtype: torch.dtype, columns: 
     assert found.dtype == dtype
     blocks = values.float().view(37, -1, layout.block)
     error = (found.float().view_as(blocks) - blocks).abs()
-    assert (error <= MOST_ERROR[bits] * blocks.abs().amax(-1, keepdim=True) * 1.05).all()
+    assert (error <= MAX_ERROR[bits] * blocks.abs().amax(-1, keepdim=True) * 1.05).all()
     assert not found[5].any()
 
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_quantised_is_refused_and_leaves_nothing(tmp_path: Path) 
     bad = state()
     bad["embedding.weight"][3, 3] = torch.inf
     save_file(bad, tmp_path / "source")
-    with pytest.raises(CheckpointError, match=r"embedding\.weight cannot be quantised.*not finite.*--keep"):
+    with pytest.raises(CheckpointError, match=r"embedding\.weight cannot be quantized.*not finite.*--keep"):
         export(tmp_path / "source", tmp_path / "target", "safetensors", quantize="int8")
     with pytest.raises(CheckpointError, match="not torch"):
         export(tmp_path / "source", tmp_path / "target", "torch", quantize="int8")
@@ -146,7 +146,7 @@ def test_the_command_reports_the_error_by_layer(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_layouts_that_make_no_sense_are_refused(text: str) -> None:
-    with pytest.raises(CheckpointError, match="does not say how a tensor is quantised"):
+    with pytest.raises(CheckpointError, match="does not describe the quantization of a tensor"):
         layouts_of({"swapper.quantized.x": text}, "file")
 
 
@@ -154,5 +154,5 @@ def test_a_tensor_that_is_not_what_its_layout_says_is_refused(tmp_path: Path) ->
     layout = layout_of(8, 256, torch.float32)
     for wrong in (torch.zeros(300, 256), torch.zeros(300, 17, dtype=torch.uint8), torch.tensor(1, dtype=torch.uint8)):
         save_file({"weight": wrong}, tmp_path / "wrong", metadata=metadata_of({"weight": layout}))
-        with pytest.raises(CheckpointError, match="quantised in 8 bits it would be"):
+        with pytest.raises(CheckpointError, match="quantized in 8 bits it would be"):
             swapper.load(torch.nn.Linear(256, 300, bias=False), tmp_path / "wrong", host_memory="8MiB")

@@ -19,6 +19,7 @@ def descriptors() -> set[int]:
     return {int(entry.name) for entry in entries if "memfd:swapper-arena" in os.path.realpath(entry)}
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("huge_pages", [True, False])
 @pytest.mark.parametrize("lock", [True, False])
 def test_the_head_is_there_at_once_and_the_rest_in_time(lock: bool, huge_pages: bool) -> None:
@@ -59,7 +60,7 @@ def test_memory_that_the_system_refuses_is_named_with_a_remedy() -> None:
     (descriptor,) = descriptors() - others
     os.ftruncate(descriptor, 8 * MIB)  # from here on the kernel has no memory for it
     arena.take_the_rest()
-    with pytest.raises(IoError, match=r"(?s)take memory.*lower the budget \(host_memory=\)"):
+    with pytest.raises(IoError, match=r"(?s)populate memory.*lower the budget \(host_memory=\)"):
         arena.wait_taken(40 * MIB)
     arena.wait_taken(2 * MIB)
     assert arena.taken_bytes < 40 * MIB

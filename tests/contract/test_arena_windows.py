@@ -219,7 +219,7 @@ def test_locked_memory_is_locked() -> None:
 def test_an_arena_that_is_not_to_be_locked_is_not() -> None:
     arena = _C.Arena(MIB, lock=False)
     assert not arena.locked
-    assert arena.lock_reason == "locking was not asked for"
+    assert arena.lock_reason == "locking was not requested"
 
 
 def taken_bytes() -> dict[int, int]:
@@ -240,6 +240,7 @@ def in_huge_pages(arena: _C.Arena) -> int:
     return int(entry[entry.index("ShmemPmdMapped:") :].split()[1]) << 10
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("lock", [True, False])
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB - PAGE, 2 * MIB, 2 * MIB + PAGE, 7 * MIB, 130 * MIB + 3 * PAGE])
 def test_huge_pages_lie_within_the_arena_and_take_no_more(nbytes: int, lock: bool) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper import _C
 from swapper.errors import IoError
@@ -62,8 +63,9 @@ sizes = st.one_of(st.integers(0, 1100), st.integers(0, 200_000), st.integers(0, 
 shifts = st.sampled_from([0, 512, 1, 64, 4095])
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     start=sizes,
     runs=st.lists(st.tuples(st.booleans(), places, sizes, shifts), min_size=1, max_size=8),
@@ -112,7 +114,7 @@ def test_a_file_written_anywhere_is_what_python_would_have_made_of_it(
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 900), st.integers(1, 20_000)), min_size=1, max_size=120),
     begin=st.integers(0, 9000),
@@ -209,6 +211,7 @@ def test_neighbours_may_be_written_by_different_processes(
     assert path.read_bytes() == b"".join(bytes([65 + n % 2]) * 5001 for n in range(400))
 
 
+@pytest.mark.large_table
 def test_memory_of_slots_is_taken_when_needed_and_bounded(make_engine: MakeEngine, make_file: MakeFile) -> None:
     engine = make_engine(depth=32, piece_bytes=MIB, staging_bytes=2 * MIB)
     file = make_file(24 * MIB + 1)

@@ -27,7 +27,7 @@ def test_it_says_what_it_is() -> None:
     for options in ({"backend": "chaos:threads"}, {"backend": "threads", "chaos": {"seed": 7, "eio": 0.5}}):
         engine = _C.Engine(**options)  # type: ignore[arg-type]
         assert engine.backend == "chaos:threads"
-        assert "troubles from seed" in engine.reason
+        assert "faults from seed" in engine.reason
         engine.close()
     engine = _C.Engine(backend="chaos")
     assert engine.backend.startswith("chaos:")

@@ -215,7 +215,7 @@ def test_direct_files_state_their_alignment_and_reason(make_file: MakeFile) -> N
     assert file.reason.startswith("direct" if file.direct else "buffered")
     assert file.alignment in (512, 1024, 2048, 4096)
     assert file.memory_alignment <= 4096
-    assert make_file(PAGE, direct=False).reason == "buffered: asked for"
+    assert make_file(PAGE, direct=False).reason == "buffered: requested"
 
 
 def test_names_need_not_be_text(engine: _C.Engine, arena: _C.Arena, tmp_path: Path) -> None:

@@ -171,6 +171,7 @@ def test_a_forked_child_gets_errors_and_exits_cleanly(backend: str, tmp_path: Pa
     assert (done.returncode, done.stdout) == (0, "child 0 parent True\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_python: RunPython) -> None:
     """Memory under direct I/O is shared and not inherited, so a fork in the middle loses no bytes."""
     done = run_python(

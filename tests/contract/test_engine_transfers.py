@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper import _C
 from swapper.errors import ConfigError, IoError
@@ -26,8 +27,9 @@ MakeEngine = Callable[..., _C.Engine]
 OpenGate = Callable[[], object]
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     runs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 300)), min_size=1, max_size=6),
     depth=st.integers(1, 33),
@@ -182,6 +184,7 @@ def test_operations_that_wait_let_later_ones_pass(
     assert gate.done
 
 
+@pytest.mark.large_table
 def test_neither_direction_starves_the_other(
     make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:

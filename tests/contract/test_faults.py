@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from e2e.given_back import bytes_at
 
 from swapper import _C
 
@@ -176,6 +177,25 @@ def test_many_threads_may_read_at_one_time(window: _C.Window, file: _C.File, con
         for thread in threads:
             thread.join()
     assert wrong == []
+
+
+def test_what_reads_take_is_bounded_and_what_was_written_stays(file: _C.File, content: bytes) -> None:
+    """320 MiB are read, of one file again and again: more than the 256 MiB that there are for it. What went is read anew."""
+    arena = _C.Arena(1 << 20, lock=False)
+    part = 4 * CHUNK_BYTES
+    windows = [arena.window(8 * part) for _ in range(40)]
+    for window in windows:
+        for begin in range(0, 8 * part, part):
+            window.unmap(begin, part, file, 4096)
+    written = memoryview(windows[0])
+    written[7] = 1
+    places = [(window.address, window.address + 8 * part) for window in windows]
+    for window in [*windows, windows[1]]:
+        view = memoryview(window)
+        for at in range(0, 8 * part, CHUNK_BYTES):
+            assert view[at + 9] == content[at % part + 9]
+    assert 255 << 20 < bytes_at(places) <= (256 << 20) + CHUNK_BYTES
+    assert written[7] == 1 and windows[0].written_at(0) == 7
 
 
 PROGRAM = """

@@ -24,6 +24,7 @@ def gpu_check(*arguments: object, **environment: str) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_without_a_device_it_says_so_and_exits_with_a_code_of_its_own() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
@@ -84,6 +85,7 @@ def test_a_rehearsal_runs_the_tests_and_reports_every_row_marked_as_one(tmp_path
     assert list(drive.iterdir()) == [], "something was left on the drive"
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> None:
     """A Python without torch, and one with torch that lacks what swapper imports."""
     bare = subprocess.run([sys.executable, "-S", TOOL], capture_output=True, text=True, timeout=60, check=False)
@@ -96,6 +98,7 @@ def test_what_is_missing_is_named_before_anything_is_built(tmp_path: Path) -> No
     assert (ran.returncode, "has no rich" in ran.stderr) == (2, True), ran.stdout + ran.stderr
 
 
+@pytest.mark.slow
 def test_a_name_that_is_none_is_refused() -> None:
     ran = gpu_check("--rehearse", "--no-build", "--only", "copy")
     assert ran.returncode == 1 and "copies" in ran.stderr

@@ -47,7 +47,7 @@ def paths_of(manager: swapper.SwapManager, page: Page) -> Path:
     """Return the file that has the newest content of a page; a nameless one by its descriptor."""
     run = manager.current.run
     if not page.section.transient:
-        return run._backing.store.paths[page.location][page.drive]
+        return run._resources.store.swap_files.paths[page.location][page.drive]
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
             if "/scratch-" in str(descriptor.readlink()):

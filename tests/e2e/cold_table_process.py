@@ -34,7 +34,7 @@ def run(directory: Path, options: dict[str, Any], names: list[str]) -> None:
     pair.plain.zero_grad()
     for number, name in enumerate(names):
         say(begin=name)
-        with both_as_before(pair):
+        with both_as_before(pair), pair.manager.accumulate():  # no backward here is the last one of a step
             try:
                 outcome = do(pair, name, TABLE[name], number)
             except BaseException as error:

@@ -84,6 +84,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def mesh_of(case: dict[str, Any]) -> Any:
+    size = dist.get_world_size()
+    shape = (size // 2, 2) if case.get("mesh") == "replicated" and size % 2 == 0 else (size,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
 def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Model()
@@ -91,9 +97,7 @@ def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
     options: dict[str, Any] = {"reshard_after_forward": case.get("reshard", True)}
     if "policy" in case:
         options["mp_policy"] = case["policy"]
-    size = dist.get_world_size()
-    shape = (size // 2, 2) if case.get("mesh") == "replicated" and size % 2 == 0 else (size,)
-    options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    options["mesh"] = mesh_of(case)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)

@@ -165,8 +165,8 @@ def accumulate(pair: Twins) -> Run:
 
 
 def scale(pair: Twins) -> Run:
-    """With a scaler whose first steps are left out: what it starts with overflows."""
-    scalers = scalers_of(pair, 2.0**127)
+    """With a scaler whose first step is left out: what it starts with overflows."""
+    scalers = scalers_of(pair, 2.0**119)
 
     def run(model: Any, optimizer: Any) -> list[float]:
         scaler = scalers[id(model)]

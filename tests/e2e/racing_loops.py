@@ -361,7 +361,7 @@ class Drive:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within, managers get their engines from here."""
-        with mock.patch("swapper.train.session.session_resources.open_engine", self._open):
+        with mock.patch("swapper.modules.resources.open_engine", self._open):
             yield
 
     def _open(self, directories: Any, *, backend: str, **options: Any) -> _C.Engine:

@@ -35,6 +35,7 @@ def manager(tmp_path: Path):
         yield made
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("to, host_memory", [("nvme", "1MiB"), ("nvme", 1), ("auto", "2MiB"), ("auto", "1GiB")])
 def test_gradients_are_plain_torchs(manager: swapper.SwapManager, to: str, host_memory: Any) -> None:
     model, value = Residual(), torch.randn(2, 128, WIDTH)

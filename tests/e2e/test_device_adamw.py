@@ -171,7 +171,7 @@ def with_settings(**settings: Any) -> Any:
         (lambda p: torch.optim.Adam(p, lr=1e-3), {}, "does what torch.optim.AdamW does, not Adam"),
         (with_settings(amsgrad=True), {}, "does not know amsgrad=True"),
         (with_settings(fused=True), {}, "does not know fused=True"),
-        (adamw, {"master": False}, "updates fp32 masters: say master_weights=torch.float32"),
+        (adamw, {"master": False}, "updates fp32 masters: pass master_weights=torch.float32"),
         (adamw, {"update_on": "cpu"}, "updates on a device"),
         (adamw, {"device": "cpu", "device_memory": "auto", "update_on": "cpu"}, "updates on a device"),
         (adamw, {"update_with": "magic"}, "update_with='magic' is not known"),

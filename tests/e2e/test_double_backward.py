@@ -78,7 +78,7 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
         return engines[-1]
 
     model = nn.Sequential(*(part for _ in range(5) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
-    with mock.patch("swapper.train.session.session_resources.open_engine", open_engine):
+    with mock.patch("swapper.modules.resources.open_engine", open_engine):
         pair = twins(model, update="deferred", room_bytes=1 << 20)
     assert pair.manager is not None
     pager, engine = pair.manager.current.run.pager, engines[-1]

@@ -188,14 +188,14 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
     empty = tmp_path / "empty"
     empty.mkdir()
     for given in ([first], first, [first, empty]):
-        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and that part .* in {second}.* is missing"):
+        with pytest.raises(swapper.DirectoryError, match=rf"over 2 drives, and its part in {second}.* is missing"):
             go(given, 2)
     with pytest.raises(
-        swapper.DirectoryError, match=f"part .* in {second}/rank-0-of-1 is missing; {second}/none.* does not have it"
+        swapper.DirectoryError, match=f"part in {second}/rank-0-of-1 is missing; {second}/none.* does not have it"
     ):
         go([first, second / "none"], 2)
     assert not (second / "none").exists()
-    with pytest.raises(swapper.DirectoryError, match=f"go on with it without {empty}"):
+    with pytest.raises(swapper.DirectoryError, match=f"resume it without {empty}"):
         go([first, second, empty], 2)
     for wrong in ([second, first], second):
         with pytest.raises(
@@ -211,7 +211,7 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
 def test_a_run_on_one_drive_does_not_go_on_over_two(pair_of_drives: list[Path]) -> None:
     go(pair_of_drives[0], 1)
     with pytest.raises(
-        swapper.DirectoryError, match=f"lies in that directory alone: go on with it without {pair_of_drives[1]}"
+        swapper.DirectoryError, match=f"lies in that directory alone: resume it without {pair_of_drives[1]}"
     ):
         go(pair_of_drives, 2)
 
@@ -281,7 +281,7 @@ def test_doctor_names_the_drives_of_a_run_and_those_that_are_away(pair_of_drives
     shutil.move(pair_of_drives[1] / PART, tmp_path / "away")
     found = [finding for finding in look(pair_of_drives[0]) if finding.what == "Run"]
     assert [finding.state for finding in found] == ["bad"]
-    assert f"{pair_of_drives[1] / PART} is not there" in found[0].found
+    assert f"{pair_of_drives[1] / PART} is missing" in found[0].found
 
 
 def test_the_plan_says_what_each_drive_takes(pair_of_drives: list[Path]) -> None:

@@ -176,7 +176,15 @@ CHOICES = {
     "loop": list(LOOPS),
 }
 
-LATE = ("closure", "retained graph", "gradient penalty", "evaluation", "discarded forward")
+LATE = (
+    "closure",
+    "retained graph",
+    "gradient penalty",
+    "discarded forward",
+    "evaluation",
+    "evaluation within",
+    "inference mode",
+)
 """Loops of which a backward need not update anything."""
 
 CLIPPED = ("clipped", "clipped again", "clipped by the manager", "scaler", "gradients changed")
@@ -196,7 +204,8 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (has_masters and (loop in ("closure", "scheduler", "scaler") or row["select"] != "all"))  # no PlainMasters
         or (loop in ("retained graph", "gradient penalty") and "reentrant" in row["model"])  # torch refuses
         or (loop == "gradient penalty" and on_device)
-        or (row["optimizer"] == "adafactor" and row["model"] == "odd shapes")  # torch divides by zero
+        or (row["model"] == "odd shapes" and (row["optimizer"] == "adafactor" or loop == "clipped again"))  # 0 elements
+        or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # torch: eps of the first one only
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
@@ -212,7 +221,7 @@ COMBINATIONS = pairwise(CHOICES, is_possible, os.environ["SWAPPER_TEST_SEED"])
 
 @pytest.mark.large_table
 @pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: ", ".join(map(str, row.values())))
-def test_training_is_bit_equal(twins: MakeTwins, second_drive: Path, row: dict[str, Any]) -> None:
+def test_training_is_bit_equal(second_drive: Path, twins: MakeTwins, row: dict[str, Any]) -> None:
     device = None if row["device"] == "none" else HostDevice(row["device"])
     pair = twins(
         DTYPES[row["dtype"]](MODELS[row["model"]]()),
@@ -231,7 +240,7 @@ def test_training_is_bit_equal(twins: MakeTwins, second_drive: Path, row: dict[s
     if device is not None:
         pair.options |= {"device": device, "update_on": row["update_on"]}
         budget = smallest_device_budget(pair.directory, pair.swapped, pair.original, **pair.options)
-        pair.options["device_memory"] = budget + MIB // 2
+        pair.options["device_memory"] = budget + 2 * MIB  # reentrant checkpointing uses more at one time
     pair.offload()
     run = LOOPS[row["loop"]](pair)
     if row["update"] != "backward":

@@ -24,7 +24,7 @@ from e2e.twins import Twins
 MakeTwins = Callable[..., Twins]
 
 VOCABULARY = 128
-MOST_PARAMETERS = 40e6
+MAX_PARAMETERS = 40e6
 SAMPLE = {
     "BartForCausalLM": "leaves layers out by chance",
     "BigBirdForMaskedLM": "random attention",
@@ -101,7 +101,7 @@ def make_small(name: str) -> nn.Module:
             parameters = sum(p.numel() for p in made(copy.deepcopy(config)).parameters())
     except Exception as error:  # of any kind: there are hundreds of configurations
         pytest.skip(f"cannot be made small: {error}")
-    if parameters > MOST_PARAMETERS:
+    if parameters > MAX_PARAMETERS:
         pytest.skip(f"cannot be made small: {parameters / 1e6:.0f} million parameters")
     return made(config).train()
 

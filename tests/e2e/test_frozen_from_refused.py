@@ -79,7 +79,7 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         tmp_path,
         model,
         swapper.ConfigError,
-        "the model has none: requires_grad_",
+        "the model has none: call requires_grad_",
         external=ExternalWeights(path=path),
     )
     refused(

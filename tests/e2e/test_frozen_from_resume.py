@@ -77,7 +77,7 @@ def test_another_file_is_refused(run: Run) -> None:
 def test_a_run_that_goes_on_must_be_given_the_file(run: Run) -> None:
     run.train(1)
     run.options.clear()
-    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors: say external="):
+    with pytest.raises(swapper.CheckpointError, match=r"base.safetensors: pass external="):
         run.train(1)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import swapper
+from e2e.early import train
 from e2e.models import VOCABULARY, Net, tokens, train_step
 from e2e.processes import run_python
 from e2e.twins import Twins, adamw, assert_same
@@ -132,18 +133,21 @@ def test_sparse_embeddings_are_refused(twins: MakeTwins) -> None:
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeTwins, when: str) -> None:
+@pytest.mark.parametrize("update", ["step", "deferred", "backward"])
+def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeTwins, update: str, when: str) -> None:
     """With a backend that fuses nothing: between two hooks lies a graph, and other graphs may round in another way."""
     torch._dynamo.reset()
-    pair = twins(Net(depth=3), wait=True)
+    pair = twins(Net(depth=3), update=update, wait=True)
     compiled = {id(pair.plain): torch.compile(pair.plain, backend="aot_eager")}
     if when == "before":
         compiled[id(pair.swapped)] = torch.compile(pair.swapped, backend="aot_eager")
     pair.offload()
     if when == "after":
         compiled[id(pair.swapped)] = torch.compile(pair.swapped, backend="aot_eager")
-    pair.train(lambda model, optimizer: train_step(compiled[id(model)], optimizer), steps=3)
+    early = train(pair, lambda model, optimizer: train_step(compiled[id(model)], optimizer), steps=3)
+    assert update != "backward" or all(len(groups) >= 3 for groups in early)
     pair.finish(paged=False)
     assert pair.manager.counters.bytes_read > 0
 

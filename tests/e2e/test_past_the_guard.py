@@ -74,7 +74,7 @@ def make(twins: MakeTwins) -> Iterator[Callable[..., Twins]]:
         pair = twins(model.bfloat16() if master else model, master=master, **options)
         engine = _C.Engine(backend="threads", chaos={"seed": 5, "delay": 0.7, "reorder": 0.5})
         made.append((pair, engine))
-        pair.manager.current.run._backing.store._engine = engine
+        pair.manager.current.run._resources.store.swap_files._engine = engine
         return pair
 
     yield make_delayed
@@ -91,6 +91,7 @@ def assert_shown(pair: Twins, read: Callable[[torch.Tensor], torch.Tensor]) -> N
     assert not wrong, f"{len(wrong)} of 24: {wrong}"
 
 
+@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -181,6 +182,7 @@ def write(pair: Twins, number: int, at: int, value: float) -> None:
         plain.view(-1)[at] = value
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_what_is_written_between_steps_is_as_in_plain_torch(make: MakeTwins, update: str, room_bytes: int) -> None:
@@ -198,6 +200,7 @@ def test_what_is_written_between_steps_is_as_in_plain_torch(make: MakeTwins, upd
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("kind", ["snapshot", "state_dict", "gather", "resume"])
 def test_what_is_written_is_in_all_that_is_made_of_the_model(make: MakeTwins, tmp_path: Any, kind: str) -> None:
     pair = make()

@@ -44,6 +44,7 @@ def test_a_model_saved_inside_gather_is_read_where_there_is_no_swapper(
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, copy.copy, pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())]
 )

@@ -51,7 +51,7 @@ def test_a_rank_without_its_run_is_named_on_all(tmp_path: Path) -> None:
     kept = tmp_path / "rank-1-of-2"
     kept.rename(tmp_path / "elsewhere")
     for said in launch(tmp_path, ok=False):
-        assert "DirectoryError" in said and "some ranks have no run to go on from" in said
+        assert "DirectoryError" in said and "some ranks have no run to resume" in said
         assert "rank 0: step 2" in said and "rank 1: no commit" in said and "Put the missing directories back" in said
     shutil.rmtree(kept)
     (tmp_path / "elsewhere").rename(kept)
@@ -113,7 +113,7 @@ def test_ranks_that_say_different_things_are_refused(tmp_path: Path) -> None:
 def test_a_rank_that_ended_is_noticed(tmp_path: Path) -> None:
     said = launch(tmp_path, "steps=1:3", "plain", ok=False)
     assert said[0] == "rank 0: began at 0, ended at 0"
-    assert "StateError" in said[1] and "another rank did not come to step 1" in said[1]
+    assert "StateError" in said[1] and "another rank did not arrive at step 1" in said[1]
 
 
 def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp
     orders = ["steps=3", "skips=0:2", "timeout=2", "stall_s=0.5"]
     done = run_python(Path(ranks_run.__file__), tmp_path, 2, *orders)
     said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
-    assert "StateError" in said[1] and "another rank did not come to step 2" in said[1]
+    assert "StateError" in said[1] and "another rank did not arrive at step 2" in said[1]
     assert "skips optimizer.step()" in said[1] and "resume='auto'" in said[1]
     assert "for a rank: to come to step 2" in done.stderr  # the watchdog, long before
     assert launch(tmp_path, "steps=1")[0] == "rank 0: began at 1, ended at 2"

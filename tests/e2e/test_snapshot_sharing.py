@@ -20,10 +20,10 @@ import swapper
 from e2e import killed_run
 from e2e.processes import LONG_S
 from swapper.durability.commit import read_commit
-from swapper.durability.copying import copy
 from swapper.durability.directory import FALLBACK_NAME
 from swapper.durability.publication import Draft
 from swapper.durability.verify import verify
+from swapper.io.copying import copy
 
 
 def digest(path: Path) -> str:
@@ -196,7 +196,7 @@ def test_a_changed_snapshot_costs_a_run_that_goes_on_at_most_one_step(
     harm(path, how)
     second = Run(tmp_path)
     assert second.manager.step == 3
-    assert "goes on from step 3 instead of 4" in caplog.text
+    assert "resumes from step 3 instead of 4" in caplog.text
     losses[3:] = second.train(3)
     second.manager.close()
     assert len(second.names()) == 2
@@ -251,7 +251,7 @@ def test_a_damaged_record_of_the_commit_before_stops_no_run(tmp_path: Path, capl
     (first.swap_files / FALLBACK_NAME).write_bytes(b"torn")
     second = Run(tmp_path)
     assert second.manager.step == 4
-    assert "there is no way back" in caplog.text
+    assert "the previous commit is not usable" in caplog.text
     losses += second.train(1)
     second.manager.close()
     assert not (second.swap_files / FALLBACK_NAME).exists()

@@ -111,6 +111,7 @@ def test_gather_state_and_snapshots_beside_evaluation(twins: MakeTwins, tmp_path
     pair.finish(paged=False)
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
 def test_a_pass_that_never_ended_leaves_its_turn_to_the_others(twins: MakeTwins, where: str, error: Any) -> None:

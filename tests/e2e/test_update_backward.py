@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import AdamW
 
-from e2e.early import train, updated_early
+from e2e.early import train
 from e2e.models import Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import Counting
 from e2e.twins import Twins
@@ -64,24 +64,6 @@ def test_an_optimizer_that_counts_in_its_groups_counts_once_a_step(backward: Mak
 
 
 # --- models that change ---------------------------------------------------------------------------------------------
-
-
-def test_a_compiled_model_is_bit_equal(backward: MakeTwins) -> None:
-    pair = backward(Net())
-    model = torch.compile(pair.swapped, backend="aot_eager")
-    state = torch.get_rng_state()
-    for step in range(3):
-        torch.manual_seed(step)
-        expected = train_step(pair.plain, pair.plain_optimizer)
-        torch.manual_seed(step)
-        loss = loss_of(model, tokens())
-        loss.backward()
-        assert len(updated_early(pair)) >= 4
-        pair.optimizer.step()
-        pair.optimizer.zero_grad()
-        assert torch.equal(loss, expected)
-    torch.set_rng_state(state)
-    pair.finish()
 
 
 def test_parameters_that_are_unfrozen_later_are_trained_from_then_on(backward: MakeTwins) -> None:

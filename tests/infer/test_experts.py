@@ -166,7 +166,7 @@ def test_an_expert_that_could_not_be_read_is_read_again(tmp_path):
     reference, path = saved(tmp_path)
     model = swapper.load(empty(), path, host_memory="6MiB")
     loaded = swapper.loaded(model)
-    files, batch = loaded._streaming._files, rows(3, 5)
+    files, batch = loaded._streaming.store, rows(3, 5)
     engine, files._engine = files._engine, _C.Engine(chaos={"seed": 1, "eio": 1})
     with torch.no_grad():
         for _ in range(2):
@@ -182,7 +182,7 @@ def test_experts_may_be_forgotten_while_they_are_read(tmp_path):
     source = open_source(path)
     gate, other_end = os.pipe()
     engines = [_C.Engine(), _C.Engine(chaos={"until": gate})]
-    files = [WeightFiles(engine, source) for engine in engines]
+    files = [WeightFiles(engine, source, {}) for engine in engines]
     owners = []
 
     def read(stored, offset, memory):
@@ -206,7 +206,7 @@ def test_where_a_later_read_cannot_begin_nothing_stays_leased(tmp_path):
     _, path = saved(tmp_path)
     source = open_source(path)
     engine = _C.Engine()
-    files = WeightFiles(engine, source)
+    files = WeightFiles(engine, source, {})
 
     def read(stored, offset, memory):
         if "layers.1" in stored.name:

@@ -133,7 +133,7 @@ def test_the_budget_is_what_weights_take(path):
 
 def test_the_pool_is_registered(path):
     model = load(path, host_memory=128 * MIB, device_memory=100 * MIB)
-    registration = swapper.loaded(model)._streaming._registration
+    registration = swapper.loaded(model)._streaming.host_side
     registration.wait()
     assert registration.describe() == "registered"
     run(model, tokens())

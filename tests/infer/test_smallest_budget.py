@@ -14,7 +14,7 @@ from e2e.twins import named_budget
 from torch import nn
 
 import swapper
-from swapper.modules.taken import taken_parameters
+from swapper.modules.groups import taken_parameters
 
 
 class WindowAttention(nn.Module):
@@ -64,11 +64,22 @@ def attention(model: Any) -> torch.Tensor:
     return model(torch.randn(2, 16, 256)).sum()
 
 
+def swin_of_transformers() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    options = {"image_size": 128, "embed_dim": 32, "depths": [1, 1, 2, 1], "num_heads": [2, 2, 4, 4], "window_size": 4}
+    return transformers.SwinModel(transformers.SwinConfig(**options))
+
+
+def image(model: Any) -> torch.Tensor:
+    return model(torch.randn(1, 3, 128, 128)).last_hidden_state.sum()
+
+
 SIZE = Size(width=128)
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] = {
     **{name: (lambda make=make: make(SIZE), loss) for name, (make, loss) in MODELS.items()},
     "Swin": (lambda: swin((1, 1, 2, 1)), patches),
     "Swin, deeper": (lambda: swin((2, 2, 3)), patches),
+    "Swin of transformers": (swin_of_transformers, image),
     "MultiheadAttention": (
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 4, batch_first=True), 3, enable_nested_tensor=False),
         attention,

@@ -78,7 +78,7 @@ def test_ways_to_generate_give_what_they_give_in_memory(path):
         ({"subfolder": "x"}, "subfolder= .*path of the directory"),
         ({"output_loading_info": True}, "output_loading_info="),
         ({"state_dict": {}}, "state_dict= .*swapper.load"),
-        ({"dtype": torch.float16, "torch_dtype": torch.float32}, "both said"),
+        ({"dtype": torch.float16, "torch_dtype": torch.float32}, "both given"),
     ],
 )
 def test_what_is_not_taken_is_refused_by_its_name(path, options, message):

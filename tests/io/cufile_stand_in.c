@@ -34,13 +34,13 @@ typedef struct {
 } Call;
 
 enum Mode { WORKS, DRIVER_REFUSES, COMPATIBILITY, PEER_TO_PEER, FILES_REFUSED };
-enum { SECTOR = 4096, MOST_CALLS = 4096, MOST_FILES = 1024, MOST_BUFFERS = 64, SHORT = 24 * SECTOR };
+enum { SECTOR = 4096, MAX_CALLS = 4096, MAX_FILES = 1024, MAX_BUFFERS = 64, SHORT = 24 * SECTOR };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static enum Mode mode;
-static int files[MOST_FILES], calls_made;
-static const void* buffers[MOST_BUFFERS];
-static Call calls[MOST_CALLS];
+static int files[MAX_FILES], calls_made;
+static const void* buffers[MAX_BUFFERS];
+static Call calls[MAX_CALLS];
 
 void set_mode(int wanted) {
   mode = wanted;
@@ -48,12 +48,12 @@ void set_mode(int wanted) {
 }
 int registered_buffers(void) {
   int count = 0;
-  for (int i = 0; i < MOST_BUFFERS; i++) count += buffers[i] != NULL;
+  for (int i = 0; i < MAX_BUFFERS; i++) count += buffers[i] != NULL;
   return count;
 }
 int registered_files(void) {
   int count = 0;
-  for (int i = 0; i < MOST_FILES; i++) count += files[i];
+  for (int i = 0; i < MAX_FILES; i++) count += files[i];
   return count;
 }
 int call_count(void) {
@@ -80,7 +80,7 @@ Status cuFileDriverGetProperties(Properties* found) {
 Status cuFileHandleRegister(void** handle, Descriptor* wanted) {
   int fd = wanted->handle.fd;
   if (mode == FILES_REFUSED) return (Status){5030, 0};
-  if (wanted->type != 1 || fd < 0 || fd >= MOST_FILES || files[fd]) return (Status){5022, 0};
+  if (wanted->type != 1 || fd < 0 || fd >= MAX_FILES || files[fd]) return (Status){5022, 0};
   if (!(fcntl(fd, F_GETFL) & O_DIRECT)) return (Status){5023, 0};
   files[fd] = 1;
   *handle = (void*)(long)(fd + 1);
@@ -92,7 +92,7 @@ void cuFileHandleDeregister(void* handle) {
 }
 
 static const void** buffer_at(const void* base) {
-  for (int i = 0; i < MOST_BUFFERS; i++)
+  for (int i = 0; i < MAX_BUFFERS; i++)
     if (buffers[i] == base) return &buffers[i];
   return NULL;
 }
@@ -114,7 +114,7 @@ Status cuFileBufDeregister(const void* base) {
 
 static int refused(void* handle, char op, const void* base, size_t size, off_t at, off_t in_memory) {
   pthread_mutex_lock(&lock);
-  if (calls_made < MOST_CALLS) calls[calls_made++] = (Call){op, at, (long)size, in_memory, base};
+  if (calls_made < MAX_CALLS) calls[calls_made++] = (Call){op, at, (long)size, in_memory, base};
   pthread_mutex_unlock(&lock);
   if (!files[(long)handle - 1]) return -5011;
   if (at % SECTOR || size % SECTOR) return -5022;

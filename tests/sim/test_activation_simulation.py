@@ -111,6 +111,25 @@ class HasNoLimit(SavedTensorCache):
         self._send_away(more_bytes)
 
 
+class LooksTwiceAtArrivals(SavedTensorCache):
+    """What arrives between the two looks is neither written nor waited for."""
+
+    def _wait_for_arrival(self, more_bytes: int) -> bool:
+        oldest = self._alive(next(iter(self._here), -1))
+        has_come = oldest is not None and oldest.arrival is not None and oldest.arrival.done
+        return not has_come and super()._wait_for_arrival(more_bytes)
+
+
+class WaitsForWritesOnly(SavedTensorCache):
+    """Where room is needed while reads are under way."""
+
+    def _wait_for_room(self, more_bytes: int) -> None:
+        reading = {n: s for n in self._moving if (s := self._alive(n)) and s.residency is Residency.READING}
+        hidden = {number: self._moving.pop(number) for number in reading}
+        super()._wait_for_room(more_bytes)
+        self._moving = {**hidden, **self._moving}
+
+
 class ReadsAheadWithoutRoom(SavedTensorCache):
     def _lacks_room(self, stored: Stored) -> bool:
         return False
@@ -131,7 +150,8 @@ class CountsTwice(SavedTensorCache):
 
 BROKEN = [
     ForgetsUnderWay, WritesBeforeArrival, TakesFailuresForContent, KeepsFailuresOfWrites, LetsGoBeforeTheWrite,
-    LetsGoOfWhatIsInMemoryOnly, DoesNotWaitForReads, HasNoLimit, ReadsAheadWithoutRoom, KeepsPlaces, CountsTwice,
+    LetsGoOfWhatIsInMemoryOnly, DoesNotWaitForReads, HasNoLimit, LooksTwiceAtArrivals,
+    WaitsForWritesOnly, ReadsAheadWithoutRoom, KeepsPlaces, CountsTwice,
 ]  # fmt: skip
 
 

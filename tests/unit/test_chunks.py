@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
 
@@ -36,7 +37,7 @@ def grids(draw: st.DrawFn) -> ChunkedTensor:
     return tensor(shape, *(chunk(tuple(b for b, _ in box), tuple(e - b for b, e in box)) for box in boxes))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(grids(), st.integers(1, 400))
 def test_chunks_give_the_tensor_back(chunked: ChunkedTensor, most_bytes: int) -> None:
     chunked.check()

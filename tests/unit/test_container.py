@@ -13,6 +13,7 @@ import torch
 from container_content import Content, assert_equal, build_tail, bytes_of, example, random_payload
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper.errors import CheckpointError
 from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, Record
@@ -63,7 +64,7 @@ def test_payload_first_bytes_equal_those_of_torchs_own_writer(tmp_path_factory, 
     assert ours.read_bytes()[:prefix] == theirs.read_bytes()[:prefix]
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=examples(25))
 @given(sizes=long_sizes.filter(bool))
 def test_header_chunks_around_4_gib_equal_those_of_torchs_own_writer(tmp_path_factory, sizes) -> None:
     path = tmp_path_factory.mktemp("sparse") / "big.pt"

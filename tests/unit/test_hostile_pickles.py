@@ -115,7 +115,7 @@ ENDLESS_WORK = {
 @pytest.mark.parametrize("data", ENDLESS.values(), ids=ENDLESS.keys())
 def test_a_nest_without_end_is_refused(data: bytes) -> None:
     skeleton = read_skeleton(data, "x")
-    with pytest.raises(CheckpointError, match=r"hostile or damaged|is no text"):
+    with pytest.raises(CheckpointError, match=r"hostile or damaged|is not a string"):
         for _ in skeleton.leaves():
             pass
 
@@ -134,6 +134,7 @@ def archive(path: Path, data: bytes) -> Path:
     return path
 
 
+@pytest.mark.large_table
 @pytest.mark.parametrize("data", [*ENDLESS.values(), *ENDLESS_WORK.values()], ids=[*ENDLESS, *ENDLESS_WORK])
 def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None:
     path = archive(tmp_path / "x.pt", data)

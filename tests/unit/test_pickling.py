@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import examples
 
 from swapper.errors import CheckpointError
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
@@ -106,7 +107,7 @@ def with_metadata(items: dict) -> OrderedDict:
     return state
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(data=st.data())
 def test_equals_torch_save_byte_for_byte(data) -> None:
     payload = Store(data.draw(st.lists(st.sampled_from(PRINTABLE), max_size=12)))

@@ -18,7 +18,7 @@ class Arena:
     def wait_taken(self, nbytes: int) -> None:
         self.waited.append(nbytes)
         if nbytes > 3 * FRAME:
-            raise IoError("take memory", "arena", 0, nbytes, 12)
+            raise IoError("populate memory", "arena", 0, nbytes, 12)
         self.taken_bytes = nbytes
 
 

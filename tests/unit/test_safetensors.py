@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from sampling import examples
 
 from swapper.errors import CheckpointError, IoError, SwapperError
 from swapper.formats import safetensors
@@ -102,7 +103,7 @@ def test_every_truncation_is_noticed(tmp_path):
             safetensors.read(path)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_any_changed_byte_gives_tensors_within_the_file_or_an_error_of_ours(tmp_path_factory, position, value):
     path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"
@@ -149,7 +150,7 @@ def test_missing_shards_are_named(tmp_path):
 def test_an_index_cannot_lead_out_of_its_directory(tmp_path, shard):
     make_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.raises(CheckpointError, match="not a file beside it"):
+    with pytest.raises(CheckpointError, match="not a file in its directory"):
         open_source(tmp_path)
 
 
@@ -210,5 +211,5 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     with pytest.raises(CheckpointError, match="was changed while"):
         source.check_unchanged()
     (tmp_path / "one.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="cannot be looked at"):
+    with pytest.raises(CheckpointError, match="cannot be checked any more"):
         source.check_unchanged()

@@ -1,10 +1,17 @@
-"""What `tools/test` runs of large tables: each value, another choice with each seed, the same one with the same."""
+"""What `tools/test` runs of large tables: each value, another choice with each seed, the same one with the same; and where."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import combinations, product
+from pathlib import Path
 
+import pytest
 from sampling import choose, pairwise
+
+ROOT = Path(__file__).parents[2]
 
 CASES = {f"{a}-{b}": frozenset({("a", a), ("b", b)}) for a, b in product(range(3), range(5))}
 CHOICES = {"a": [0, 1, 2, 3], "b": ["x", "y", "z"], "c": [True, False], "d": [4, 5]}
@@ -43,3 +50,25 @@ def test_each_pair_that_is_possible_occurs_and_no_combination_that_is_not():
         assert len(found) < len(possible) / 1.2
         assert found == pairwise(CHOICES, is_possible, seed)
     assert pairwise(CHOICES, is_possible, "a") != pairwise(CHOICES, is_possible, "b")
+
+
+def test_every_process_draws_the_same():
+    """Whatever its hashes of strings: xdist's processes must all collect the same tests."""
+    script = "from sampling import pairwise; print(pairwise({name: range(30) for name in 'xyz'}, bool, 'seed'))"
+    drawn = {
+        subprocess.run(
+            [sys.executable, "-c", script], cwd=ROOT / "tests", env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in "123"
+    }  # fmt: skip
+    assert len(drawn) == 1
+
+
+def test_a_drive_without_room_for_all_of_it_is_named_before_anything_runs(small_tmpfs):
+    command = [sys.executable, "-m", "pytest", "-n", "2", "-k", "nothing has this name"]
+    environment = {**os.environ, "TMPDIR": str(small_tmpfs)}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert ran.returncode == pytest.ExitCode.USAGE_ERROR, ran.stdout + ran.stderr
+    assert "set TMPDIR" in ran.stderr and str(small_tmpfs) in ran.stderr
+    assert "Traceback" not in ran.stderr

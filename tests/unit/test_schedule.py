@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from sampling import examples
 
 import swapper.paging.planning.schedule as schedule_module
 from swapper.paging.planning.resident_set import FIRST, choose_resident_set
@@ -123,7 +124,7 @@ class ScheduleAgainstSearch(RuleBasedStateMachine):
 
 
 TestScheduleAgainstSearch = ScheduleAgainstSearch.TestCase
-TestScheduleAgainstSearch.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestScheduleAgainstSearch.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
 
 
 @given(cycles, st.lists(accesses, max_size=30), st.sets(st.integers(0, 29)))

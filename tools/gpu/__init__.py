@@ -1,1 +1,1 @@
-"""What tools/gpu_check measures: one module a subject, one function a measurement, each in a process of its own."""
+"""The measurements of tools/gpu_check: one module a subject, one function a measurement, each in a process of its own."""

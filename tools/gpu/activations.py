@@ -1,7 +1,7 @@
-"""What `swapper.offload_activations` saves of a device's memory, and what it costs of a step, on a compute-bound transformer.
+"""Measures the device memory that `swapper.offload_activations` saves, and its cost, on a compute-bound transformer.
 
-Its blocks are wide: a byte that is saved has some ten thousand operations beside it in the forward, in which the link has the time
-to carry a good part of the bytes, not all. How many may stay is chosen for a little more than the bar.
+Its blocks are wide: for each saved byte the forward has some ten thousand operations, in which the link can carry a
+good part of the bytes, not all. The resident share is chosen for a little more than the bar.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def activations(bench: Bench) -> Iterator[Row]:
         stays = saved // 2 if bench.is_rehearsal else max(saved - int(AIM * plain_bytes), 64 << 20)
         host = max(saved - stays + (1 << 30), 1 << 20) if not bench.is_rehearsal else 1 << 20
         if host > kilobytes("MemAvailable") * 1024 * 0.8:
-            raise RuntimeError(f"this machine has not {host / 1e9:.1f} GB of memory for what goes down")
+            raise RuntimeError(f"this machine lacks {host / 1e9:.1f} GB of host memory for the activations")
         context = offload(bench, manager, host_memory=host, device_memory=stays)
         equal = all(torch.equal(a, b) for a, b in zip(gradients(bench, model, value, context), wanted, strict=True))
         if not equal:
@@ -72,7 +72,7 @@ def activations(bench: Bench) -> Iterator[Row]:
 
 
 def offload(bench: Bench, manager: swapper.SwapManager, **options: int) -> swapper.offload_activations:
-    """Nothing goes to the drive. In a rehearsal the device is the tests' one of host memory, whose copies run late."""
+    """Write nothing to the drive. A rehearsal uses the test device of host memory, with late copies."""
     if not bench.is_rehearsal:
         return swapper.offload_activations(manager, to="host", **options)
     sys.path.insert(0, str(ROOT / "tests"))
@@ -89,7 +89,7 @@ def run(model: nn.Module, value: torch.Tensor, context: AbstractContextManager[A
 def steps(
     bench: Bench, model: nn.Module, value: torch.Tensor, context: AbstractContextManager[Any]
 ) -> tuple[float, int]:
-    """Return seconds of the shortest step, and the most bytes that tensors had on the device."""
+    """Return seconds of the shortest step, and the peak of tensors' bytes on the device."""
     run(model, value, context)
     bench.synchronize()
     if not bench.is_rehearsal:
@@ -117,7 +117,7 @@ def gradients(
 
 
 def saved_bytes(bench: Bench, manager: swapper.SwapManager, model: nn.Module, value: torch.Tensor) -> int:
-    """Return how many bytes a forward saves that can be moved: nothing is, as all may stay."""
+    """Return the movable bytes that a forward saves: nothing is moved, as all may stay."""
     context = offload(bench, manager, host_memory=1 << 20, device_memory=1 << 60)
     with context:
         loss = loss_of(model, value)

@@ -1,7 +1,7 @@
-"""What every measurement is given, and what it gives: rows of the one table.
+"""Defines the input and output of every measurement: a bench, and rows of the one table.
 
-A measurement is a function that takes a `Bench` and yields `Row`s, each as soon as it is known; what fails after that loses
-nothing. It verifies its bytes outside of the time that it takes.
+A measurement is a function that takes a `Bench` and yields `Row`s, each as soon as it is known, so that a later failure
+loses nothing. It verifies its bytes outside of the measured time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 QUEUED = 8
 ROOMY_BYTES = 22_000_000_000
 LONG_S = 0.05
-"""From here on the clock counts: what a host thread does beside the device's stream, as the engine, is in it too."""
+"""Seconds of a timing from which wall-clock time is used: it includes host threads, such as the engine's."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Row:
     """A line of the table.
 
     Attributes:
-        figure: what was measured.
-        bar: what it is held to, as text; "" where it is only reported.
-        number: what came out, as text; "" where it could not be measured.
-        met: whether the bar is; None without a bar or a number.
-        reason: why there is no number.
-        is_open: nothing went wrong: there is nothing to measure yet, or this machine has not what it takes.
+        figure: name of the figure.
+        bar: the bar, as text; "" if it is only reported.
+        number: the result, as text; "" if it could not be measured.
+        met: whether the bar is met; None without a bar or a number.
+        reason: the reason for a missing number.
+        is_open: nothing failed: there is nothing to measure yet, or this machine lacks something.
     """
 
     figure: str
@@ -41,7 +41,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """What there is to say of it: "met", "NOT MET", "measured" (without a bar), "open", or "FAILED" (no number)."""
+        """ "met", "NOT MET", "measured" (without a bar), "open", or "FAILED" (no number)."""
         if not self.number:
             return "open" if self.is_open else "FAILED"
         return "measured" if self.met is None else "met" if self.met else "NOT MET"
@@ -49,10 +49,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how large: a GPU, or in a rehearsal the CPU, with Triton's interpreter and sizes that mean nothing.
+    """The device and sizes: a GPU, or in a rehearsal the CPU, with Triton's interpreter and sizes that mean nothing.
 
     Attributes:
-        directory: on the drive that is measured; the measurement leaves nothing in it.
+        directory: on the measured drive; the measurement leaves nothing in it.
     """
 
     directory: Path
@@ -63,7 +63,7 @@ class Bench:
         return torch.device("cpu" if self.is_rehearsal else "cuda")
 
     def size(self, real: int, rehearsed: int) -> int:
-        """`real`, halved as often as a device of less than 24 GB makes necessary; or what is rehearsed with."""
+        """Return `real`, halved until it suits a device of less than 24 GB; or `rehearsed` in a rehearsal."""
         if self.is_rehearsal:
             return rehearsed
         room = torch.cuda.get_device_properties(0).total_memory
@@ -76,11 +76,11 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, act: Callable[[], object], rounds: int = 10, warmup: int = 2) -> float:
-        """The shortest of `rounds` times of what `act` does, on the device too."""
+        """Return the shortest of `rounds` times of `act`, on the device too."""
         return self.seconds_by_turns([act], rounds, warmup)[0]
 
     def queued_seconds(self, act: Callable[[], object], rounds: int = 5) -> float:
-        """The same of what only queues kernels: several together, so that the device does not wait for Python to queue them."""
+        """The same for code that only queues kernels: several at once, so that the device does not wait for Python."""
 
         def several() -> None:
             for _ in range(self.size(QUEUED, 1)):
@@ -89,7 +89,7 @@ class Bench:
         return self.seconds(several, rounds) / self.size(QUEUED, 1)
 
     def seconds_by_turns(self, acts: list[Callable[[], object]], rounds: int = 10, warmup: int = 2) -> list[float]:
-        """The same for several that are compared with each other: a disturbance hits one as well as the other."""
+        """The same for several alternating functions: a disturbance hits one as well as the other."""
         best = [float("inf")] * len(acts)
         for n in range(1 if self.is_rehearsal else warmup + rounds):
             for which, act in enumerate(acts):
@@ -119,7 +119,7 @@ Measurement = Callable[[Bench], Iterator[Row]]
 
 
 def ratio(figure: str, nbytes: int, seconds: float, limit: float, of: str, bar: float | None) -> Row:
-    """A row of bytes a second as a part of a limit in bytes a second."""
+    """Make a row of bytes a second relative to a limit in bytes a second."""
     rate = nbytes / seconds
     found = rate / limit
     text = f"{found:.3f} ({rate / 1e9:.2f} of {limit / 1e9:.2f} GB/s)"

@@ -1,4 +1,4 @@
-"""A command with a deadline: it, and whatever it has started, ends then. Its output goes to a file, which nobody can hold open."""
+"""Runs a command with a deadline and kills it with all its children. Its output goes to a file, which nobody can block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_bounded(
     environment: Mapping[str, str],
     directory: Path | None = None,
 ) -> int | None:
-    """Return its exit status; None if it took longer."""
+    """Run the command and return its exit status; None if it took longer."""
     running = subprocess.Popen(
         command,
         stdout=output,
@@ -33,6 +33,6 @@ def run_bounded(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        with contextlib.suppress(ProcessLookupError):  # mostly there is nothing left of it
+        with contextlib.suppress(ProcessLookupError):  # mostly none is left
             os.killpg(running.pid, signal.SIGKILL)
         running.wait()

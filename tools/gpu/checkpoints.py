@@ -1,4 +1,4 @@
-"""swapper.checkpoint's save and load of CUDA tensors, beside torch's, against what drive and link allow."""
+"""Measures swapper.checkpoint's save and load of CUDA tensors against torch's, and against drive and link."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from swapper import AioHandle, checkpoint
 SAVES = (
     "checkpoint.save of CUDA tensors",
     "the same, use_pinned_memory_for_d2h",
-    "torch.save beside it (to the page cache)",
+    "torch.save (to the page cache)",
 )
-LOADS = ("checkpoint.load to CUDA", "torch.load beside it (from the page cache)")
+LOADS = ("checkpoint.load to CUDA", "torch.load (from the page cache)")
 
 
 def saves_and_loads(bench: Bench) -> Iterator[Row]:
@@ -55,7 +55,7 @@ def saves_and_loads(bench: Bench) -> Iterator[Row]:
 
 
 def drive_rates(bench: Bench, path: Path, nbytes: int) -> tuple[float, float]:
-    """Bytes a second from locked host memory to the drive, and back."""
+    """Return bytes a second from locked host memory to the drive, and back."""
     with AioHandle(queue_depth=32, strict=False) as handle:
         memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
         writing = bench.seconds(lambda: handle.submit_write(memory, path, 0).wait(), rounds=2, warmup=1)

@@ -1,4 +1,4 @@
-"""Page-locked memory and the device: swapper's arena, registered with CUDA, beside memory that CUDA itself has locked."""
+"""Measures copies between page-locked memory and the device: swapper's registered arena against CUDA's own memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BAR = 0.95
 
 
 def pinned(bench: Bench, nbytes: int) -> torch.Tensor:
-    """Memory as CUDA locks it, which copies fastest."""
+    """Allocate memory locked by CUDA, which copies fastest."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not bench.is_rehearsal)
 
 
@@ -48,7 +48,7 @@ def arena_copies(bench: Bench) -> Iterator[Row]:
 
 
 def link_rates(bench: Bench) -> tuple[float, float]:
-    """Bytes a second from page-locked memory to the device, and back: what a transfer past it cannot exceed."""
+    """Return bytes a second from page-locked memory to the device, and back: the limit of a transfer through it."""
     nbytes = bench.size(512 << 20, 1 << 20)
     host, on_device = pinned(bench, nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
     up = bench.seconds(lambda: on_device.copy_(host, non_blocking=True), rounds=5)

@@ -1,7 +1,8 @@
-"""The drive and the device: through host memory by AioHandle, past it by cuFile, each against what drive and link allow.
+"""Measures transfers between drive and device, through host memory (AioHandle) and past it (cuFile), against their
+limit.
 
-The drive's rate is that of the same engine with locked host memory, in the same file, by turns with the transfer whose limit it
-is. Handles are not strict, so that memory which the system refuses to lock is no end; transfers raise all the same.
+The drive's rate is that of the same engine with locked host memory, in the same file, alternating with the measured
+transfer. Handles are not strict, so that a refused memory lock is not fatal; transfers raise all the same.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def by_cufile(bench: Bench) -> Iterator[Row]:
 
 
 def by_gds_file(bench: Bench) -> Iterator[Row]:
-    """By whichever way it takes, which the row names."""
+    """By either path; the row names it."""
     with (
         AioHandle(queue_depth=32, strict=False) as host,
         Trial(bench, host) as trial,

@@ -1,6 +1,6 @@
-"""All measurements, by name: the figures that each is to give (what is missing of them is told in the table), and its own deadline.
+"""Lists all measurements by name, with their figures (the table reports missing ones) and deadlines.
 
-So one that hangs takes no more than its part of the time. The tests come in between: after what the bars are about.
+A measurement that hangs takes no more than its deadline. The tests run in between, after the figures with bars.
 """
 
 from __future__ import annotations
@@ -37,4 +37,4 @@ FIGURES: dict[str, Figures] = {
 }
 TESTS, TESTS_BEFORE, TESTS_S = "tests", "quantised", 150
 ORDER = [name for before in FIGURES for name in ((TESTS, before) if before == TESTS_BEFORE else (before,))]
-"""Of what must not be lost when time runs out."""
+"""Measurements that must not be lost when time runs out."""

@@ -1,4 +1,4 @@
-"""What the figures were measured on, by name: without it they mean nothing."""
+"""Names the hardware of the figures: without it they mean nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hardware(directory: Path) -> dict[str, str]:
 
 
 def no_cuda() -> str:
-    """Why there is nothing to measure here; empty where there is."""
+    """Return why nothing can be measured here; empty if it can."""
     if torch.cuda.is_available():
         return ""
     if torch.version.cuda is None:

@@ -1,6 +1,7 @@
-"""Passes through a model whose weights come to the device from host memory or from the drive, against what link and drive allow.
+"""Measures passes through a model whose weights come from host memory or the drive, against link and drive.
 
-The model is linear maps with few rows of input: their arithmetic is nothing beside their bytes, so that a pass is its transfers.
+The model is linear maps with few rows of input: their arithmetic is negligible against their bytes, so that a pass is
+its transfers.
 """
 
 from __future__ import annotations
@@ -86,10 +87,10 @@ class Loaded:
         return result
 
     def seconds(self, x: torch.Tensor, expected: torch.Tensor, is_open: bool = False) -> float:
-        """The shortest pass; its output is verified outside of it."""
+        """Return the time of the shortest pass; its output is verified outside of it."""
         for _ in range(3):  # the first reads everything, the second knows the order
             check_equal(self.run(x), expected, "a pass")
-        registration: Any = swapper.loaded(self._model)._streaming._registration
+        registration: Any = swapper.loaded(self._model)._streaming.host_side
         if registration is not None:
             registration.wait()
         before = swapper.loaded(self._model).counters.uploaded_bytes
@@ -106,7 +107,7 @@ class Loaded:
 
 
 def drive_rate(bench: Bench, path: Path) -> float:
-    """Bytes a second from the drive into locked memory, by the same engine."""
+    """Return bytes a second from the drive into locked memory, with the same engine."""
     nbytes = path.stat().st_size // 4096 * 4096
     with AioHandle(queue_depth=32) as handle:
         memory = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))

@@ -1,6 +1,7 @@
-"""swapper, built from this checkout into a directory of its own, without a network and without touching the Python that runs this.
+"""Builds swapper from this checkout into a separate directory, without a network and without changing this Python.
 
-A virtual environment would not do: made from within another one it does not see that one's packages, and torch is mostly in one.
+A virtual environment would not work: made inside of another one it does not see that one's packages, and torch is
+mostly in one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from gpu.bounded import run_bounded
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDED = ("torch", "triton", "pytest", "nanobind", "scikit_build_core", "numpy", "psutil", "rich", "typer")
-"""The last ones are what swapper itself imports: pip is told to look for nothing, since there may be no network."""
+"""The last ones are swapper's own imports: pip must not search for packages, since there may be no network."""
 
 
 def install(prefix: Path, timeout_s: float) -> str:
-    """Builds and installs into `prefix`; what is there is replaced. Return what went wrong, or nothing."""
+    """Build and install into `prefix`, replacing its contents. Return the error, or ""."""
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--upgrade", "--disable-pip-version-check", "-q"]
     build = f"--config-settings=build-dir={prefix}-build"
     command = [sys.executable, "-m", "pip", "install", *options, build, "--target", str(prefix), str(ROOT)]
@@ -31,7 +32,7 @@ def install(prefix: Path, timeout_s: float) -> str:
 
 
 def environment_with(prefix: Path | None) -> dict[str, str]:
-    """For processes that are to import swapper from `prefix`."""
+    """Return an environment for processes that import swapper from `prefix`."""
     if prefix is None:
         return dict(os.environ)
     paths = [str(prefix), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -39,7 +40,7 @@ def environment_with(prefix: Path | None) -> dict[str, str]:
 
 
 def missing() -> list[str]:
-    """Modules that are needed for it and not there."""
+    """Return the names of missing required modules."""
     from importlib.util import find_spec
 
     return [name for name in NEEDED if find_spec(name) is None]

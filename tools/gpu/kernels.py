@@ -1,4 +1,4 @@
-"""Kernels against the bandwidth of the device's memory, as a copy within it has it: bytes that a kernel must move, a second."""
+"""Measures kernels against the device's memory bandwidth: bytes that a kernel must move a second, against a copy's."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from gpu.bench import Bench, Row, ratio
 from swapper.device.kernels import adamw, quantized
 
 COPY = "a copy on the device"
-ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32, beside it")
+ADAMW = ("AdamW, one pass", "AdamW, one pass, stochastic rounding", "torch's fused AdamW, fp32")
 QUANTISED = tuple(f"{verb} {bits} bits" for bits in (8, 4) for verb in ("quantise", "dequantise"))
 
 
 def copy_bandwidth(bench: Bench) -> float:
-    """Bytes read and written a second."""
+    """Return bytes read and written a second."""
     nbytes = bench.size(2 << 30, 1 << 20)
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
     return 2 * nbytes / bench.queued_seconds(lambda: target.copy_(source))
@@ -45,7 +45,7 @@ def quantised_kernels(bench: Bench) -> Iterator[Row]:
     for bits, block in ((8, 128), (4, 64)):
         stored, overflown = quantized.quantise(rows, bits, block)
         if overflown.item() != 0:
-            raise AssertionError("values that are finite were taken for others")
+            raise AssertionError("finite values were taken for non-finite ones")
         nbytes = quantized.bytes_moved(bits, block, columns, rows.shape[0], rows.dtype)
         taken = bench.queued_seconds(partial(quantized.quantise, rows, bits, block))
         yield ratio(f"quantise {bits} bits", nbytes, taken, limit, COPY, None)

@@ -1,7 +1,7 @@
-"""Training where gradients or the optimizer's state stay on the device, and where swapper's AdamW updates, beside plain torch.
+"""Measures training with gradients or state on the device, and with swapper's AdamW, against plain torch.
 
-Only reported: each saves something else of what `training.py` measures with state in host memory: the way of the gradients, that of
-the state, passes over a slice. A short step shows it better than a compute-bound one.
+Only reported: each variant saves another part of the time of `training.py` with state in host memory: copies of
+gradients, copies of state, passes over a slice. A short step shows it better than a compute-bound one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one table, and the same as JSON, also under $OUT: written anew after each row, so that nothing is lost whatever happens."""
+"""Writes the one table, and the same as JSON, also in $OUT, after each row, so that nothing is lost."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gpu.bench import Row
 
 
 class Report:
-    """Rows as they come, and what they were measured on."""
+    """The rows so far, and the hardware."""
 
     def __init__(self, hardware: dict[str, str], is_rehearsal: bool, path: Path | None) -> None:
-        """`path`: of the JSON, if it is asked for."""
+        """`path`: of the JSON, if requested."""
         self.rows: list[Row] = []
         self._hardware = hardware
         self._is_rehearsal = is_rehearsal
@@ -31,7 +31,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Write the JSON; done by itself after each row."""
+        """Write the JSON; called after each row."""
         told = self.json()
         for path in self._files:
             path.write_text(told)
@@ -61,7 +61,7 @@ class Report:
         return json.dumps({**told, "hardware": self._hardware, "rows": rows}, indent=1)
 
     def summary(self) -> str:
-        """How many rows there are of each kind."""
+        """Count the rows of each kind."""
         counts = Counter(self._verdict(row) for row in self.rows)
         return ", ".join(f"{n} {status}" for status, n in counts.items())
 

@@ -1,7 +1,8 @@
-"""Training with a model on the device: optimizer state in host memory and on NVMe against plain torch in device memory; and a model
-of four times the device's budget, whose losses must be those of the same arithmetic without swapper.
+"""Measures training on the device: state in host memory and on NVMe against plain torch, and a model of four times the
+device's budget.
 
-A step is as many microbatches as make it long beside the update, which is what a compute-bound batch is.
+The losses of that model must equal the same arithmetic without swapper. A step has enough microbatches to be long
+relative to the update, as a compute-bound batch is.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ LARGE = "a model of 4 x device_memory trains, losses equal"
 STREAMED = "update of streamed state on the device, of the link"
 HOST_BAR, NVME_BAR = 0.95, 0.90
 STEP_S = 4.0
-STATE_BYTES = 12  # fp32 masters and moments, of a parameter
+STATE_BYTES = 12  # of a parameter: fp32 masters and moments
 STEPS = 3
 MIB = 1 << 20
 
 
 def device_of(bench: Bench) -> Any:
-    """The GPU; in a rehearsal the tests' device of host memory, whose copies run late."""
+    """Return the GPU; in a rehearsal the test device of host memory, with late copies."""
     if not bench.is_rehearsal:
         return bench.device
     sys.path.insert(0, str(ROOT / "tests"))
@@ -50,7 +51,7 @@ def device_of(bench: Bench) -> Any:
 
 
 def roomy(bench: Bench) -> int:
-    """Of host memory beyond what lives there."""
+    """Return host memory beyond the resident part."""
     return (64 if bench.is_rehearsal else 512) * MIB
 
 
@@ -86,7 +87,7 @@ def step(
     microbatches: int,
     accumulate: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """`accumulate` is what all backwards but the last run in."""
+    """`accumulate` wraps all backwards but the last."""
     with accumulate():
         for _ in range(microbatches - 1):
             (loss_of(model, value) / microbatches).backward()
@@ -96,7 +97,7 @@ def step(
 
 
 def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
-    """The shortest of `rounds`, after one that does not count."""
+    """Return the shortest of `rounds`, after one that does not count."""
     times = []
     for _ in range(2 if bench.is_rehearsal else rounds + 1):
         bench.synchronize()
@@ -110,7 +111,7 @@ def seconds(bench: Bench, act: Callable[[], None], rounds: int) -> float:
 def plain_step(
     bench: Bench, layers: int, width: int, value: torch.Tensor, least_s: float = STEP_S
 ) -> tuple[int, float]:
-    """Return how many microbatches make a step long enough, and how long such a step is, all in device memory."""
+    """Return how many microbatches make a step long enough, and its time, all in device memory."""
     model = transformer(layers, width, torch.bfloat16, bench.device)
     optimizer = AdamW(model.parameters(), fused=True)
     one_s = seconds(bench, lambda: step(model, optimizer, value, 1), STEPS)
@@ -127,10 +128,10 @@ def swapped_step(
     place: str,
     options: dict[str, Any],
 ) -> tuple[float, int]:
-    """Return how long a step is, and the bytes of the optimizer's state that it reads, and writes.
+    """Return the time of a step, and the bytes of the optimizer's state that it reads and writes.
 
     Args:
-        options: of `offload`, beside those that all have.
+        options: of `offload`, in addition to the common ones.
     """
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -146,7 +147,7 @@ def swapped_step(
 def streamed_update(
     bench: Bench, layers: int, width: int, place: str, figure: str = STREAMED, update_with: str = "optimizer"
 ) -> Row:
-    """`optimizer.step()` alone, state in host memory: masters, moments and gradients go up; as many bytes come down."""
+    """Time `optimizer.step()` alone, with state in host memory: masters, moments and gradients are copied both ways."""
     model = transformer(layers, width, torch.bfloat16, "cpu")
     count = sum(parameter.numel() for parameter in model.parameters())
     there = Accelerator(update_on="device", update_with=update_with)
@@ -188,13 +189,13 @@ def four_times_the_budget(bench: Bench) -> Iterator[Row]:
             found.append(loss.item())
     same = found == wanted
     number = (
-        f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB beside {budget / 1e9:.2f})"
+        f"{'equal' if same else 'DIFFERENT'} in {len(wanted)} steps ({nbytes / 1e9:.2f} GB against {budget / 1e9:.2f})"
     )
     yield Row(LARGE, "equal", number, same)
 
 
 def reference_losses(bench: Bench, layers: int, width: int, value: torch.Tensor) -> list[float]:
-    """Forward and backward on the device, the update on the CPU: the same arithmetic, everything in memory."""
+    """Run forward and backward on the device, the update on the CPU: the same arithmetic, everything in memory."""
     model = transformer(layers, width, torch.float32, "cpu").to(bench.device)
     masters = [nn.Parameter(parameter.detach().cpu().clone()) for parameter in model.parameters()]
     optimizer, losses = AdamW(masters, lr=1e-3), []

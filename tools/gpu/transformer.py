@@ -1,5 +1,7 @@
-"""The model of the measurements that train: plain transformer blocks, whose work grows with the square of their width, and whose
-activations with the width alone."""
+"""Builds the model of the training measurements: plain transformer blocks.
+
+Their work grows with the square of their width, their activations with the width.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from torch.nn import functional as F
 
 HEAD_WIDTH = 128
 PARAMETERS_OF_WIDTH = 12
-"""A block has so many times width * width parameters."""
+"""A block has this many times width * width parameters."""
 
 
 class Block(nn.Module):

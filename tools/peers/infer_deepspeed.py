@@ -1,9 +1,9 @@
-"""The forward of tools/bench_infer by DeepSpeed: ZeRO-Inference, stage 3 with parameters on NVMe. Run by bench_infer --deepspeed.
+"""Runs the forward of tools/bench_infer in DeepSpeed: ZeRO-Inference, stage 3 with parameters on NVMe.
 
     python infer_deepspeed.py SETTINGS.json FIGURES.json
 
-Runs in an environment of its own, where DeepSpeed and its aio operator are; of swapper it uses the model and the gauge of memory.
-DeepSpeed keeps its own copy of the weights under `directory`, written before the first pass.
+bench_infer --deepspeed runs it in an environment that has DeepSpeed and its aio operator. From swapper it uses the
+model and the memory gauge. DeepSpeed keeps its own copy of the weights in `directory`, written before the first pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from swapper.bench.memory import PeakMemory
 
 
 def load_file(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file, in memory. The library for that need not be where DeepSpeed is."""
+    """Return the tensors of a safetensors file, in memory, without the safetensors library."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         begin = file.tell()

@@ -1,9 +1,10 @@
-"""The training of tools/bench_train by DeepSpeed: ZeRO-3, optimizer state on NVMe, pipelined. Run by bench_train --deepspeed.
+"""Runs the training of tools/bench_train in DeepSpeed: ZeRO-3, optimizer state on NVMe, pipelined.
 
     python train_deepspeed.py SETTINGS.json FIGURES.json
 
-Runs in an environment of its own, where DeepSpeed and its aio operator are; of swapper it uses the model, the text and the
-gauge of memory, which know nothing of its engine. Settings that work on one CPU process: buffer_count 12 pipelined.
+bench_train --deepspeed runs it in an environment that has DeepSpeed and its aio operator. From swapper it uses the
+model, the text and the memory gauge, which do not use its engine. Settings that work on one CPU process: buffer_count
+12 pipelined.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""First on the path of what csrc/tests/python_sanitized starts: the data plane is then the one that was built with ASan."""
+"""Makes processes that csrc/tests/python_sanitized starts import the data plane that was built with ASan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "swapper._C"
 
 
 class Sanitized(MetaPathFinder):
-    """Finds the data plane where the environment says, before anything finds the installed one."""
+    """Finds the data plane named by the environment, before the installed one is found."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -1,7 +1,8 @@
-"""A tensor by itself as torch.save writes it: what torch.distributed.checkpoint has at some offset of a file for each tensor.
+"""Makes items of torch.distributed.checkpoint: a single tensor as torch.save writes it, at some offset of a file.
 
-All but the payload is made here, so that the payload can go to its place directly. Inside, offsets count from the item's own
-beginning and torch's alignment of 64 bytes holds; `head_gap` says where to begin so that the payload is aligned in the file.
+Everything except the payload is made here, so that the payload can be transferred directly. Inside, offsets count from
+the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` finds a beginning that aligns the payload
+in the file.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from swapper.formats.torch_zip.zip_writer import (
     serialization_id,
 )
 
-_ALIGNMENT = 64
-_FILE_ALIGNMENT = 4096
+_ALIGNMENT = 64  # bytes; torch's own
+_FILE_ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Item:
     nbytes: int
     tail_nbytes: int
     _entries: tuple[Entry, ...]
-    _cursor: int  # where the payload's local header begins
+    _cursor: int  # offset of the payload's local header
 
     @classmethod
     def of(cls, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool = False) -> Item:
@@ -53,7 +54,7 @@ class Item:
         return cls(bytes(head), nbytes, len(item.tail(0)), tuple(entries), cursor)
 
     def tail(self, crc32: int) -> bytes:
-        """Return what follows the payload whose CRC-32 is this. Its length is always the same."""
+        """Return the bytes after a payload with this CRC-32. Their length is always the same."""
         begin = len(self.head) + self.nbytes
         payload = Entry(f"{ROOT}/data/0", self._cursor, self.nbytes, crc32)
         tail = bytearray(descriptor(self._cursor, self.nbytes, crc32))
@@ -63,7 +64,7 @@ class Item:
         return bytes(tail) + directory(entries, begin + len(tail), 1)
 
     def head_gap(self, position: int) -> int:
-        """How many bytes to leave free at `position` of the file so that the payload lies at a multiple of 4096."""
+        """Return the bytes to skip at `position` of the file so that the payload lies at a multiple of 4096."""
         return -(position + len(self.head)) % _FILE_ALIGNMENT
 
     @property

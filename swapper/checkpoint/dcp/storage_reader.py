@@ -1,5 +1,7 @@
-"""Reading for torch.distributed.checkpoint: what a plan asks for comes straight to where it belongs, or beside it where it is a
-part that does not lie in one run. What a `.metadata` names is not run unless it is part of such a file.
+"""Reads for torch.distributed.checkpoint: straight into the targets of a plan, or via a buffer for non-contiguous
+parts.
+
+A class that a `.metadata` names is not run unless it belongs to such a file.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from swapper.io.waiting import drain
 
 @dataclass
 class _Read:
-    """A tensor that is being read: `memory` is where its bytes go, `part` what is left to copy then."""
+    """A tensor that is being read: into `memory`, of which `part` is then copied."""
 
     request: ReadItem
     target: torch.Tensor
     ticket: Any
     memory: torch.Tensor | None = None  # None: straight into the target
-    part: torch.Tensor | None = None  # of `memory`, what goes to the target
+    part: torch.Tensor | None = None  # of `memory`, for the target
 
     def finish(self, planner: LoadPlanner) -> None:
         self.ticket.wait()
@@ -46,7 +48,7 @@ class _Read:
 
 
 class StorageReader(FileSystemReader):
-    """Reads what torch's FileSystemWriter or `StorageWriter` wrote.
+    """Reads checkpoints of torch's FileSystemWriter or `StorageWriter`.
 
     Args:
         path: the checkpoint's directory.
@@ -56,19 +58,20 @@ class StorageReader(FileSystemReader):
         super().__init__(path)
 
     def read_metadata(self, *args: Any, **named: Any) -> Metadata:
-        """
+        """Read the metadata.
+
         Raises:
-            CheckpointError: the metadata is damaged, or names what is no part of such a file.
+            CheckpointError: the metadata is damaged, or names a foreign class.
             IoError: it cannot be read.
         """
         path = Path(self._get_metadata_path(named.get("rank")))
         data = read_whole(path, MAX_METADATA_BYTES)
-        read_skeleton(data, str(path))  # refuses what would take no end of time or memory
+        read_skeleton(data, str(path))  # refuses endless time or memory
         try:
             metadata = _MetadataReader(io.BytesIO(data)).load()
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from None
-        except Exception as error:  # a damaged pickle makes it raise whatever there is
+        except Exception as error:  # a damaged pickle can make it raise anything
             raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} is not the metadata of a checkpoint")
@@ -78,9 +81,10 @@ class StorageReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """
+        """Read the items of a plan.
+
         Raises:
-            CheckpointError: a file does not hold what the metadata says.
+            CheckpointError: a file does not match the metadata.
             IoError: a file cannot be read.
         """
         per_file: dict[str, list[ReadItem]] = {}
@@ -88,7 +92,7 @@ class StorageReader(FileSystemReader):
             per_file.setdefault(self.storage_data[request.storage_index].relative_path, []).append(request)
         for name, requests in per_file.items():
             if not isinstance(name, str) or not is_plain_name(name):
-                raise CheckpointError(f"{self.path}: the metadata names a file that is not one beside it")
+                raise CheckpointError(f"{self.path}: the metadata names a file that is not in its directory")
             requests.sort(key=lambda request: self.storage_data[request.storage_index].offset)
             with _OpenFile(Path(self.path) / name) as file:
                 for request in requests:
@@ -99,9 +103,9 @@ class StorageReader(FileSystemReader):
 
 
 class _OpenFile:
-    """One file of a checkpoint, with reads under way. A context: at its end all is read and handed over."""
+    """One file of a checkpoint, with reads in flight. A context: at its end all is read and delivered."""
 
-    MOST_READS = 64
+    MAX_READS = 64
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -142,7 +146,7 @@ class _OpenFile:
             planner.commit_tensor(request, target)
         else:
             self._begin(request, target, stored)
-            self._finish(self.MOST_READS)
+            self._finish(self.MAX_READS)
 
     def _begin(self, request: ReadItem, target: torch.Tensor, stored: StoredTensor) -> None:
         lengths = tuple(request.lengths)
@@ -156,7 +160,7 @@ class _OpenFile:
         row_bytes = stored.nbytes // stored.shape[0] if stored.shape and stored.shape[0] else stored.nbytes
         first, rows = (request.storage_offsets[0], lengths[0]) if lengths else (0, 1)
         if stored.shape and first + rows > stored.shape[0]:
-            raise CheckpointError(f"{self._path}: {request.dest_index.fqn} is wanted beyond its end")
+            raise CheckpointError(f"{self._path}: {request.dest_index.fqn} is requested beyond its end")
         offset, nbytes = stored.offset + first * row_bytes, rows * row_bytes
         whole_rows = lengths[1:] == stored.shape[1:]
         direct = target.device.type == "cpu" and target.is_contiguous() and target.dtype == stored.dtype
@@ -169,7 +173,7 @@ class _OpenFile:
     def _begin_part(
         self, request: ReadItem, target: torch.Tensor, stored: StoredTensor, offset: int, nbytes: int, first: int
     ) -> None:
-        """Read rows from `first` on beside the target, and take from them what it wants."""
+        """Read rows from `first` on into a buffer, and copy the target's part from it."""
         memory = torch.empty(nbytes, dtype=torch.uint8)
         rows = memory.view(stored.dtype)
         if stored.stride is not None:
@@ -182,13 +186,13 @@ class _OpenFile:
         self._reads.append(_Read(request, target, ticket, memory, rows))
 
     def _finish(self, leave: int) -> None:
-        """Hand over the oldest reads, until `leave` are under way."""
+        """Deliver the oldest reads, until `leave` are in flight."""
         while len(self._reads) > leave and self._planner is not None:
             self._reads[0].finish(self._planner)
             del self._reads[0]
 
     def _locate(self, info: Any) -> StoredTensor | None:
-        """Where the payload of an item is; None if torch has to load it."""
+        """Return the location of an item's payload; None if torch has to load it."""
         item = read_item(self._descriptor, self._path, info.offset, info.length)
         view = item.skeleton.tree
         order_is_ours = item.byteorder in (None, "little" if torch.tensor([1]).view(torch.uint8)[0] else "big")
@@ -207,8 +211,10 @@ def _narrowed(tensor: torch.Tensor, request: ReadItem) -> torch.Tensor:
 
 
 class _MetadataReader(pickle._Unpickler):
-    """Reads a `.metadata`, of the classes that such a file is made of. In Python: the unpickler in C takes memory for as many memo
-    entries as a pickle says to have."""
+    """Reads a `.metadata`, with the classes of such a file only.
+
+    In Python: the unpickler in C allocates memory for as many memo entries as a pickle claims.
+    """
 
     _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
     _OTHERS = frozenset(
@@ -229,6 +235,6 @@ class _MetadataReader(pickle._Unpickler):
         if is_record or isinstance(found, torch.dtype) or (module, name) in self._OTHERS:
             return found
         raise CheckpointError(
-            f"it names {module}.{name}, which is no part of a checkpoint's metadata: it is hostile, or of a planner of your "
+            f"it names {module}.{name}, which does not belong in a checkpoint's metadata: it is hostile, or of a planner of your "
             "own; if you trust it, load it with torch's FileSystemReader"
         )

@@ -1,7 +1,8 @@
-"""Writing for torch.distributed.checkpoint: each thread of each rank makes a file, and the metadata names what counts.
+"""Writes for torch.distributed.checkpoint: each thread of each rank makes a file, and the metadata names the valid
+ones.
 
-Tensors of host memory go to the drive from where they lie; what is small, or on a device, by the ring of a stream (stream.py). A
-checkpoint that is overwritten stays whole until the new one's metadata takes its place, in one step.
+Host tensors are written from where they lie; small ones, and those on a device, through a stream's ring (stream.py). An
+overwritten checkpoint stays whole until the new one's metadata replaces its own, in one step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from swapper.io.engines import open_for, reserve, shared_engine
 
 VERSION = "1.0.0"
 SUFFIX = ".distcp"
-_LEAST_BLOCKS = 4
+_MIN_BLOCKS = 4
 
 
 class StorageWriter(FileSystemWriter):
@@ -44,15 +45,15 @@ class StorageWriter(FileSystemWriter):
     Args:
         path: the checkpoint's directory; made if it is missing.
         single_file_per_rank: one file for each thread of each rank; False: one for each tensor.
-        sync_files: have files and directory on the drive before the checkpoint counts as complete.
+        sync_files: sync files and directory to the drive before the checkpoint counts as complete.
         thread_count: threads that make and write files at once, with shares of about equal size.
-        per_thread_copy_ahead: bytes of tensors on devices that each thread may have copied and not yet written; the same memory
-            gathers small tensors. At least 4 MiB.
+        per_thread_copy_ahead: bytes of device tensors that each thread may have copied and not yet written; the same
+            memory gathers small tensors. At least 4 MiB.
         cache_staged_state_dict: for async_save; see torch's.
-        overwrite: whether a checkpoint may be there. It stays whole until the new one is, and its files are removed then.
+        overwrite: allow an existing checkpoint. It stays whole until the new one is, and its files are removed then.
 
     Raises:
-        ConfigError: `thread_count` is not 1 or more. What goes wrong later is raised by `torch.distributed.checkpoint.save`:
+        ConfigError: `thread_count` is not 1 or more. `torch.distributed.checkpoint.save` raises later errors:
             CheckpointError, IoError.
     """
 
@@ -86,14 +87,15 @@ class StorageWriter(FileSystemWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._metadata_exists() and not self.overwrite:
             raise CheckpointError(
-                f"{self.path} holds a checkpoint already: choose another directory, or say overwrite=True"
+                f"{self.path} holds a checkpoint already: choose another directory, or pass overwrite=True"
             )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
             return super().prepare_local_plan(plan)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """
+        """Write the items of a plan.
+
         Raises:
             IoError: a transfer failed, or the drive is full. The files of this call are removed.
         """
@@ -115,7 +117,7 @@ class StorageWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the metadata, in one step, and remove the files of the checkpoint that was there."""
+        """Publish the metadata, in one step, and remove the previous checkpoint's files."""
         metadata.version = VERSION
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
@@ -138,7 +140,7 @@ class StorageWriter(FileSystemWriter):
             (self.directory / name).unlink(missing_ok=True)
 
     def _new_names(self, prefix: str, count: int) -> list[str]:
-        """Names of files that are not there: those of a checkpoint that is overwritten are needed until the end."""
+        """Return unused file names: the files of an overwritten checkpoint are needed until the end."""
         names = [f"{prefix}{number}{SUFFIX}" for number in range(count)]
         if any((self.directory / name).exists() for name in names):
             names = [f"{prefix}{number}_{self.save_id}{SUFFIX}" for number in range(count)]
@@ -152,7 +154,7 @@ class StorageWriter(FileSystemWriter):
             raise IoError("open", str(path), 0, 0, error.errno or 0) from error
         file = open_for(path, read_only=False)
         try:
-            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _LEAST_BLOCKS)
+            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
             checksums = bool(config.save.compute_crc32)
             writer = StreamWriter(shared_engine(path), file, checksums=checksums, blocks=blocks)
             try:
@@ -239,8 +241,8 @@ def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]
 
 
 def _files_of(directory: Path) -> set[str]:
-    """Names of the data files of the checkpoint that is in `directory`."""
-    with contextlib.suppress(Exception):  # none there, or damaged
+    """Return the names of the data files of the checkpoint in `directory`."""
+    with contextlib.suppress(Exception):  # missing, or damaged
         return {chunk.stored.path.name for t in read_directory(directory).tensors.values() for chunk in t.chunks}
     return set()
 

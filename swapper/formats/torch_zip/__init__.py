@@ -1,1 +1,1 @@
-"""The format of torch.save: a stored zip with a pickle that names storages. Containers and snapshots are of it."""
+"""Reads and writes the format of torch.save: a stored zip with a pickle that names storages. Containers use it."""

@@ -1,13 +1,13 @@
-"""A container: a swap file that plain torch.load reads. All of its bytes but the payloads are made here.
+"""Makes a container, a swap file that plain torch.load reads: all of its bytes except the payloads.
 
-It is a stored zip, as torch.save writes it, with two liberties that every reader allows. The payload
-records come first, so that their offsets are known before a payload byte exists; and data.pkl, the other
-small records and the central directory come last: the **tail**. A live swap file has no tail, so that nothing
-loads it by accident; publishing writes it. Payloads and everything else fill whole, disjoint runs of 4096
-bytes, so that all transfers can be direct. Nothing here opens a file.
+It is a stored zip, as torch.save writes it, with two liberties that every reader allows. The payload records come
+first, so that their offsets are known before any payload byte; and data.pkl, the other small records and the central
+directory come last: the **tail**. A live swap file has no tail, so that nothing loads it by accident; publishing writes
+it. Payloads and everything else fill whole, disjoint runs of 4096 bytes, so that all transfers can be direct. Nothing
+here opens a file.
 
-Sources of the format: caffe2/serialize/inline_container.cc, torch/serialization.py, PKWARE's APPNOTE.TXT.
-Decision: docs/decisions/container-format.md.
+Sources of the format: caffe2/serialize/inline_container.cc, torch/serialization.py, PKWARE's APPNOTE.TXT. Decision:
+docs/decisions/container-format.md.
 """
 
 from __future__ import annotations
@@ -58,16 +58,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class ContainerLayout:
-    """Where everything before the tail lies: a function of the records' sizes alone. Made by `plan`."""
+    """The location of everything before the tail: a function of the records' sizes alone. Made by `plan`."""
 
-    root: str  # the zip folder that holds all records
+    root: str  # the zip folder of all records
     records: tuple[Record, ...]
     tail_offset: int  # bytes; the end of the last payload, a multiple of ALIGNMENT
 
     @classmethod
     def plan(cls, sizes: Sequence[int], root: str = "archive") -> ContainerLayout:
-        """Lays out payload records of `sizes` bytes, in that order, each size a positive multiple of
-        ALIGNMENT.
+        """Lay out payload records of `sizes` bytes, in that order, each a positive multiple of ALIGNMENT.
 
         Raises:
             CheckpointError: a size or the root's name is not allowed.
@@ -85,11 +84,11 @@ class ContainerLayout:
         return cls(root, tuple(records), records[-1].end if records else 0)
 
     def headers(self) -> Iterator[tuple[int, bytes]]:
-        """Yields (file offset, bytes) of all that lies before and between the payloads.
+        """Yield (file offset, bytes) of everything before and between the payloads.
 
-        Offsets and lengths are multiples of ALIGNMENT. Each chunk ends where a payload begins: it holds the
-        data descriptor of the payload before and the local header. The descriptors state a CRC of 0, so that
-        the chunks never change in the life of a swap file; readers take the CRC from the central directory.
+        Offsets and lengths are multiples of ALIGNMENT. Each chunk ends where a payload begins: it holds the data
+        descriptor of the previous payload and the local header. The descriptors state a CRC of 0, so that the chunks
+        never change in the life of a swap file; readers take the CRC from the central directory.
         """
         before = b""
         begin = 0
@@ -101,20 +100,19 @@ class ContainerLayout:
 
 
 class PreparedTail:
-    """A tail whose content is captured, before the payloads' checksums are known.
+    """A tail whose content is captured before the payloads' checksums are known.
 
     Args:
         layout: the container's plan.
-        obj: what torch.load shall return: any nest of dict, OrderedDict (with `_metadata`), list, tuple, set,
-            plain values and dense plain tensors, as state_dict() gives them.
-        locate: the place of a tensor in the payload records. Tensors for which it gives None are resident:
-            their whole storages are copied here and now, shared ones once. Located tensors' data is not
-            touched: nothing but shape, stride, dtype, layout and requires_grad is read. All tensors of one
-            record must have one dtype.
+        obj: the result of torch.load: any nesting of dict, OrderedDict (with `_metadata`), list, tuple, set, plain
+            values and dense plain tensors, as in state_dict().
+        locate: the place of a tensor in the payload records. Tensors for which it returns None are resident: their
+            whole storages are copied now, shared ones once. Of located tensors only shape, stride, dtype, layout and
+            requires_grad are read. All tensors of one record must have one dtype.
 
     Raises:
-        CheckpointError: `obj` cannot be written so that the default torch.load reads it, or a tensor does not
-            lie where `locate` says.
+        CheckpointError: the default torch.load could not read `obj`, or a tensor is not at the place that `locate`
+            returns.
     """
 
     def __init__(
@@ -133,17 +131,16 @@ class PreparedTail:
         tensors: Mapping[str, Sequence[TensorPlace]] | None = None,
         left_out: Collection[str] = (),
     ) -> bytes:
-        """Makes the whole tail of a container: all bytes from `layout.tail_offset` to the end of the file.
+        """Make the whole tail of a container: all bytes from `layout.tail_offset` to the end of the file.
 
-        Their number is a multiple of ALIGNMENT. The file must end there: cut off what an older, longer tail
-        leaves.
+        Their number is a multiple of ALIGNMENT. The file must end there: truncate a longer old tail.
 
         Args:
             crc32s: CRC-32 of the whole payload of each record, by key.
-            pieces: the same by pieces that together are all payloads. Given, the tail gets a manifest and a seal, with
-                which every byte of the file can be verified.
-            tensors: what lies where in each record, by key, for the manifest.
-            left_out: keys of records that the file shall not have, though there is room for them.
+            pieces: the same by pieces that together are all payloads. With them, the tail gets a manifest and a seal,
+                which verify every byte of the file.
+            tensors: the tensors of each record, by key, for the manifest.
+            left_out: keys of records to omit, though the layout has space for them.
 
         Raises:
             CheckpointError: `crc32s` or `pieces` do not fit the layout.
@@ -178,7 +175,7 @@ class _Tail:
             for record in layout.records
         ]
         self._bytes = bytearray()
-        if self.entries:  # the last payload's descriptor; the others' are in the header chunks
+        if self.entries:  # the last payload's descriptor; the others are in the header chunks
             last = self.entries[-1]
             self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
         absent = {_name(layout.root, key) for key in left_out}
@@ -198,9 +195,8 @@ class _Tail:
 
 
 def _in_file_order(pickled: Pickled) -> bool:
-    # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which
-    # it meets the storages (`_get_offset` in torch/serialization.py). That is right only where it meets them
-    # in file order.
+    # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it meets
+    # the storages (`_get_offset` in torch/serialization.py). That is right only if it meets them in file order.
     return pickled.keys == tuple(str(index) for index in range(len(pickled.keys)))
 
 

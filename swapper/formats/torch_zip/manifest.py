@@ -1,9 +1,10 @@
-"""The manifest and the seal: with them, a change of any byte of a container is noticed, and its place named.
+"""Makes the manifest and the seal, which detect and locate a change of any byte of a container.
 
-A zip has checksums of its records, and none of what lies between them. So a snapshot has one record more, the **manifest**
-(JSON): the CRC-32 of every run of bytes before the tail, headers and padding included, and what tensors lie where. The
-**seal** is the text with which the comment of the zip's end record begins: where the tail starts and the CRC-32 of all bytes
-from there to the comment. The rest of the comment is zeros. So each byte of the file is in exactly one checked run.
+A zip has checksums of its records, but none of the bytes between them. So a snapshot has one record more, the
+**manifest** (JSON): the CRC-32 of every run of bytes before the tail, headers and padding included, and the tensors in
+it. The **seal** is text at the start of the comment of the zip's end record: the tail's offset and the CRC-32 of all
+bytes from there to the comment. The rest of the comment is zeros. So each byte of the file is in exactly one checked
+run.
 
 Pure: no file is opened here.
 """
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from swapper.errors import CheckpointError
 
 MANIFEST_NAME = "swapper/manifest.json"
-FORMAT = 1
+FORMAT = 1  # of the manifest; other numbers are refused
 END_RECORD_BYTES = 22
-"""Size of a zip's end record without its comment (APPNOTE 4.3.16)."""
+"""Bytes of a zip's end record without its comment (APPNOTE 4.3.16)."""
 MAX_END_BYTES = END_RECORD_BYTES + 0xFFFF
 _END_SIGNATURE = b"PK\x05\x06"
 _SEAL = re.compile(rb"swapper-seal from ([0-9]{20}) crc32 ([0-9a-f]{8})\n\0*", re.DOTALL)
@@ -63,7 +64,7 @@ class Manifest:
         """Return the manifest of `nbytes` bytes.
 
         Raises:
-            CheckpointError: the chunks are not all of them, each once.
+            CheckpointError: the chunks do not cover them exactly once.
         """
         ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
         ends = [0, *(chunk.end for chunk in ordered)]
@@ -106,7 +107,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the end of a sealed file says: bytes [begin, end) have this CRC-32, and the rest of the file is the comment."""
+    """The seal of a file: bytes [begin, end) have this CRC-32, and the rest of the file is the comment."""
 
     begin: int
     end: int
@@ -131,7 +132,7 @@ def seal_tail(tail: bytes, begin: int, alignment: int) -> bytes:
 def find_seal(last: bytes, file_nbytes: int) -> Seal | None:
     """Return the seal of a file of `file_nbytes` bytes, of which `last` are the last MAX_END_BYTES (or all of them).
 
-    None where there is none: the file was never sealed, or its end is damaged.
+    None if there is none: the file was never sealed, or its end is damaged.
     """
     at = last.rfind(_END_SIGNATURE)
     if at < 0 or at + END_RECORD_BYTES > len(last):
@@ -141,7 +142,7 @@ def find_seal(last: bytes, file_nbytes: int) -> Seal | None:
     if match is None or int.from_bytes(last[at + END_RECORD_BYTES - 2 : at + END_RECORD_BYTES], "little") != len(
         comment
     ):
-        return None  # some of its zeros may be cut off, or others appended
+        return None  # some of its zeros may be missing, or others appended
     end = file_nbytes - len(comment)
     begin = int(match[1])
     return Seal(begin, end, int(match[2], 16)) if begin < end else None

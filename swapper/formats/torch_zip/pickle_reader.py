@@ -1,12 +1,13 @@
-"""What is in a data.pkl, without running it: the nest of containers, with stand-ins for tensors and for everything else.
+"""Reads a data.pkl without running it: the nested containers, with stand-ins for tensors and for everything else.
 
-Loading a pickle calls what it names. Here nothing that it names is imported or called: containers become containers of ours,
-torch's rebuild functions become `TensorView`s, and all else becomes an `Opaque` that remembers its name. That is how a
-checkpoint's tensors are listed without reading one, and how `load` knows which storages a pickle will ask for.
+Loading a pickle calls the functions that it names. Here nothing that it names is imported or called: containers become
+containers of ours, torch's rebuild functions become `TensorView`s, and all else becomes an `Opaque` with its name. So a
+checkpoint's tensors are listed without reading one, and `load` knows which storages a pickle will request.
 
-[Note: work in proportion to the bytes] A pickle of a few bytes can describe a nest without end: a list that holds itself, or
-dicts that each hold the next one twice. The unpickler (unpickling.py) takes time and memory in proportion to the pickle's bytes,
-and so does the walk over the nest: a cycle is refused where it closes, and the names of all that is found are counted.
+[Note: work in proportion to the bytes] A pickle of a few bytes can describe endless nesting: a list that holds itself,
+or dicts that each hold the next one twice. The unpickler (unpickling.py) takes time and memory in proportion to the
+pickle's bytes, and so does the walk over the containers: a cycle is refused where it closes, and the characters of all
+names are counted.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
 from swapper.formats.torch_zip.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 
 MAX_DEPTH = 1000
-"""Of containers in containers. Python's own pickler writes no deeper nest."""
+"""Nested containers. Python's own pickler writes no deeper nesting."""
 MAX_NAME_CHARS = 16384
-"""Of the path of one tensor or value."""
-MAX_DIMENSIONS = 64
-MAX_TENSOR_BYTES = 1 << 62
+"""Characters of the path of one tensor or value."""
+MAX_DIMENSIONS = 64  # torch's limit
+MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
 _MAX_ARGUMENTS = 16
-"""Of torch's functions that rebuild tensors."""
+"""Arguments of torch's functions that rebuild tensors."""
 _FREE_CHARS = 1_000_000
 _CHARS_A_BYTE = 64
 _CHARS_A_NODE = 8
-"""The names of all nodes, and so much for each, may have _FREE_CHARS characters and _CHARS_A_BYTE more for each byte of the
-pickle. Real checkpoints need up to 20 (many small numbers in a list with a long name)."""
+"""The names of all nodes, and _CHARS_A_NODE for each, may have _FREE_CHARS characters and _CHARS_A_BYTE more for each
+byte of the pickle. Real checkpoints need up to 20 (many small numbers in a list with a long name)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,14 @@ class StorageId:
     """A storage as a pickle names it."""
 
     key: str  # of the record data/<key>
-    dtype: torch.dtype  # of its elements; uint8 where it is untyped
+    dtype: torch.dtype  # of its elements; uint8 if it is untyped
     location: str
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A dense tensor: a view of a storage. Held against the storage's size."""
+    """A dense tensor: a view of a storage. Checked against the storage's size."""
 
     storage: StorageId
     dtype: torch.dtype
@@ -61,7 +62,7 @@ class TensorView:
 
     @property
     def nbytes(self) -> int:
-        """From the first element to the end of the last."""
+        """Bytes from the first element to the end of the last."""
         return _span(self.shape, self.stride) * self.dtype.itemsize
 
     @property
@@ -80,24 +81,24 @@ class Skeleton:
 
     tree: Any
     storages: Sequence[StorageId]
-    """In the order in which the pickle asks for them, each as often as it does."""
+    """In the order in which the pickle requests them, with repetitions."""
     nbytes: int
-    """Of the pickle."""
+    """Bytes of the pickle."""
 
     def tensors(self) -> Iterator[tuple[str, TensorView]]:
-        """Yields every dense tensor by its path in the tree: {"model": {"a.weight": t}} gives "model.a.weight"."""
+        """Yield every dense tensor by its path in the tree: {"model": {"a.weight": t}} gives "model.a.weight"."""
         for name, value in self.leaves():
             if isinstance(value, TensorView):
                 yield name, value
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Yields whatever is not a container, by its path. See [Note: work in proportion to the bytes].
+        """Yield every leaf by its path. See [Note: work in proportion to the bytes].
 
         Raises:
-            CheckpointError: a container holds itself, the nest is too deep, or there is more of it than such a pickle has.
+            CheckpointError: a container holds itself, is nested too deep, or has too many nodes for such a pickle.
         """
         chars_left = _FREE_CHARS + _CHARS_A_BYTE * self.nbytes
-        around: dict[int, None] = {}  # ids of the containers that we are inside of, outermost first
+        around: dict[int, None] = {}  # ids of the enclosing containers, outermost first
         todo = [iter([("", self.tree)])]
         while todo:
             name, value = next(todo[-1], (None, None))
@@ -109,7 +110,7 @@ class Skeleton:
             chars_left -= len(name) + _CHARS_A_NODE
             if chars_left < 0 or id(value) in around or len(around) > MAX_DEPTH:
                 raise CheckpointError(
-                    "the checkpoint's containers hold each other without end, or are nested too deep: it is hostile or damaged"
+                    "the checkpoint's containers hold each other endlessly, or are nested too deep: it is hostile or damaged"
                 )
             children = _children(name, value)
             if children is None:
@@ -120,7 +121,7 @@ class Skeleton:
 
 
 def read_skeleton(data: bytes, name: str) -> Skeleton:
-    """Return what is in the pickle `data`; `name` is for messages.
+    """Return the content of the pickle `data`; `name` is for messages.
 
     Raises:
         CheckpointError: it is damaged or hostile, or its tensors do not fit their storages.
@@ -129,7 +130,8 @@ def read_skeleton(data: bytes, name: str) -> Skeleton:
 
 
 def check_pickles(file: io.BufferedIOBase, count: int, nbytes: int, name: str) -> None:
-    """Read `count` pickles, one after the other, from a file of `nbytes`, as files of torch before 1.6 begin.
+    """Read `count` pickles, one after the other, from a file of `nbytes`, as at the beginning of files of torch before
+    1.6.
 
     Raises:
         CheckpointError: one is damaged or hostile.
@@ -144,12 +146,12 @@ def _read(file: Any, nbytes: int, name: str) -> tuple[Any, list[StorageId]]:
         return reader.load(), reader.storages
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from None
-    except Exception as error:  # a damaged pickle makes it raise whatever there is
+    except Exception as error:  # a damaged pickle can raise any exception
         raise CheckpointError(f"{name} is damaged: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _children(name: str, value: Any) -> Iterator[tuple[str, Any]] | None:
-    """Return what a container holds, by path; None if `value` is none."""
+    """Return a container's items, by path; None if `value` is no container."""
     if isinstance(value, dict):
         return ((_path(name, key), child) for key, child in value.items())
     if isinstance(value, (list, tuple)):
@@ -168,12 +170,12 @@ def _path(name: str, key: Any) -> str:
         try:
             own.encode()
         except UnicodeEncodeError:
-            raise CheckpointError(f"the checkpoint has the name {own[:60]!r}, which is no text") from None
+            raise CheckpointError(f"the checkpoint has the name {own[:60]!r}, which is not a string") from None
     return f"{name}.{own}" if name else own
 
 
 class _Reader(BoundedUnpickler):
-    """Makes storages and tensors of what torch's pickles name."""
+    """Makes storages and tensors of the names in torch's pickles."""
 
     def __init__(self, file: Any, nbytes: int) -> None:
         super().__init__(file, nbytes)
@@ -193,7 +195,7 @@ class _Reader(BoundedUnpickler):
         dtype = _storage_dtype(storage_type)
         known = kind == "storage" and isinstance(key, str) and isinstance(location, str)
         if not known or dtype is None or type(numel) is not int or not 0 <= numel < MAX_TENSOR_BYTES:
-            raise CheckpointError("it asks for what is no storage")
+            raise CheckpointError("it requests something that is no storage")
         storage = StorageId(key, dtype, location, numel * dtype.itemsize)
         self.storages.append(storage)
         return storage
@@ -213,7 +215,7 @@ _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(valu
 
 
 def _storage_dtype(kind: Any) -> torch.dtype | None:
-    """The dtype of the elements of torch's class of storages that a pickle names; None if it is none."""
+    """Return the dtype of torch's class of storages that a pickle names; None if it is none."""
     is_storage = isinstance(kind, Global) and kind.module in ("torch", "torch.storage")
     return _STORAGE_DTYPES.get(kind.name) if is_storage else None
 
@@ -234,7 +236,7 @@ def _tensor_v3(
 
 def _check_hooks(hooks: Any) -> None:
     if hooks is not None and not isinstance(hooks, dict):
-        raise CheckpointError("it has a tensor with backward hooks that are none")
+        raise CheckpointError("it has a tensor with invalid backward hooks")
 
 
 def _parameter(made: Global, data: Any, *rest: Any) -> Any:
@@ -243,7 +245,7 @@ def _parameter(made: Global, data: Any, *rest: Any) -> Any:
 
 def _size(made: Global, values: Any = ()) -> Any:
     if not isinstance(values, (tuple, list)) or len(values) > MAX_DIMENSIONS:
-        raise CheckpointError("it has a torch.Size that is none")
+        raise CheckpointError("it has an invalid torch.Size")
     return tuple(values)
 
 
@@ -258,7 +260,7 @@ _REBUILDS: dict[tuple[str, str], Any] = {
 
 
 def are_sizes(values: Any) -> bool:
-    """Whether these can be a tensor's sizes, strides or offsets: a short sequence of whole numbers that are not negative."""
+    """Return True for possible sizes, strides or offsets of a tensor: a short sequence of integers, none negative."""
     return (
         isinstance(values, (tuple, list))
         and len(values) <= MAX_DIMENSIONS
@@ -269,7 +271,7 @@ def are_sizes(values: Any) -> bool:
 def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
     sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
     if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
-        raise CheckpointError("it has a tensor whose sizes, strides or offset cannot be")
+        raise CheckpointError("it has a tensor with impossible sizes, strides or offset")
     view = TensorView(storage, dtype, offset, tuple(size), tuple(stride), bool(grad))
     end = offset * dtype.itemsize + view.nbytes
     if view.nbytes and end > storage.nbytes:
@@ -277,12 +279,12 @@ def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: A
             f"a tensor of {dtype} {tuple(size)} reaches to byte {end} of storage {storage.key[:60]}, which has {storage.nbytes}"
         )
     if math.prod(size) * dtype.itemsize >= MAX_TENSOR_BYTES:
-        raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has more bytes than there can be")
+        raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has impossibly many bytes")
     return view
 
 
 def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from the first to the last in memory, both included; 0 for none."""
+    """Return the elements from the first to the last in memory, both included; 0 for none."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

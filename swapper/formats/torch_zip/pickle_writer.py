@@ -1,10 +1,9 @@
-"""data.pkl: a nest of plain objects and tensors, pickled as torch.save does it but without tensor data.
+"""Writes data.pkl: a nested object with tensors, pickled as torch.save does it but without tensor data.
 
-torch.save needs the storages at hand; swapper's lie in a swap file, and the tensors that stand for them may
-alias memory that cannot be read. So a tensor is reduced here from its shape, stride, dtype and requires_grad,
-and its storage is named by the record that holds it. The bytes equal those of torch.save for the same object.
-What the default `torch.load` (weights_only=True) would refuse is refused here, when it is written and not
-when it is needed.
+torch.save needs the storages; swapper's lie in a swap file, and the tensors that represent them may alias unreadable
+memory. So a tensor is reduced here from its shape, stride, dtype and requires_grad, and its storage is named by its
+record. The bytes equal those of torch.save for the same object. What the default `torch.load` (weights_only=True) would
+refuse is refused here, at the write and not at the load.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 
 from swapper.errors import CheckpointError
 
-_PROTOCOL = 2  # torch.save's; the weights_only unpickler knows the opcodes of this one only
-_PAYLOAD_LOCATION = "cpu"  # where torch.load puts payloads unless map_location says otherwise
+_PROTOCOL = 2  # torch.save's; the weights_only unpickler knows only the opcodes of this one
+_PAYLOAD_LOCATION = "cpu"  # location of payloads in torch.load without a map_location
 
 LEGACY_STORAGES: Mapping[torch.dtype, type] = {
     torch.float64: torch.DoubleStorage,
@@ -39,13 +38,13 @@ LEGACY_STORAGES: Mapping[torch.dtype, type] = {
     torch.uint8: torch.ByteStorage,
     torch.bool: torch.BoolStorage,
 }
-"""The storage class by which a checkpoint states a dtype; other dtypes stand beside an UntypedStorage."""
+"""The storage class by which a checkpoint states a dtype; other dtypes are stated with an UntypedStorage."""
 
 _QUANTIZED_DTYPES = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def _rebuild_function(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """The function by which a checkpoint rebuilds a tensor: what torch itself writes for an empty one."""
+    """Return the function by which a checkpoint rebuilds a tensor: what torch itself writes for an empty one."""
     empty = torch.empty(0, dtype=dtype, device="cpu")
     function: Callable[..., torch.Tensor] = empty.__reduce_ex__(_PROTOCOL)[0]  # type: ignore[no-untyped-call]
     return function
@@ -65,7 +64,7 @@ _PLAIN_GLOBALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """Where a tensor lies in a container: a record's key, and an index in elements of the tensor's dtype."""
+    """The location of a tensor in a container: a record's key, and an index in elements of the tensor's dtype."""
 
     key: str
     element_offset: int
@@ -76,25 +75,26 @@ class Pickled:
     """The result of `pickle_state`."""
 
     data: bytes  # data.pkl
-    resident: Mapping[str, torch.UntypedStorage]  # to be written beside it, by key, in the order of the keys
+    resident: Mapping[
+        str, torch.UntypedStorage
+    ]  # resident storages to write next to it, by key, in the order of the keys
     keys: tuple[str, ...]  # all keys, in the order in which a reader meets them
 
 
 def pickle_state(
     state: object, payload_nbytes: Mapping[str, int], locate: Callable[[torch.Tensor], StorageRef | None]
 ) -> Pickled:
-    """Pickles `state`: any nest of dict, OrderedDict, list, tuple, set, plain values and tensors.
+    """Pickle `state`: any nesting of dict, OrderedDict, list, tuple, set, plain values and tensors.
 
     Args:
-        state: what torch.load shall return.
+        state: the result of torch.load.
         payload_nbytes: size of each payload record, by key; the keys are "0", "1", ... without a gap.
-        locate: the place of a tensor in the payload records, or None for a resident tensor, whose whole
-            storage becomes a record of its own. Nothing but shape, stride, dtype, layout and requires_grad is
-            read of a located tensor.
+        locate: the place of a tensor in the payload records, or None for a resident tensor, whose whole storage becomes
+            a record of its own. Of a located tensor only shape, stride, dtype, layout and requires_grad are read.
 
     Raises:
-        CheckpointError: something in `state` cannot be written, or could not be read with weights_only=True;
-            or a place that `locate` gave does not hold the tensor.
+        CheckpointError: something in `state` cannot be written, or could not be read with weights_only=True; or the
+            place that `locate` returns does not hold the tensor.
     """
     file = io.BytesIO()
     pickler = _StatePickler(file, payload_nbytes, locate)
@@ -104,7 +104,7 @@ def pickle_state(
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """Stands for a storage inside the pickle: what torch.save writes as its persistent id."""
+    """Represents a storage in the pickle: torch.save's persistent id."""
 
     persistent_id: tuple[str, type, str, str, int]
 
@@ -128,7 +128,7 @@ class _StatePickler(pickle.Pickler):
         return obj.persistent_id if isinstance(obj, _Storage) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        # Called for everything but the builtin containers and scalars, which pickle writes by itself.
+        # Called for everything except the builtin containers and scalars, which pickle writes by itself.
         if isinstance(obj, torch.Tensor):
             return self._reduce_tensor(obj)
         if isinstance(obj, (type, FunctionType, BuiltinFunctionType)):
@@ -204,9 +204,7 @@ class _StatePickler(pickle.Pickler):
 
 def _check_plain(tensor: torch.Tensor) -> None:
     if type(tensor) is not torch.Tensor:
-        raise CheckpointError(
-            f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as state_dict() gives it"
-        )
+        raise CheckpointError(f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as in state_dict()")
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _QUANTIZED_DTYPES:
         raise CheckpointError(
             f"a tensor of {tensor.dtype} is sparse, nested or quantized: only dense ones can be in a container"
@@ -216,7 +214,7 @@ def _check_plain(tensor: torch.Tensor) -> None:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements from the tensor's first to its last in storage, both included; 0 for an empty tensor."""
+    """Return the elements from the tensor's first to its last in storage, both included; 0 for an empty tensor."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -1,7 +1,7 @@
-"""Where the tensors of a torch checkpoint lie: what torch.save, swapper's `save` and its snapshots write.
+"""Locates the tensors of a torch checkpoint, written by torch.save, by swapper's `save`, or as a snapshot.
 
-Reads the zip's directory and data.pkl, and no payload. Believes neither: the zip's numbers are held against the file
-(zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and its tensors are held against their
+Reads the zip's directory and data.pkl, and no payload. Trusts neither: the zip's numbers are checked against the file
+(zip_reader.py), nothing that the pickle names is run (pickle_reader.py), and its tensors are checked against their
 storages and records.
 """
 
@@ -17,9 +17,9 @@ from swapper.formats.stored import StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton, StorageId, TensorView, read_skeleton
 from swapper.formats.torch_zip.zip_reader import ZipIndex, ZipRecord, read_index
 
-_MAX_PICKLE_BYTES = 1 << 30
+_MAX_PICKLE_BYTES = 1 << 30  # of a sane file; it is read whole
 _MAX_SETTING_BYTES = 100
-"""Of a record that is a word or a number."""
+"""Bytes of a record that is a word or a number."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class TorchFile:
     Attributes:
         zip: its records.
         root: the folder in the zip that holds them.
-        skeleton: what its data.pkl says.
+        skeleton: the content of its data.pkl.
         pickle: data.pkl itself.
-        byteorder: "little" or "big"; None where it does not say (files of torch before 2.1).
-        alignment: bytes; what its payloads are aligned to, as it says. None where it does not.
+        byteorder: "little" or "big"; None if not stated (files of torch before 2.1).
+        alignment: stated alignment of its payloads, in bytes. None if not stated.
         stamp: of the file when it was read.
     """
 
@@ -52,7 +52,7 @@ class TorchFile:
         """Return the record of a storage.
 
         Raises:
-            CheckpointError: there is none, or it has not the storage's size.
+            CheckpointError: it is missing, or does not have the storage's size.
         """
         name = f"{self.root}/data/{storage.key}"
         record = self.zip.records.get(name)
@@ -69,7 +69,7 @@ class TorchFile:
         return record
 
     def stored(self, name: str, view: TensorView) -> StoredTensor:
-        """Return where a tensor of the skeleton lies.
+        """Return the location of a tensor of the skeleton.
 
         Raises:
             CheckpointError: its record is missing, too small, or compressed.
@@ -99,8 +99,8 @@ def read_torch_file(path: Path, *, calculate: bool = False) -> TorchFile:
 
 
 def read_item(descriptor: int, path: Path, offset: int, nbytes: int) -> TorchFile:
-    """As `read_torch_file`, for a checkpoint that is [offset, offset + nbytes) of an open file. Offsets count from the file's
-    beginning."""
+    """As `read_torch_file`, for a checkpoint at [offset, offset + nbytes) of an open file. Offsets count from the
+    file's start."""
     return _read_zip(descriptor, path, read_index(descriptor, path, span=(offset, nbytes)))
 
 
@@ -123,7 +123,7 @@ def _read_zip(descriptor: int, path: Path, index: ZipIndex) -> TorchFile:
 
 
 def read(path: Path) -> Source:
-    """Return where the tensors of the torch checkpoint `path` lie.
+    """Return the locations of the tensors in the torch checkpoint `path`.
 
     Raises:
         CheckpointError: it is damaged, or compressed, or of another byte order.
@@ -135,7 +135,7 @@ def read(path: Path) -> Source:
     tensors: dict[str, StoredTensor] = {}
     for name, view in file.skeleton.tensors():
         if name in tensors:
-            raise CheckpointError(f"{path} has two tensors of the name {name!r}")
+            raise CheckpointError(f"{path} has two tensors named {name!r}")
         tensors[name] = file.stored(name, view)
     metadata = {"alignment": str(file.alignment)} if file.alignment else {}
     in_file_order = dict(sorted(tensors.items(), key=lambda item: item[1].offset))

@@ -1,8 +1,8 @@
-"""Unpickles bytes that nobody vouches for: imports nothing, calls nothing, in time and memory in proportion to the bytes.
+"""Unpickles untrusted bytes: imports nothing, calls nothing, in time and memory in proportion to the bytes.
 
-Python's unpickler calls what a pickle names, and can be made to work without end by a few bytes: a key that is a tuple of the same
-two tuples, sixty levels deep, takes an age to hash; a long argument that is handed over a thousand times is copied as often.
-Here what a pickle names is a `Global`, what it makes of one an `Opaque`, keys are small, and copies are counted.
+Python's unpickler calls what a pickle names, and a few bytes can make it work endlessly: a key that is a tuple of the
+same two tuples, sixty levels deep, takes forever to hash; a long argument that is passed a thousand times is copied as
+often. Here a name in a pickle is a `Global`, an object made of it an `Opaque`, keys are small, and copies are counted.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from swapper.errors import CheckpointError
 
 MAX_KEY_PARTS = 256
-"""Of a key that is a tuple: each use of the key hashes all of them."""
+"""Parts of a key that is a tuple: each use of the key hashes all of them."""
 MAX_KEY_CHARS = 4096
-"""Of all texts in such a key."""
+"""Characters of all strings in such a key."""
 _MAPPINGS = {("collections", name) for name in ("OrderedDict", "Counter", "defaultdict")}
 _BY_NUMBER = {(module, name) for module in ("builtins", "__builtin__") for name in ("bytearray", "bytes")}
 
@@ -37,11 +37,11 @@ class Global:
 
 
 class Opaque:
-    """An object that is none of the known ones. Nothing of its class was run.
+    """An object of an unknown kind. Nothing of its class was run.
 
     Attributes:
-        made: what made it, None where that is not known.
-        state: what its `__setstate__` would be given, None if nothing.
+        made: the callable that made it, None if unknown.
+        state: the argument of its `__setstate__`, None if there is none.
     """
 
     __slots__ = ("made", "state")
@@ -52,7 +52,7 @@ class Opaque:
 
 
 class Mapped(dict[Any, Any]):
-    """Stands for OrderedDict, Counter and defaultdict."""
+    """Represents OrderedDict, Counter and defaultdict."""
 
     __slots__ = ("state",)
 
@@ -62,7 +62,7 @@ class Mapped(dict[Any, Any]):
 
 
 def check_key(key: Any) -> None:
-    """Raise CheckpointError unless `key` is hashed and compared at once, however often that is done."""
+    """Raise CheckpointError unless `key` is fast to hash and compare, however often that is done."""
     if type(key) is str:
         return
     todo = [key]
@@ -84,7 +84,7 @@ def check_key(key: Any) -> None:
 
 
 def name_of_key(key: Any) -> str:
-    """Return how a key that is no text is shown."""
+    """Return the display form of a key that is not a string."""
     if isinstance(key, tuple):
         parts = [repr(part) if isinstance(part, str | bytes) else name_of_key(part) for part in key]
         return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
@@ -92,12 +92,13 @@ def name_of_key(key: Any) -> str:
 
 
 class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
-    """The unpickler in Python, with every opcode that calls or hashes replaced. (The one in C takes memory for as many memo entries
-    as a pickle says to have.)
+    """The unpickler in Python, with every opcode replaced that calls or hashes.
+
+    The one in C allocates memory for as many memo entries as a pickle claims.
 
     Args:
         file: to read from.
-        nbytes: how many bytes it has at most: the measure for what a pickle may cost.
+        nbytes: its maximum bytes: the measure for the pickle's cost.
     """
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
@@ -114,7 +115,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         raise CheckpointError("it names objects by numbers, which have no meaning outside of the process that wrote it")
 
     def make(self, made: Global, arguments: tuple[Any, ...]) -> Any:
-        """Return what stands for `made(*arguments)`."""
+        """Return the stand-in for `made(*arguments)`."""
         if (made.module, made.name) in _MAPPINGS:
             return self._mapped(arguments)
         if made.name in ("set", "frozenset"):
@@ -122,7 +123,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
                 self._count_copies(1)
                 check_key(item)
         if (made.module, made.name) in _BY_NUMBER and any(isinstance(argument, int) for argument in arguments[:1]):
-            raise CheckpointError(f"it asks for {made.name} by their number, which no checkpoint does")
+            raise CheckpointError(f"it requests {made.name} by number, which no checkpoint does")
         return Opaque(made)
 
     def _mapped(self, arguments: tuple[Any, ...]) -> Mapped:
@@ -142,14 +143,14 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
 
     def _call(self, function: Any, arguments: Any) -> Any:
         if not isinstance(arguments, tuple):
-            raise CheckpointError("it calls something with what are no arguments")
+            raise CheckpointError("it calls something with invalid arguments")
         if isinstance(function, Global):
             return self.make(function, arguments)
         if isinstance(function, Opaque):
             return Opaque(None)
         raise CheckpointError(f"it calls a {type(function).__name__}")
 
-    # --- opcodes ----------------------------------------------------------------------------------------------------------
+    # --- opcodes ------------------------------------------------------------------------------------------------------
 
     def _instantiate(self, function: Any, arguments: list[Any]) -> None:  # of INST and OBJ
         self.append(self._call(function, tuple(arguments)))
@@ -159,7 +160,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
         self.stack[-1] = self._call(self.stack[-1], arguments)
 
     def _new_with_names(self) -> None:
-        self.stack.pop()  # arguments with names
+        self.stack.pop()  # named arguments
         self._reduce()
 
     def _build(self) -> None:

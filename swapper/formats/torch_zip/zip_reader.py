@@ -1,8 +1,8 @@
-"""Reading a stored zip, as torch writes them, without believing it: where each record's bytes lie.
+"""Locates the records of a stored zip, as torch writes them, without trusting it.
 
-The counterpart of zip_writer.py. Python's `zipfile` trusts what it reads (overlapping records, sizes that no file has); here
-every number is held against the file before it is used, so that a hostile or damaged file ends in a `CheckpointError`. No
-payload is read. The sections of PKWARE's APPNOTE.TXT are named at the structures.
+The counterpart of zip_writer.py. Python's `zipfile` trusts what it reads (overlapping records, impossible sizes). Here
+every number is checked against the file before it is used, so that a hostile or damaged file ends in a
+`CheckpointError`. No payload is read. The structures cite sections of PKWARE's APPNOTE.TXT.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")  # 4.3.12
 _ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
 _ZIP64_LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
 _END = struct.Struct("<4s4H2IH")  # 4.3.16
-_LONGEST_COMMENT = 0xFFFF
+_LONGEST_COMMENT = 0xFFFF  # bytes; its size is a u16
 _FLAGS_REFUSED = 0x2061
-"""Encrypted, patch data, strongly encrypted, masked: what torch refuses too."""
-_IS_DIRECTORY = 0x10
+"""Encrypted, patch data, strongly encrypted, masked: torch refuses them too."""
+_IS_DIRECTORY = 0x10  # MS-DOS attribute bit of an entry
 _STORED, _DEFLATED = 0, 8
-_UNPACKED_BYTES = 1 << 20
-_MOST_DIRECTORY_BYTES = 1 << 30
+_UNPACKED_BYTES = 1 << 20  # unpacked at once
+_MAX_DIRECTORY_BYTES = 1 << 30  # of a sane directory; it is read whole
 _END_BYTES = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """One file of the zip. All numbers are held against the file; `offset` is where its bytes begin."""
+    """One file of the zip. All numbers are checked against the file; `offset` is where its bytes begin."""
 
     name: str
     header_offset: int
     offset: int
     nbytes: int
     crc32: int
-    compressed: bool  # then `nbytes` are those in the file
+    compressed: bool  # then `nbytes` counts the bytes in the file
     unpacked_nbytes: int
 
     @property
@@ -80,7 +80,7 @@ class _Part:
 
 
 def _ends(descriptor: int, path: Path, base: int, nbytes: int) -> list[tuple[int, bytes]]:
-    """Beginning and end of an item, where all that is not payload lies."""
+    """Return the beginning and the end of an item, which have everything except payload."""
     at_end = max(nbytes - _END_BYTES, 0)
     return [
         (0, _read_at(descriptor, path, base, min(nbytes, _END_BYTES))),
@@ -91,24 +91,24 @@ def _ends(descriptor: int, path: Path, base: int, nbytes: int) -> list[tuple[int
 def read_index(
     descriptor: int, path: Path, *, calculate: bool = False, span: tuple[int, int] | None = None
 ) -> ZipIndex:
-    """Return where the records of the zip that is open as `descriptor` lie.
+    """Locate the records of the zip that is open as `descriptor`.
 
     Args:
         path: for messages.
-        calculate: in a file that says which alignment it has, as torch's do since 2.7, calculate where payloads begin instead of
-            reading their local headers: what `torch.utils.serialization.config.load.calculate_storage_offsets` asks for.
-        span: (offset, bytes) of the zip in the file, where it is not the whole. Records' offsets then count from the beginning of
-            the file all the same.
+        calculate: if the file states its alignment, as torch's do since 2.7, calculate the payloads' offsets instead of
+            reading their local headers, as `torch.utils.serialization.config.load.calculate_storage_offsets` requests.
+        span: (offset, bytes) of the zip in the file, if it is not the whole. Records' offsets still count from the
+            beginning of the file.
 
     Raises:
-        CheckpointError: it is not a zip, is cut off, or says what cannot be.
+        CheckpointError: it is not a zip, is truncated, or has impossible numbers.
         IoError: it cannot be read.
     """
     base, file_nbytes = span or (0, os.fstat(descriptor).st_size)
     ends = _ends(descriptor, path, base, file_nbytes) if span else []
     part = _Part(descriptor, path, base, ends)
     begin, nbytes, count = _find_directory(part, file_nbytes)
-    if nbytes > _MOST_DIRECTORY_BYTES:
+    if nbytes > _MAX_DIRECTORY_BYTES:
         raise _bad(path, f"its directory claims {nbytes} bytes")
     listing = part.read(begin, nbytes)
     records: dict[str, ZipRecord] = {}
@@ -170,7 +170,7 @@ def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
 
 
 def _parse_entry(path: Path, listing: bytes, cursor: int, directory_offset: int) -> tuple[ZipRecord, int]:
-    """Return the entry at `cursor`, its `offset` still unknown (0), and where the next one begins."""
+    """Return the entry at `cursor`, its `offset` still unknown (0), and the offset of the next one."""
     if cursor + _DIRECTORY_ENTRY.size > len(listing):
         raise _bad(path, "its directory is cut off")
     fields = _DIRECTORY_ENTRY.unpack_from(listing, cursor)
@@ -199,7 +199,7 @@ def _parse_entry(path: Path, listing: bytes, cursor: int, directory_offset: int)
 
 
 def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int, offset: int) -> tuple[int, int, int]:
-    """Return the values that a zip64 extra field (4.5.3) gives to those that are saturated."""
+    """Return the values that a zip64 extra field (4.5.3) gives for the saturated ones."""
     at = 0
     while at + 4 <= len(extra):
         tag, length = struct.unpack_from("<2H", extra, at)
@@ -218,7 +218,7 @@ def _zip64_values(path: Path, name: str, extra: bytes, nbytes: int, packed: int,
 
 
 def unpacked_crc32(descriptor: int, path: Path, record: ZipRecord) -> int | None:
-    """Return the checksum of what a compressed record unpacks to, in bounded memory; None if that has not its size."""
+    """Return the checksum of a compressed record's unpacked bytes, in bounded memory; None if their size is wrong."""
     unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
     checksum = nbytes = 0
     try:
@@ -238,7 +238,7 @@ def _is_payload(name: str) -> bool:
 
 
 def _stated_alignment(part: _Part, records: Mapping[str, ZipRecord]) -> int | None:
-    """Return the alignment that the file's `.storage_alignment` states, in bytes; None if there is none to go by."""
+    """Return the alignment that the file's `.storage_alignment` states, in bytes; None without a valid one."""
     for name, record in records.items():
         if name.endswith("/.storage_alignment") and record.nbytes < 8 and not record.compressed:
             located = _locate(part, record, None)
@@ -254,9 +254,7 @@ def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
     else:
         header = _LOCAL_HEADER.unpack(part.read(entry.header_offset, _LOCAL_HEADER.size))
         if header[0] != b"PK\x03\x04":
-            raise _bad(
-                part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, where it is said to be"
-            )
+            raise _bad(part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, its stated offset")
         offset = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
     return replace(entry, offset=offset)
 

@@ -1,11 +1,9 @@
-"""The bytes of a stored zip, as torch's own writer lays them out: local headers, data descriptors, central
-directory.
+"""Makes the bytes of a stored zip as torch's own writer lays them out: local headers, descriptors, directory.
 
-Pure functions of names, sizes and file offsets; no torch, no files. They exist because swapper must know
-where a payload will lie before any of its bytes exist, and must write the directory long after the payload.
-The rules are those of `getPadding` in caffe2/serialize/inline_container.cc and of the zip writer below it
-(third_party/miniz); what the fields mean is in PKWARE's APPNOTE.TXT, whose section each function names. All
-integers are little-endian.
+Pure functions of names, sizes and file offsets; no torch, no files. swapper must know a payload's location before any
+of its bytes exist, and writes the directory long after the payload. The rules are those of `getPadding` in
+caffe2/serialize/inline_container.cc and of the zip writer below it (third_party/miniz); PKWARE's APPNOTE.TXT defines
+the fields, and each function names its section. All integers are little-endian.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ ROOT = "archive"
 Content = TypeVar("Content")
 
 ZIP64_LIMIT = 0xFFFFFFFF
-"""From this size or offset on, in bytes, the 32-bit fields of a zip do not suffice (APPNOTE 4.4.1.4)."""
+"""Bytes. From this size or offset on, the 32-bit fields of a zip do not suffice (APPNOTE 4.4.1.4)."""
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")
@@ -32,9 +30,9 @@ _END = struct.Struct("<4s4H2IH")
 
 _HAS_DESCRIPTOR = 0x0008  # general purpose bit 3: CRC and sizes follow the data
 _UTF8_NAME = 0x0800  # bit 11
-_ZIP64_EXTRA = 0x0001
-_MADE_BY = 0x031E  # what torch's zip writer states in the zip64 end record: Unix, version 3.0
-_ZIP64_VERSION = 45
+_ZIP64_EXTRA = 0x0001  # header id of the zip64 extra field (APPNOTE 4.5.3)
+_MADE_BY = 0x031E  # the value of torch's zip writer in the zip64 end record: Unix, version 3.0
+_ZIP64_VERSION = 45  # version needed for zip64: 4.5 (APPNOTE 4.4.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Entry:
 
 
 def leading_records(pickled: Content, alignment: int) -> Iterator[tuple[str, Content | bytes]]:
-    """Yield the records that torch.save puts before the payloads: names and contents, data.pkl being `pickled`."""
+    """Yield the records that torch.save puts before the payloads: names and contents; data.pkl is `pickled`."""
     yield "data.pkl", pickled
     yield ".format_version", b"1"
     yield ".storage_alignment", str(alignment).encode()
@@ -56,7 +54,7 @@ def leading_records(pickled: Content, alignment: int) -> Iterator[tuple[str, Con
 
 
 def serialization_id(entries: Sequence[Entry]) -> bytes:
-    """40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
+    """Return 40 decimal digits, as in torch's files: 20 for the names of the records, 20 for their contents."""
     names = "\n".join(entry.name for entry in entries)
     contents = "\n".join(f"{entry.nbytes} {entry.crc32}" for entry in entries)
     digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in (names, contents))
@@ -64,17 +62,15 @@ def serialization_id(entries: Sequence[Entry]) -> bytes:
 
 
 def payload_offset(cursor: int, name: str, nbytes: int, alignment: int) -> int:
-    """File offset, in bytes, of the data whose local header begins at `cursor`; a multiple of `alignment`."""
+    """Return the file offset of the data whose local header begins at `cursor`; a multiple of `alignment`."""
     unpadded = cursor + _LOCAL_HEADER.size + len(name.encode()) + len(_local_zip64(cursor, nbytes)) + 4
     return -(-unpadded // alignment) * alignment
 
 
 def local_header(cursor: int, name: str, nbytes: int, alignment: int) -> bytes:
-    """The local file header (APPNOTE 4.3.7), its extra field padded so that the data begins at
-    `payload_offset`.
+    """Return the local file header (APPNOTE 4.3.7), padded so that the data begins at `payload_offset`.
 
-    CRC and sizes are zero, as bit 3 of the flags allows; an "FB" extra field of 'Z' characters is the
-    padding.
+    CRC and sizes are zero, as bit 3 of the flags allows; an "FB" extra field of 'Z' characters is the padding.
     """
     encoded = name.encode()
     zip64 = _local_zip64(cursor, nbytes)
@@ -86,14 +82,14 @@ def local_header(cursor: int, name: str, nbytes: int, alignment: int) -> bytes:
 
 
 def descriptor_nbytes(cursor: int, nbytes: int) -> int:
-    """Bytes that the data descriptor takes after the data; torch's writer gives empty files none."""
+    """Return the bytes of the data descriptor after the data; torch's writer gives empty files none."""
     if nbytes == 0:
         return 0
     return 24 if _needs_zip64(cursor, nbytes) else 16
 
 
 def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
-    """The data descriptor (APPNOTE 4.3.9), with signature; `cursor` is where the local header begins."""
+    """Return the data descriptor (APPNOTE 4.3.9), with signature; `cursor` is the offset of the local header."""
     if nbytes == 0:
         return b""
     sizes = "QQ" if _needs_zip64(cursor, nbytes) else "II"
@@ -101,12 +97,12 @@ def descriptor(cursor: int, nbytes: int, crc32: int) -> bytes:
 
 
 def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
-    """Central directory and end records, to be written at `offset`, up to a file size that `alignment`
-    divides.
+    """Return central directory and end records, to be written at `offset`, up to a file size that is a multiple of
+    `alignment`.
 
-    As torch's writer does, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there.
-    The size is rounded up by the zip comment of the end record (APPNOTE 4.3.16), zero bytes, fewer than
-    `alignment` of them, which must be at most 65536.
+    As in torch's writer, the zip64 end record and its locator (APPNOTE 4.3.14, 4.3.15) are always there. The zip
+    comment of the end record (APPNOTE 4.3.16) rounds the size up: zero bytes, fewer than `alignment` of them, which
+    must be at most 65536.
     """
     listing = b"".join(_directory_entry(entry) for entry in entries)
     count, end = len(entries), offset + len(listing)
@@ -145,14 +141,14 @@ def _zip64_extra(values: Sequence[int]) -> bytes:
 
 
 def _local_zip64(cursor: int, nbytes: int) -> bytes:
-    # APPNOTE 4.5.3 knows no offset here, and would have the size twice; torch's writer does it so, and its
-    # readers count on the length.
+    # APPNOTE 4.5.3 has no offset here, and would have the size twice; torch's writer does it this way, and its readers
+    # rely on the length.
     sizes = [nbytes, 0] if nbytes >= ZIP64_LIMIT else []
     return _zip64_extra(sizes + ([cursor] if cursor >= ZIP64_LIMIT else []))
 
 
 def _directory_entry(entry: Entry) -> bytes:
-    """A central directory header (APPNOTE 4.3.12), with zip64 extended information (4.5.3) where needed."""
+    """Return a central directory header (APPNOTE 4.3.12), with zip64 extended information (4.5.3) if needed."""
     name = entry.name.encode()
     long_sizes = [entry.nbytes, entry.nbytes] if entry.nbytes >= ZIP64_LIMIT else []
     long_offset = [entry.header_offset] if entry.header_offset >= ZIP64_LIMIT else []

@@ -1,1 +1,1 @@
-"""Which tensor of a checkpoint each parameter of a model gets, and how a model comes to its memory."""
+"""Maps tensors of a checkpoint to parameters of a model, and gives a model its memory."""

@@ -1,8 +1,8 @@
 """Gives a model the memory that its weights will be read into. From here on the model is changed.
 
-Parameters on the meta device cannot get data: new objects take their places, one for each, so that tied ones stay tied. Those on
-the CPU stay the same objects. A model can also be built without weights at once (`without_weights`), or be shown a checkpoint's
-tensors as its files are mapped (`MappedSource`).
+Parameters on the meta device cannot get data: new objects replace them, one for each, so that tied ones stay tied.
+Those on the CPU stay the same objects. A model can also be built without weights (`without_weights`), or get a
+checkpoint's tensors as mappings of its files (`MappedSource`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from swapper.paging.section import Section, own_storage
 
 
 class Places:
-    """Every place of a module tree where a parameter is registered."""
+    """All module attributes at which a parameter is registered."""
 
     def __init__(self, model: nn.Module) -> None:
         self._places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -41,7 +41,8 @@ class Places:
 
 
 def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:
-    """Give a parameter `data`, which nobody trains; returns the parameter that has it, a new one for one on the meta device."""
+    """Give a parameter `data`, without a gradient; return the parameter that has it, a new one for one on the meta
+    device."""
     parameter = weight.parameter
     if parameter.device.type == "meta":
         parameter = nn.Parameter(data, requires_grad=False)
@@ -54,7 +55,7 @@ def adopt(places: Places, weight: Weight, data: torch.Tensor) -> nn.Parameter:
 
 
 def empty(places: Places, parameters: Iterable[nn.Parameter]) -> None:
-    """Take the parameters' memory away: the model has the shapes on the meta device, as before it was loaded."""
+    """Free the parameters' memory: the model has shapes on the meta device, as before it was loaded."""
     for parameter in parameters:
         shape, dtype = parameter.shape, parameter.dtype
         places.replace(parameter, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
@@ -89,9 +90,9 @@ def _view(place: tuple[torch.Tensor, int] | None, stored: StoredTensor) -> torch
 
 
 class MappedSource:
-    """A checkpoint's tensors as its files are mapped: nothing is read before it is looked at.
+    """A checkpoint's tensors as mappings of its files: nothing is read before an access.
 
-    Owns the mappings. What is written to their tensors stays in memory.
+    Owns the mappings. Writes to their tensors stay in memory.
 
     Args:
         source: the checkpoint.
@@ -102,11 +103,11 @@ class MappedSource:
         self._mappings: dict[Path, mmap.mmap] = {}
 
     def made(self, recipe: Recipe) -> torch.Tensor:
-        """Return what `recipe` makes of the mapped tensors."""
+        """Return the result of `recipe` for the mapped tensors."""
         return recipe.from_parts([self.tensor(part) for part in recipe.parts])
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.path in self._source.joined:  # a mapping cannot put its stretches side by side
+        if stored.path in self._source.joined:  # a mapping cannot join its extents
             extents = [e for _, e in self._source.extents(stored.path, stored.offset, stored.nbytes)]
             parts = [replace(stored, path=e.path, offset=e.offset, nbytes=e.nbytes, shape=(-1,)) for e in extents]
             return torch.cat([self.tensor(part) for part in parts]).view(stored.shape)
@@ -118,16 +119,16 @@ class MappedSource:
         return flat.view(stored.shape) if stored.stride is None else flat.as_strided(stored.shape, stored.stride)
 
     def forget(self) -> None:
-        """Tensors that are in use keep their file mapped."""
+        """Forget the mappings. Tensors in use keep their file mapped."""
         self._mappings.clear()
 
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Within, parameters of modules that are made have shapes and no memory; buffers are made as always.
+    """Within the context, parameters of new modules have shapes and no memory; buffers are made as usual.
 
-    (`with torch.device("meta")` has buffers without values too, and those that no checkpoint holds would never get any.)
-    Not for several threads at one time: it changes `nn.Module.register_parameter` while it lasts.
+    (`with torch.device("meta")` makes buffers without values too, and those that no checkpoint holds would never get
+    any.) Not thread-safe: it changes `nn.Module.register_parameter` meanwhile.
     """
     original = nn.Module.register_parameter
 

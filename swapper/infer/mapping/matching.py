@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint each parameter and buffer of a model gets. Pure: looks at both, changes neither."""
+"""Matches tensors of a checkpoint with parameters and buffers of a model. Pure: changes neither."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from swapper.formats.naming import Rename, renamed
 from swapper.formats.sources import Source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
-from swapper.modules.scripted import refuse_scripted
+from swapper.modules.models import refuse_scripted
 
-SHOWN_NAMES = 8
+SHOWN_NAMES = 8  # in a message
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""What gives a tensor from those that the checkpoint has for it. Its result may be a view of them."""
+"""Makes a tensor from its parts in the checkpoint. Its result may be a view of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a tensor comes out of a checkpoint.
+    """How to make a tensor from a checkpoint.
 
     Attributes:
         parts: the stored tensors that it consists of.
-        make: what gives it from `parts`; None where it is the only one of them.
-        dtype: of what comes out.
-        by_rows: `make` does the same to each row, that is each index of the first dimension, which all parts have.
-        node: how it is made, where that was traced (swapper.infer.mapping.tracing).
+        make: computes it from `parts`; None if it is the only one of them.
+        dtype: of the result.
+        by_rows: `make` treats each row alike, that is each index of the first dimension, which all parts have.
+        node: its traced computation, if any (swapper.infer.mapping.tracing).
     """
 
     parts: tuple[StoredTensor, ...]
@@ -60,12 +60,12 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter and how it comes out of the checkpoint.
+    """One parameter and its recipe.
 
     Attributes:
         name: the first of the parameter's names in the model.
         parameter: the object, which may be on the meta device.
-        recipe: its parts and what makes it of them.
+        recipe: its parts and how to make it of them.
     """
 
     name: str
@@ -74,13 +74,13 @@ class Weight:
 
     @property
     def made_bytes(self) -> int:
-        """Memory beside that of the parts while it is in use."""
+        """Memory in addition to that of the parts while it is in use."""
         return 0 if self.recipe.make is None else self.parameter.numel() * self.recipe.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class BufferPlace:
-    """A buffer that the checkpoint has: the module and name under which it is registered."""
+    """A buffer in the checkpoint: the module and name under which it is registered."""
 
     module: nn.Module
     name: str
@@ -89,7 +89,7 @@ class BufferPlace:
 
 @dataclass(frozen=True)
 class Match:
-    """What `match` found."""
+    """The result of `match`."""
 
     weights: list[Weight]
     buffers: list[BufferPlace]
@@ -99,7 +99,7 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     """Find each parameter and persistent buffer of `model` in `source`. A tied one may have any of its names there.
 
     Raises:
-        CheckpointError: names are missing or left over (if `strict`), or shapes differ; says which.
+        CheckpointError: names are missing or left over (if `strict`), or shapes differ; lists them.
         UnsupportedError: a parameter or buffer cannot be loaded.
         StateError: the model is loaded or offloaded already.
         ConfigError: an option is wrong.
@@ -139,8 +139,8 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{source.path} does not fit the model: {_listed('missing', missing)}; {_listed('unexpected', unexpected)}. "
-            "Map names with rename=, or say strict=False to leave out what is unexpected and keep the model's own values "
-            "for what is missing"
+            "Map names with rename=, or pass strict=False to skip unexpected names and keep the model's own values "
+            "for missing ones"
         )
     check_values(model, {id(weight.parameter) for weight in weights}, buffers)
     return Match(weights, buffers)
@@ -157,35 +157,35 @@ def _recipe(stored: StoredTensor | ChunkedTensor, dtype: torch.dtype | None, lay
 
 
 def _assembled(chunked: ChunkedTensor, dtype: torch.dtype | None) -> Recipe:
-    """Return the recipe of a tensor whose chunks lie side by side."""
+    """Return the recipe of a tensor in chunks along several dimensions."""
     wanted = dtype if dtype is not None and chunked.dtype.is_floating_point else chunked.dtype
     parts = tuple(chunk.stored for chunk in chunked.chunks)
     return Recipe(parts, lambda parts: chunked.assembled(parts, wanted), wanted)
 
 
 def dequantised(stored: StoredTensor, layout: QuantizedLayout, dtype: torch.dtype) -> Recipe:
-    """Return the recipe of a quantised tensor."""
+    """Return the recipe of a quantized tensor."""
     return Recipe((stored,), lambda parts: layout.dequantise(parts[0], dtype), dtype, by_rows=True)
 
 
 def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None) -> tuple[int, ...]:
-    """Return the shape of what `stored` holds, quantised or not.
+    """Return the shape of the values in `stored`, quantized or not.
 
     Raises:
-        CheckpointError: a quantised tensor is not of the shape that its layout says.
+        CheckpointError: a quantized tensor does not have the shape of its layout.
     """
     if layout is None or isinstance(stored, ChunkedTensor):
         return stored.shape
     if stored.dtype != torch.uint8 or stored.stride is not None or stored.shape[-1:] != (layout.row_bytes,):
         raise CheckpointError(
-            f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantised in {layout.bits} "
+            f"{stored.path}: {stored.name!r} is a tensor of {stored.dtype} {list(stored.shape)}, and quantized in {layout.bits} "
             f"bits it would be of uint8 and have rows of {layout.row_bytes}"
         )
     return (*stored.shape[:-1], layout.columns)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, torch.Tensor]]:
-    """By qualified name: module, own name, buffer. Those of state_dict, each name of a shared one."""
+    """Return by qualified name: module, own name, buffer. As in state_dict, with each name of a shared one."""
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
@@ -219,7 +219,7 @@ def _check_shape(
 
 
 def check_values(model: nn.Module, loaded: set[int], buffers: list[BufferPlace]) -> None:
-    """Everything must have values in the end: what is not loaded and on the meta device has none."""
+    """Check that everything has values: a tensor on the meta device that is not loaded has none."""
     for name, parameter in model.named_parameters():
         if id(parameter) not in loaded and parameter.device.type == "meta":
             raise UnsupportedError(

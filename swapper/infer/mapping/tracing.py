@@ -1,9 +1,9 @@
-"""Tensors without data that remember how they were made, so that somebody else's loader can say what to read.
+"""Traces how a library's loader makes parameters of stored tensors, with tensors that have no data.
 
-A library that loads checkpoints renames, casts, stacks and splits what it finds. It is given `Traced` tensors, on the meta
-device, in place of the checkpoint's; what it then puts into the model says from which stored tensors, and by which operations of
-torch, each parameter comes. Those operations are done again on the real bytes whenever the parameter is used: most often there
-are none.
+A library that loads checkpoints renames, casts, stacks and splits tensors. It gets `Traced` tensors, on the meta
+device, instead of the checkpoint's. The tensors that it puts into the model then show from which stored tensors, and by
+which operations of torch, each parameter is made. Those operations are repeated on the real bytes whenever the
+parameter is used: most often there are none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from swapper.modules.cold_tables import SET_DATA
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A stored tensor, or result number `index` of a function of other nodes (in place of tensors in its arguments).
+    """A stored tensor, or result number `index` of a function of other nodes (instead of tensors in its arguments).
 
-    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in place.
+    `is_view`: the result shares its memory with an argument. `changed`: names of functions that changed the result in
+    place.
     """
 
     stored: StoredTensor | None = None
@@ -39,7 +40,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Dequantise:
-    """What a quantised tensor's node does."""
+    """The function of a quantized tensor's node."""
 
     layout: QuantizedLayout
 
@@ -49,7 +50,7 @@ class Dequantise:
 
 @dataclass(frozen=True)
 class Assemble:
-    """What the node of a tensor does that is in chunks side by side."""
+    """The function of the node of a tensor in chunks along several dimensions."""
 
     chunked: ChunkedTensor
 
@@ -58,7 +59,7 @@ class Assemble:
 
 
 class Traced(torch.Tensor):
-    """A tensor on the meta device that remembers how it was made."""
+    """A tensor on the meta device that records how it was made."""
 
     node: Node
 
@@ -70,7 +71,7 @@ class Traced(torch.Tensor):
 
     @classmethod
     def of(cls, stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None = None) -> Traced:
-        """Of a stored tensor; of a quantised one, what it becomes."""
+        """Trace a stored tensor; of a quantized one, its dequantized form."""
         if isinstance(stored, ChunkedTensor):
             chunks = tuple(Node(stored=chunk.stored) for chunk in stored.chunks)
             meta = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
@@ -116,7 +117,7 @@ class Traced(torch.Tensor):
 
 
 def recipe_of(traced: Traced) -> Recipe:
-    """Return how `traced` comes out of its stored tensors."""
+    """Return the recipe of `traced` from its stored tensors."""
     if traced.node.stored is not None:
         return Recipe((traced.node.stored,), None, traced.dtype)
     leaves: dict[int, StoredTensor] = {}
@@ -129,7 +130,7 @@ def recipe_of(traced: Traced) -> Recipe:
 
 def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
     inner = node.arguments[0] if node.function is _cast else None
-    if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # at once in the dtype that is wanted
+    if isinstance(inner, Node) and isinstance(inner.function, Dequantise):  # directly in the wanted dtype
         layout = inner.function.layout
         return lambda parts: layout.dequantise(parts[0], dtype)
     if isinstance(inner, Node) and isinstance(inner.function, Assemble):
@@ -139,7 +140,7 @@ def _maker(node: Node, numbers: dict[int, int], dtype: torch.dtype) -> Make:
 
 
 def _goes_by_rows(node: Node) -> bool:
-    """Whether nothing is done but what treats each row of one stored tensor by itself."""
+    """Return True if all operations treat each row of one stored tensor alone."""
     if node.stored is not None:
         return True
     by_rows = node.function is _cast or isinstance(node.function, Dequantise)
@@ -164,7 +165,7 @@ def recipe_of_row(recipe: Recipe, row: int) -> Recipe | None:
 
 
 def _row(node: Node, row: int) -> Node | None:
-    """What indexing the first dimension of `node` by `row` comes to: of stacks and concatenations, and what they are made of."""
+    """Return the node of `node[row]`, through stacks and concatenations."""
     if node.stored is not None:
         stored = node.stored.row(row)
         return None if stored is None else Node(stored=stored)
@@ -184,7 +185,7 @@ def _row(node: Node, row: int) -> Node | None:
 
 
 def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tensor) -> bool:
-    """Whether the result has the same values as the first argument."""
+    """Return True if the result has the same values as the first argument."""
     if result is first or name in ("detach", "requires_grad_", "clone", "alias", "contiguous", "cpu"):
         return result.stride() == first.stride()
     if func is torch.Tensor.to:
@@ -195,7 +196,7 @@ def _is_same(func: Any, name: str, args: Any, first: Traced, result: torch.Tenso
 
 
 def _cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    """`tensor.to` without a device: where it is, is decided by somebody else."""
+    """Do `tensor.to` without a device, which others decide."""
     dtype = next((a for a in (*args, options.get("dtype")) if isinstance(a, torch.dtype)), tensor.dtype)
     return tensor.to(dtype)
 
@@ -219,7 +220,7 @@ def _is_in_place(name: str) -> bool:
 
 
 def _note_change(name: str, changed: Any, result: Any) -> Any:
-    """Something was changed in place. What was computed is thrown away again, perhaps: initial values, for one."""
+    """Record a change in place. The result may be discarded, such as initial values."""
     if not isinstance(changed, Traced) or changed.node.stored is not None or changed.node.is_view:
         raise _refusal(name)
     changed.node.changed.append(name)
@@ -231,10 +232,10 @@ def _refusal(name: str) -> UnsupportedError:
 
 
 def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
-    """Find the stored tensors that `tree` is made of.
+    """Collect the stored tensors in `tree`.
 
     Raises:
-        UnsupportedError: something that it is made of was changed in place, which cannot be done again.
+        UnsupportedError: one of its operands was changed in place, which cannot be repeated.
     """
     if isinstance(tree, Node):
         if tree.changed:
@@ -248,7 +249,7 @@ def _collect(tree: Any, leaves: dict[int, StoredTensor]) -> None:
 
 
 def _replay(tree: Any, parts: Sequence[torch.Tensor], numbers: dict[int, int], done: dict[int, Any]) -> Any:
-    """Do the operations again, on the parts."""
+    """Repeat the operations on the parts."""
     if isinstance(tree, list | tuple):
         return type(tree)(_replay(item, parts, numbers, done) for item in tree)
     if not isinstance(tree, Node):

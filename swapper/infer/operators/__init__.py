@@ -1,1 +1,1 @@
-"""Operators that read less than a whole weight: rows of embeddings, experts of mixtures, parts of matrices."""
+"""Defines operators that read less than a whole weight: rows of embeddings, single experts, parts of matrices."""

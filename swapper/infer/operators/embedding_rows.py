@@ -1,7 +1,7 @@
-"""Looks up rows of an embedding in the file: of a table of 32,000 rows a pass uses a few, and need not read the others.
+"""Looks up rows of an embedding in the file: a pass uses a few rows of a table of 32,000, and need not read the others.
 
-The module's `forward` is replaced on the instance while the model is loaded; the table itself stays away, unless somebody else
-(a tied output projection) uses it too.
+The module's `forward` is replaced on the instance while the model is loaded; the table itself stays cold, unless
+another module (a tied output projection) uses it too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from swapper.io.waiting import wait_for_all
 from swapper.modules.own_hook import not_traced
 
 ReadInto = Callable[[StoredTensor, int, torch.Tensor], Any]
-"""Submits a read of a stored tensor: (tensor, offset in it, contiguous memory that is to be filled); gives the ticket."""
+"""Submits a read of a stored tensor: (tensor, offset in it, contiguous memory to fill); returns the ticket."""
 
 
 def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
-    """Whether `module` is an embedding whose rows can be read one by one, and nothing more."""
+    """Return True if `module` is an embedding whose rows can be read one by one, and nothing more."""
     return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
 
 
 def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device) -> None:
-    """Have `module` read the rows that it is asked for, until `stop_looking_up`. They are put on `device`."""
+    """Make `module` read the requested rows, until `stop_looking_up`. They are put on `device`."""
     row_count = module.num_embeddings
 
     @not_traced
@@ -56,7 +56,7 @@ def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device
 
 
 def check_place(tensor: torch.Tensor, device: torch.device) -> None:
-    """Refuse an input that is not where the model is."""
+    """Refuse an input on another device than the model's."""
     if tensor.device != device:
         raise DeviceError(
             f"an input is on {tensor.device}, and the model was loaded with device={str(device)!r}: move it there"
@@ -69,7 +69,7 @@ def stop_looking_up(module: nn.Module) -> None:
 
 
 def _stretches(rows: list[int]) -> list[tuple[int, int, int]]:
-    """Return (position in `rows`, first row, number of rows) of each run of neighbours; `rows` ascend."""
+    """Return (position in `rows`, first row, number of rows) of each run of neighbors; `rows` ascend."""
     found: list[tuple[int, int, int]] = []
     for number, row in enumerate(rows):
         if found and row == found[-1][1] + found[-1][2]:

@@ -1,10 +1,10 @@
-"""Experts of a mixture, read one by one: only those that tokens are routed to.
+"""Reads single experts of a mixture: only those with tokens.
 
-Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`). Current models of
-transformers hold the experts of a layer in one parameter for each of their maps, of shape (experts, out, in), and take one by
-its index: `self.down_proj[expert]`. Such a parameter stays away as a whole; the guard on cold parameters sends the index here, and
-the expert's own bytes are read, wherever the checkpoint has them. What was used last stays, as far as the cache's share of the
-budget goes.
+Some models have a list of modules, each of them an expert, whose weights are read when it runs (`OnDemandGroup`).
+Current models of transformers have the experts of a layer in one parameter for each of their maps, of shape (experts,
+out, in), and index it: `self.down_proj[expert]`. Such a parameter stays cold as a whole; the guard on cold parameters
+passes the index here, and the expert's own bytes are read, wherever the checkpoint has them. The last used experts
+stay, as far as the cache's share of the budget goes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import FaultHandler, materialize, set_cold
 from swapper.paging.pager import Pager
 
-MOST_WEIGHTS = 1 << 20
-"""More than a group has."""
+MAX_WEIGHTS = 1 << 20
+"""More weights than any group has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +47,24 @@ class ExpertWeights:
 
     @property
     def largest_bytes(self) -> int:
-        """What one expert takes while it is read: its parts, and what is made of them."""
+        """Return the memory of one expert while it is read: its parts, and the result."""
         return max(recipe.stored_bytes * (1 if recipe.make is None else 2) for recipe in self.recipes)
 
 
 def are_experts(name: str, module: nn.Module) -> bool:
-    """Whether `module` is a list of experts, each a module of its own, as far as its name tells."""
+    """Return True if `module` is a list of experts that are modules of their own, judged by its name."""
     is_list = isinstance(module, nn.ModuleList | nn.ModuleDict) and len(module) > 1
     return is_list and "expert" in name.rpartition(".")[2]
 
 
 def takes_single_experts(module: nn.Module) -> bool:
-    """Whether `module` indexes its experts, as far as it says: transformers has other forms, which take all at one time."""
+    """Return True if `module` indexes its experts, by its own setting: other forms of transformers use all at once."""
     form = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return form in (None, "eager") and not _gives_away(type(module), set(module._parameters))
 
 
 def _gives_away(cls: type[nn.Module], names: Collection[str]) -> bool:
-    """Whether the source of the class's forward, where there is one, has a parameter as a whole for an operand or argument."""
+    """Return True if the source of the class's forward, if available, uses a parameter as a whole."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except (OSError, TypeError, SyntaxError):
@@ -80,7 +80,7 @@ def _gives_away(cls: type[nn.Module], names: Collection[str]) -> bool:
 
 
 def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Recipe, ...] | None:
-    """Return the recipe of each expert of `parameter`, or None if it does not hold experts that can be read one by one."""
+    """Return the recipe of each expert of `parameter`, or None if its experts cannot be read one by one."""
     if parameter.ndim != 3 or "experts" not in name.split("."):
         return None
     rows = [recipe_of_row(recipe, row) for row in range(parameter.shape[0])]
@@ -89,7 +89,7 @@ def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Re
 
 @dataclass
 class _Part:
-    """What is in memory of one recipe: what the file has, or what was made of it if that is no larger."""
+    """One recipe's memory: the file's bytes, or the result if that is no larger."""
 
     recipe: Recipe
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -107,7 +107,7 @@ class _Part:
         return self.value is not None and self.value._version != self.version
 
     def ready(self, device: torch.device) -> torch.Tensor:
-        """Return what it is, on `device`. The cache is in host memory."""
+        """Return the value, on `device`. The cache is in host memory."""
         wait_for_all(self.tickets)
         self.tickets = []
         if self.value is not None:
@@ -121,18 +121,18 @@ class _Part:
         return value
 
     def settle(self) -> None:
-        """Its memory goes: asked for ahead and never used, perhaps, and it takes it until the read is over."""
+        """Wait for a read that may be in flight, perhaps prefetched and never used, before the memory is freed."""
         for ticket in self.tickets:
             ticket.exception()
 
 
 class Experts:
-    """Owns the experts that are in memory, the last used ones of all layers.
+    """Owns the experts in memory, the last used ones of all layers.
 
     Args:
         layers: for each layer, its parameters that hold experts: one expert's parts of them are used together.
         read: submits reads.
-        cache_bytes: the most that they take.
+        cache_bytes: their maximum.
         device: where they are used.
     """
 
@@ -163,15 +163,15 @@ class Experts:
                 "change is undone"
             )
         for other in others:
-            self._want(id(other.parameter), number, other.recipes[number])  # it will be asked for next
+            self._want(id(other.parameter), number, other.recipes[number])  # it will be used next
         return found.ready(self._device)
 
     def lease(
         self, recipes: Sequence[tuple[int, Recipe]], next_ones: Sequence[tuple[int, Recipe]]
     ) -> list[torch.Tensor]:
-        """Return what `recipes` give, which stays until `release`. Those in `next_ones` will be asked for next.
+        """Return the results of `recipes`, valid until `release`. Those in `next_ones` will be requested next.
 
-        Each has a number of its own, by which it is found again.
+        Each has a number that identifies it.
         """
         found: list[_Part] = []
         try:
@@ -192,7 +192,7 @@ class Experts:
             self._cache[key, 0].leases -= 1
 
     def forget_changed(self, keys: Sequence[int]) -> None:
-        """Somebody wrote to these, which nobody leases: they are read anew."""
+        """Read unleased experts again that somebody wrote to."""
         for key in keys:
             self._used_bytes -= self._cache.pop((key, 0)).recipe.stored_bytes
 
@@ -236,9 +236,9 @@ class OnDemandGroup(GroupWeights):
     """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
 
     Args:
-        index, weights, pager, keeper: as for any group; the pager has nothing to do with it.
+        index, weights, pager, fault_handler: as for any group; the pager is not used.
         with_it: the weights of the expert's other groups, which will be needed next.
-        experts: gives the cache.
+        experts: has the cache.
     """
 
     def __init__(
@@ -259,30 +259,16 @@ class OnDemandGroup(GroupWeights):
     def settled(self) -> bool:
         return False
 
-    def lease(self) -> bool:
-        if self._leases == 0:
-            values = self._experts().lease(self._recipes, self._with_it)
-            for weight, value in zip(self.weights, values, strict=True):
-                materialize(weight.parameter)
-                with torch.inference_mode(False):
-                    weight.parameter.data = value
-            self._versions = [weight.parameter._version for weight in self.weights]
-        self._leases += 1
-        return False  # the pager was not asked
+    def _bring_in(self) -> bool:
+        values = self._experts().lease(self._recipes, self._with_it)
+        for parameter, value in zip(self.parameters, values, strict=True):
+            materialize(parameter)
+            with torch.inference_mode(False):
+                parameter.data = value
+        self._versions = [parameter._version for parameter in self.parameters]
+        return False  # the pager was not used
 
-    def release(self) -> None:
-        self._leases -= 1
-        if self._leases == 0:
-            changed = self._changed()
-            self._put_away()
-            self.refuse_change(changed)
-
-    def forget_leases(self) -> None:
-        if self._leases:
-            self._leases = 0
-            self._put_away()
-
-    def _put_away(self) -> None:
+    def _give_back(self, changed: bool) -> None:
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
@@ -290,13 +276,18 @@ class OnDemandGroup(GroupWeights):
             set_cold(weight.parameter)
         self._experts().release([key for key, _ in self._recipes])
 
+    def forget_leases(self) -> None:
+        if self._leases:
+            self._leases, self._versions = 0, []
+            self._give_back(changed=False)
+
     def _forget_change(self) -> None:
         self._experts().forget_changed([key for key, _ in self._recipes])
 
 
 def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:
-    """Return each recipe of a group with the number by which the cache knows it; ids of objects are larger than 0."""
-    return [(-1 - group * MOST_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
+    """Return each recipe of a group with its number in the cache; ids of objects are larger than 0."""
+    return [(-1 - group * MAX_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
 
 
 def _is_number(index: Any) -> bool:

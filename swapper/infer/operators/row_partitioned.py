@@ -1,8 +1,9 @@
-"""Linear maps whose matrix is larger than the budget: multiplied by some rows at a time, read while the ones before are in use.
+"""Multiplies by matrices larger than the budget: some rows at a time, read while the previous ones are in use.
 
-The rows of a matrix are the outputs of the map, so each part gives its own columns of the result, and nothing is added up anew.
-The module's `forward` is replaced on the instance while the model is loaded. In bf16 and fp16 the result has the same bits as the
-whole matrix gives; in wider types torch may choose another kernel for another number of rows, and the last bits may differ.
+The rows of a matrix are the outputs of the map, so each part gives its own columns of the result, and no sum changes.
+The module's `forward` is replaced on the instance while the model is loaded. In bf16 and fp16 the result has the bits
+of the whole matrix; in wider types torch may choose another kernel for another number of rows, and the last bits may
+differ.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ from swapper.modules.transforms import outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 
 PARTS_IN_MEMORY = 4
-"""Parts that are read or in use at one time."""
-MOST_PART_BYTES = 2 << 20
+"""Parts that are read or in use at once: a choice."""
+MAX_PART_BYTES = 2 << 20  # a choice
 ROWS_MULTIPLE = 64
-"""Kernels take rows in groups of this many, or a divisor of it: other cuts would make them treat the last ones otherwise."""
+"""Rows. Kernels process rows in groups of this many, or a divisor of it: other cuts would treat the last ones
+differently."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class RowPartitionedLinear:
     Attributes:
         module: the map.
         weight: its matrix of shape (out, in).
-        bias: of shape (out,), where it streams too; None where it is in memory or there is none.
+        bias: of shape (out,), if it streams too; None if it is in memory or there is none.
         part_rows: how many rows are read together; the last part may have fewer.
     """
 
@@ -56,13 +58,13 @@ class RowPartitionedLinear:
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of one part as it is stored, wherever in a sector each of its tensors begins."""
+        """Return the stored bytes of one part, with each of its tensors anywhere in a sector."""
         parts = [part for recipe in self.recipes(0, self.part_rows) for part in recipe.parts]
         return sum(round_up(part.nbytes, SECTOR_BYTES) + SECTOR_BYTES for part in parts)
 
     @property
     def made_bytes(self) -> int:
-        """What is made of one part while it is in use."""
+        """Return the bytes made of one part while it is in use."""
         made = [recipe for recipe in self._whole if recipe.make is not None]
         return sum(self.part_rows * self.module.in_features * recipe.dtype.itemsize for recipe in made)
 
@@ -72,9 +74,9 @@ class RowPartitionedLinear:
             yield begin, min(begin + self.part_rows, self.module.out_features)
 
     def recipes(self, begin: int, end: int) -> list[Recipe]:
-        """Return what gives rows [begin, end) of the matrix, and of the bias if that streams."""
+        """Return the recipes of rows [begin, end) of the matrix, and of the bias if that streams."""
         found = [recipe.rows(begin, end) for recipe in self._whole]
-        return [recipe for recipe in found if recipe is not None]  # all of them: `cut` has seen to it
+        return [recipe for recipe in found if recipe is not None]  # all of them: `cut` has checked it
 
     @property
     def _whole(self) -> list[Recipe]:
@@ -82,11 +84,11 @@ class RowPartitionedLinear:
 
 
 def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> RowPartitionedLinear | None:
-    """Return how `module` is multiplied by parts; None if it is not plain enough."""
+    """Return the partition of `module`; None if it is not plain enough."""
     if type(module) is not nn.Linear or weight.rows(0, 1) is None or (bias is not None and bias.rows(0, 1) is None):
         return None
     row_bytes = max(weight.stored_bytes // module.out_features, 1)
-    rows = max(min(MOST_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
+    rows = max(min(MAX_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
     number = -(-module.out_features // rows)  # of about equal size, so that the last part is not a small one
     part_rows = min(round_up(-(-module.out_features // number), ROWS_MULTIPLE), module.out_features)
     return RowPartitionedLinear(module, weight, bias, part_rows)
@@ -95,20 +97,20 @@ def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> RowPartitione
 class RowPrefetcher:
     """Owns the memory into which parts are read, one map at a time.
 
-    Parts are used in the order in which they were asked for, and lie in the slots in turn. When the last ones of a map are under
-    way, the first ones of the map that came after it the last time are asked for: so the drive has no pause between maps.
+    Parts are used in the order of their requests, and use the slots in turn. When the last ones of a map are in flight,
+    the first ones of the map that followed it the last time are requested: so the drive does not idle between maps.
     """
 
     def __init__(self, memory: torch.Tensor, read: ReadInto) -> None:
         self._slots = memory.view(PARTS_IN_MEMORY, -1)
         self._read = read
-        self._number = 0  # of parts that were asked for
-        self._reading: deque[_Reading] = deque()  # asked for and not used up
+        self._number = 0  # of requested parts
+        self._reading: deque[_Reading] = deque()  # requested and not used up
         self._last: RowPartitionedLinear | None = None
-        self._after: dict[int, RowPartitionedLinear] = {}  # by id: the map that came after it
+        self._after: dict[int, RowPartitionedLinear] = {}  # by id: the map that followed it
 
     def multiply(self, linear: RowPartitionedLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return what the whole map gives of `x`, where that is."""
+        """Return the product of the whole map with `x`, on its device."""
         if any(part.of != id(linear) for part in self._reading):
             self._forget()  # another map was expected
         if self._last is not None:
@@ -134,7 +136,7 @@ class RowPrefetcher:
         return torch.cat(outputs, dim=-1)
 
     def _ask(self, wanted: Iterator[tuple[RowPartitionedLinear, int, int]]) -> None:
-        """Begin to read what is wanted next, as far as there are slots."""
+        """Begin to read the next parts, as far as there are slots."""
         while len(self._reading) < PARTS_IN_MEMORY:
             asked = next(wanted, None)
             if asked is None:
@@ -143,7 +145,7 @@ class RowPrefetcher:
             with (
                 defer_sigint,
                 outside_transforms(),
-            ):  # a read that nobody knows of would fill a slot that has another part by then
+            ):  # an unknown read would fill a slot that has another part by then
                 self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
                 self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
                 self._number += 1
@@ -154,7 +156,7 @@ class RowPrefetcher:
         self._reading.clear()
 
     def _submit(self, reading: _Reading, slot: torch.Tensor) -> None:
-        """Begin to read a part. Each tensor lies in memory as it lies in its sector where that suits the kernels."""
+        """Begin to read a part. Each tensor lies in memory as in its sector, if that suits the kernels."""
         cursor = 0
         for stored in (part for recipe in reading.recipes for part in recipe.parts):
             in_sector = stored.offset % SECTOR_BYTES
@@ -166,7 +168,7 @@ class RowPrefetcher:
 
 @dataclass
 class _Reading:
-    of: int  # id of its map: it must not keep the model
+    of: int  # id of its map: it must not keep the model alive
     recipes: Sequence[Recipe]
     parts: list[torch.Tensor] = field(default_factory=list)
     tickets: list[Any] = field(default_factory=list)
@@ -178,19 +180,19 @@ class _Reading:
             return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
 
     def settle(self) -> None:
-        """The memory is used for something else next: no read may be on its way."""
+        """Wait for a read that may be in flight, before the memory is reused."""
         for ticket in self.tickets:
             ticket.exception()
 
 
 def multiply_by_parts(linear: RowPartitionedLinear, parts: RowPrefetcher, device: torch.device) -> None:
-    """Have the module multiply by parts, on `device`, until `stop_cutting`."""
+    """Make the module multiply by parts, on `device`, until `stop_cutting`."""
 
     own = linear.module.weight
 
     @not_traced
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if linear.module.weight is not own:  # torch.func.functional_call gives it another one
+        if linear.module.weight is not own:  # torch.func.functional_call passes another one
             return type(linear.module).forward(linear.module, x)
         if torch.is_grad_enabled() and x.requires_grad:
             refuse_gradient()

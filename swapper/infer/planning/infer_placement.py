@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swapper.errors import BudgetError
 from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
+from swapper.paging.planning.budget import PoolSize, divide_host_memory
 from swapper.runtime.sizes import format_bytes
 
 AHEAD_BYTES = 64 << 20
@@ -29,21 +28,14 @@ PAGE_COST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """What the budget gives.
+class Placement(PoolSize):
+    """What the budget gives: a pool that fits it.
 
     Attributes:
-        page_bytes, frame_count: the pool; frame_count * page_bytes fits the budget.
         streamed: of each group, how many pages are streamed at most; the others stay once they were read.
     """
 
-    page_bytes: int
-    frame_count: int
     streamed: int
-
-    @property
-    def pool_bytes(self) -> int:
-        return self.page_bytes * self.frame_count
 
     def read_bytes(self, groups: Sequence[Sequence[int]]) -> int:
         """What a pass over `groups` (as for `place`) reads, whole pages."""
@@ -79,16 +71,13 @@ def place(host_bytes: int, fixed_bytes: int, demand: Demand, where: Sequence[str
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    pool_bytes = (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-    best = _best(pool_bytes, demand)
-    if best is None:
-        smallest = fixed_bytes + _smallest_pool(demand)
-        raise BudgetError(
-            f"host_memory={format_bytes(host_bytes)} is too small: this model needs at least {format_bytes(smallest)} "
-            f"({smallest} bytes), of which {format_bytes(fixed_bytes)} are small tensors, buffers and conversions, and "
-            f"{_largest(demand, where)}; raise host_memory"
-        )
-    return best
+    return divide_host_memory(
+        host_bytes,
+        fixed_bytes,
+        lambda pool_bytes: _best(pool_bytes, demand),
+        "this model needs",
+        lambda: f"are small tensors, buffers and conversions, and {_largest(demand, where)}; raise host_memory",
+    )
 
 
 def _best(pool_bytes: int, demand: Demand) -> Placement | None:
@@ -185,18 +174,6 @@ def _place_with(page_bytes: int, pool_bytes: int, demand: Demand) -> Placement |
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle, ahead) else (middle, high)
     return Placement(page_bytes, frames, high)
-
-
-def _smallest_pool(demand: Demand) -> int:
-    if not any(demand.groups):
-        return 0
-    low, high = 0, ARENA_ALIGNMENT_BYTES
-    while _best(high, demand) is None:
-        low, high = high, 2 * high
-    while high - low > ARENA_ALIGNMENT_BYTES:
-        middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-        low, high = (low, middle) if _best(middle, demand) is not None else (middle, high)
-    return high
 
 
 def _largest(demand: Demand, where: Sequence[str]) -> str:

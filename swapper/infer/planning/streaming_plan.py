@@ -19,8 +19,7 @@ from swapper.infer.operators.embedding_rows import can_look_up
 from swapper.infer.operators.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
 from swapper.infer.operators.row_partitioned import PARTS_IN_MEMORY, RowPartitionedLinear, cut
 from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.modules.groups import Group, Unit, by_module
-from swapper.modules.taken import taken_parameters
+from swapper.modules.groups import Group, Unit, by_module, taken_parameters
 
 SLOTS_BYTES = 256 << 10
 LEAST_STAGING_BYTES = 1 << 20

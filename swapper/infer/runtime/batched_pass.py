@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from swapper.device.device import Device
-from swapper.infer.runtime.infer_hooks import Call, InferenceHooks
+from swapper.infer.runtime.infer_hooks import InferenceCall, InferenceHooks
 from swapper.infer.runtime.weights import GroupWeights
 
 
@@ -31,7 +31,7 @@ class _Batch:
     def __init__(self, argument: Any) -> None:
         self.argument = argument
         self.thread: threading.Thread
-        self.stack: list[Call] = []
+        self.stack: list[InferenceCall] = []
         self.wanted: GroupWeights | None = None
         self.is_done = False
         self.result: Any = None

@@ -16,7 +16,7 @@ class DeviceGroup(GroupWeights):
     """As any group; what it leases is its image, and pages in host memory only for as long as they are copied.
 
     Args:
-        index, weights, pager, keeper: as for any group; the parts of the weights are views of the image's storage.
+        index, weights, pager, fault_handler: as for any group; the parts of the weights are views of the image's storage.
         image: the group's.
         tier: which has it.
     """
@@ -30,16 +30,15 @@ class DeviceGroup(GroupWeights):
         pager: Pager,
         fault_handler: FaultHandler,
     ) -> None:
-        super().__init__(index, weights, (), (), pager, fault_handler)
-        self.image = image
+        super().__init__(index, weights, (), (), pager, fault_handler, image)
+        self.image: DeviceCopy = image
         self._tier = tier
-        self._stays_warm = False
+        self._stays_warm = False  # it is on the device for good, and shown
         image.let_go = self._let_go
 
     @property
     def settled(self) -> bool:
-        """Everything is on the device for good."""
-        return not self.paged or (self.image.stays and self.image.is_filled and not self._makes)
+        return not self.paged or self._stays_warm
 
     @property
     def streamed_pages(self) -> list[int]:
@@ -55,48 +54,31 @@ class DeviceGroup(GroupWeights):
     def kept_accesses(self) -> list[Access]:
         return [copy.access for copy in self.image.copies if copy.is_held]
 
-    def lease(self) -> bool:
-        was_brought = False
-        if self._leases and self.paged:
-            self.image.storage.let_compute_use()  # the stream may be another one
-        if self._leases == 0 and self.paged:
-            was_brought = self._tier.lease(self.image)
-            try:
-                if not self._stays_warm:
-                    self._materialize()
-            except BaseException:
-                self._dematerialize()
-                self._tier.release(self.image)
-                raise
-        self._leases += 1
-        return was_brought
+    def _bring_in(self) -> bool:
+        if self.paged:
+            self._tier.lease(self.image)
+        return not self.settled
 
-    def release(self) -> None:
-        self.image.storage.note_use()
-        self._leases -= 1
-        if self._leases or not self.paged:
-            return
-        self._stays_warm = self.settled
-        changed = None
-        if not self._stays_warm:
-            changed = self._changed()
+    def _give_back(self, changed: bool) -> None:
+        if not self.settled:
             self._dematerialize()
-        self._tier.release(self.image)
-        self.refuse_change(changed)
+        if self.paged:
+            self._tier.release(self.image)
 
     def forget_leases(self) -> None:
-        if self._leases and self.paged:
-            self._leases = 0
-            if not self._stays_warm:
-                self._dematerialize()
-            self._tier.forget(self.image)
+        super().forget_leases()
+        self._tier.forget(self.image)
 
-    def abandon(self) -> None:
+    def abandon(self, keep_cold: bool = True) -> None:
         is_settled = self.settled
-        super().abandon()
+        super().abandon(keep_cold)
         self.image.let_go = _nothing  # or the two would keep each other, and the memory
         if not is_settled:
             self._tier.drop(self.image)
+
+    def _materialize(self) -> None:
+        super()._materialize()
+        self._stays_warm = self.image.stays and not self._makes
 
     def _forget_change(self) -> None:
         self._tier.invalidate(self.image)
@@ -110,13 +92,13 @@ class DeviceGroup(GroupWeights):
 class LargerThanDevice(GroupWeights):
     """A group of which rows or parts are read, and that the device has no room for as a whole; or one without weights."""
 
-    def lease(self) -> bool:
+    def _bring_in(self) -> bool:
         if self.paged:
             raise BudgetError(
-                f"parameter {self.weights[0].name} is used as a whole, and is larger than what device_memory leaves for weights; "
+                f"parameter {self.names[0]} is used as a whole, and is larger than what device_memory leaves for weights; "
                 "only its rows or parts can be used. Raise device_memory"
             )
-        return super().lease()
+        return False
 
 
 def _nothing() -> None: ...

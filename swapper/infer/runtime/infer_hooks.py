@@ -19,10 +19,11 @@ from torch import nn
 from swapper.errors import BudgetError, StateError
 from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
+from swapper.modules.module_hooks import Call, ModuleHooks
 from swapper.modules.outputs import tensors_of
-from swapper.modules.own_hook import OwnHook
 from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns
+from swapper.paging.planning.schedule import Access
 
 _TORCHS_CALLS = nn.modules.module.__file__
 
@@ -35,15 +36,14 @@ def _frame_of_the_call() -> FrameType:
     return frame
 
 
-class Call:
-    """One forward of one unit, and what it leases."""
+class InferenceCall(Call):
+    """A call that is live while torch's frame, from which the hooks are called, is on the stack."""
 
-    __slots__ = ("frame", "groups", "unit")
+    __slots__ = ("frame",)
 
-    def __init__(self, unit: Unit, frame: FrameType) -> None:
-        self.unit = unit
-        self.frame = frame  # torch's, from which the hooks are called
-        self.groups: list[GroupWeights] = []
+    def __init__(self, module: str, frame: FrameType) -> None:
+        super().__init__(module)
+        self.frame = frame
 
 
 class Passing(Protocol):
@@ -53,7 +53,7 @@ class Passing(Protocol):
     def hold(self, group: GroupWeights) -> None: ...
 
 
-class InferenceHooks:
+class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
     """Owns the hooks of one model and the leases that they hold.
 
     Args:
@@ -61,7 +61,7 @@ class InferenceHooks:
         groups: all groups, by index.
         begin_pass: called before the outermost forward; raises if the model cannot be used.
         end_pass: called after it with the name of its module and the groups that were leased, in order.
-        drop_leases: makes the pager forget all leases of this pass, after it was abandoned.
+        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
         make_room: called where a group's lease was refused for want of memory; raises if there is none to be had.
     """
 
@@ -71,43 +71,26 @@ class InferenceHooks:
         groups: Sequence[GroupWeights],
         begin_pass: Callable[[], None],
         end_pass: Callable[[str, list[int]], None],
-        drop_leases: Callable[[], None],
+        drop_leases: Callable[[Iterable[Access]], None],
         make_room: Callable[[GroupWeights, BudgetError], None],
     ) -> None:
+        paged = {id(parameter) for group in groups for parameter in group.parameters}
+        hooked = [unit for unit in units if any(id(parameter) in paged for parameter in unit.module.parameters())]
+        super().__init__(hooked, groups, drop_leases, Turns())
         self._make_room = make_room
-        self._groups = groups
         self._begin_pass = begin_pass
         self._end_pass = end_pass
-        self._drop_leases = drop_leases
-        self._turns = Turns()
-        self._is_removed = False
         self._is_unloaded = False
         self._last_unit = ""
         self._convoy: Passing | None = None
-        self._stack: list[Call] = []
         self._order: list[int] = []  # of the groups in this pass
-        self._group_of = {id(w.parameter): group for group in groups for w in group.weights}
-        self._homes = {part.untyped_storage()._cdata for group in groups for w in group.weights for part in w.parts}
-        self._handles: list[Any] = []
-        for unit in units:
-            if any(id(parameter) in self._group_of for parameter in unit.module.parameters()):
-                before, after = OwnHook(self._before(unit)), OwnHook(self._after(unit))
-                self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True))
-                self._handles.append(unit.module.register_forward_hook(after, always_call=True))
-
-    def remove(self) -> None:
-        """The model is a plain one from now on: everything is in memory for good."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._is_removed = True
 
     @contextmanager
     def turn_to_unload(self) -> Iterator[None]:
         """Within it no forward runs, and after it none can: those of other threads are waited for, or refused."""
         if self._turns.is_mine:
             self._drop_stale()
-            if self._stack or self._convoy is not None:
+            if self._running or self._convoy is not None:
                 raise StateError("unload was called from inside of the model's forward: call it when that is over")
         has_turn = self._take_turn()
         try:
@@ -123,7 +106,7 @@ class InferenceHooks:
         if not self._take_turn():
             yield False
             return
-        if self._stack:
+        if self._running:
             raise StateError("a model was asked to run many batches from inside its own forward")
         self._last_unit = ""
         try:
@@ -139,69 +122,47 @@ class InferenceHooks:
             finally:
                 self._turns.give()
 
-    def exchange(self, thread: threading.Thread | None, stack: list[Call]) -> list[Call]:
+    def exchange(self, thread: threading.Thread | None, stack: list[InferenceCall]) -> list[InferenceCall]:
         """Another batch of a convoy goes on, in `thread`, inside the calls of `stack`. Returns those of the one before."""
         self._turns.owner = thread
-        before, self._stack = self._stack, stack
+        before, self._running = self._running, stack
         return before
 
     def abandon_pass(self) -> None:
-        """Forget a forward that never ended, with its leases."""
-        self._stack.clear()
         self._order.clear()
-        for group in self._groups:
-            group.forget_leases()
-        self._drop_leases()
+        super().abandon_pass()
 
-    def bring(self, parameter: nn.Parameter) -> bool:
-        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
-        if not self._turns.is_mine:
-            return False
-        for call in reversed(self._stack):
-            if any(parameter is inside for inside in call.unit.module.parameters()):
-                self._lease(call, [self._group_of[id(parameter)]])
-                return True
-        return False
+    @property
+    def _is_inside(self) -> bool:
+        return self._turns.is_mine
 
-    def _before(self, unit: Unit) -> Callable[..., None]:
-        groups = [self._groups[index] for index in unit.groups if self._groups[index].paged]
-
-        def hook(module: nn.Module, args: Any) -> None:
-            with outside_transforms():
-                before()
-
-        def before() -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with outside_transforms():
             _check_not_traced(unit)
             if not self._take_turn():
                 return
             self._drop_stale()
-            if not self._stack:
+            if not self._running:
                 self._begin()
-            call = Call(unit, _frame_of_the_call())
-            self._stack.append(call)
-            self._lease(call, groups)
+            call = InferenceCall(unit.name, _frame_of_the_call())
+            self._running.append(call)
+            for index in unit.groups:
+                if self._groups[index].paged:
+                    self._lease_more(call, self._groups[index])
 
-        return hook
-
-    def _after(self, unit: Unit) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if not self._turns.is_mine or all(call.unit is not unit for call in self._stack):
-                return None  # the pre-hook itself failed
-            while (call := self._stack.pop()).unit is not unit:
-                self._release(call)  # stopped by something that went past its hooks
-            try:
-                if output is not None and call.groups:
-                    output = self._own(output)
-            finally:
-                with outside_transforms():
-                    try:
-                        self._release(call)
-                    finally:
-                        if not self._stack:
-                            self._end(unit)
-            return output
-
-        return hook
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        call = self._end(unit) if self._turns.is_mine else None
+        if call is None:
+            return None  # the pre-hook itself failed
+        try:
+            return self._owned(output) if output is not None and call.groups else output
+        finally:
+            with outside_transforms():
+                try:
+                    self._release(call)
+                finally:
+                    if not self._running:
+                        self._end_outermost(unit)
 
     # --- a pass ---------------------------------------------------------------------------------------------------
 
@@ -225,7 +186,7 @@ class InferenceHooks:
                 self._turns.give()
             raise
 
-    def _end(self, unit: Unit) -> None:
+    def _end_outermost(self, unit: Unit) -> None:
         if self._convoy is not None:
             self._last_unit = unit.name
             return
@@ -237,9 +198,9 @@ class InferenceHooks:
 
     def _drop_stale(self) -> None:
         """Forget a pass that a Ctrl-C ended: its innermost call's frame runs no more."""
-        if not self._stack:
+        if not self._running:
             return
-        wanted = self._stack[-1].frame
+        wanted = self._running[-1].frame
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if frame is wanted:
@@ -250,52 +211,35 @@ class InferenceHooks:
         while frame is not None:
             live.add(id(frame))
             frame = frame.f_back
-        while self._stack and id(self._stack[-1].frame) not in live:
-            self._release(self._stack.pop())
-        if not self._stack:
+        while self._running and id(self._running[-1].frame) not in live:
+            self._release(self._running.pop())
+        if not self._running:
             self._order.clear()
 
-    def _lease(self, call: Call, groups: Iterable[GroupWeights]) -> None:
-        for group in groups:
-            if self._convoy is not None:
-                self._convoy.arrive(group)
-            asked = self._leased(group)
-            call.groups.append(group)
-            if asked:
-                self._order.append(group.index)
-            if self._convoy is not None:
-                self._convoy.hold(group)
-
-    def _leased(self, group: GroupWeights) -> bool:
-        """Lease a group, as its `lease` does."""
+    def _lease_more(self, call: InferenceCall, group: GroupWeights) -> None:
+        if self._convoy is not None:
+            self._convoy.arrive(group)
         while True:
             try:
-                return group.lease()
+                is_asked = group.lease()
+                break
             except BudgetError as refusal:
                 self._make_room(group, refusal)
+        call.groups.append(group.index)
+        if is_asked:
+            self._order.append(group.index)
+        if self._convoy is not None:
+            self._convoy.hold(group)
 
-    def _release(self, call: Call) -> None:
-        for group in call.groups:
-            group.release()
-
-    def _own(self, output: Any) -> Any:
-        """An output that is a view of a streamed parameter must not leave with it: copy it. A gradient cannot come back."""
+    def _owned(self, output: Any) -> Any:
+        """Return an output that keeps nothing of weights that leave. A gradient cannot come back."""
         tensors, rebuild = tensors_of(output)
         if any(tensor.requires_grad for tensor in tensors):
             refuse_gradient()
-        replaced = [self._copied(tensor) for tensor in tensors]
+        replaced = [self._own(tensor) for tensor in tensors]
         if any(new is not old for new, old in zip(replaced, tensors, strict=True)):
             return rebuild(replaced)
         return output
-
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor
-        try:
-            storage = tensor.untyped_storage()
-        except NotImplementedError:  # torch.func has wrapped it
-            return tensor
-        return tensor.clone() if storage._cdata in self._homes else tensor
 
 
 def _check_not_traced(unit: Unit) -> None:

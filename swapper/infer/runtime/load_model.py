@@ -8,23 +8,73 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from swapper.device.device import Device
-from swapper.device.device_budget import DeviceBudget
+from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.naming import Rename
-from swapper.formats.sources import Source, open_source
+from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.stored import ConcatenatedFile
 from swapper.infer.mapping.matching import Match, match
 from swapper.infer.planning.fitting import fit, fit_on_device
-from swapper.infer.planning.model_set import SharedBudget, current_room, noting
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.loaded_model import KEY, LoadedModel
+from swapper.modules.models import Models
 from swapper.options import parse_host_memory
 from swapper.runtime.interrupts import defer_sigint
+
+
+class SharedBudget:
+    """What was loaded inside of one `shared_memory`: it is noted, and opened at the end, when it is known what has to share."""
+
+    def __init__(self) -> None:
+        self._loads: list[tuple[nn.Module, Source, Match, str]] = []
+
+    def add(self, model: nn.Module, source: Source, matched: Match, backend: str) -> None:
+        """
+        Raises:
+            StateError: a parameter belongs to a model that is here already.
+        """
+        known = {id(weight.parameter) for _, _, match, _ in self._loads for weight in match.weights}
+        for weight in matched.weights:
+            if id(weight.parameter) in known:
+                raise StateError(f"parameter {weight.name} belongs to another model that shares this memory")
+        self._loads.append((model, source, matched, backend))
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._loads
+
+    def whole(self) -> tuple[nn.Module, Source, Match, str]:
+        """Return all of it as one model, its source, what matches, and the I/O backend."""
+        models: dict[str, nn.Module] = {}
+        weights, buffers = [], []
+        stamps: dict[Path, FileStamp] = {}
+        joined: dict[Path, ConcatenatedFile] = {}
+        for model, source, matched, _ in self._loads:
+            name = type(model).__name__
+            while name in models:
+                name += "'"
+            models[name] = model
+            weights += [replace(weight, name=f"{name}.{weight.name}") for weight in matched.weights]
+            buffers += matched.buffers
+            stamps.update(source.stamps)
+            joined.update(source.joined)
+        first = self._loads[0][1]
+        backends = {backend for *_, backend in self._loads}
+        if len(backends) > 1:
+            raise ConfigError(f"models that share memory have one backend, not {', '.join(sorted(backends))}")
+        source = Source(first.path, first.kind, {}, stamps, {}, joined)
+        return Models(models), source, Match(weights, buffers), backends.pop()
+
+
+_room: ContextVar[SharedBudget | None] = ContextVar("room", default=None)
 
 
 def load(
@@ -76,7 +126,7 @@ def load(
 
 def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> nn.Module:
     """As `load`, for whoever has found out by itself which parameter gets which tensors."""
-    room = current_room()
+    room = _room.get()
     if room is None:
         _open(model, source, matched, budgets, backend)
     elif budgets.is_host_memory_said:
@@ -106,11 +156,14 @@ def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
         StateError: one is inside of another.
     """
     budget_bytes = parse_host_memory(host_memory)
-    if current_room() is not None:
+    if _room.get() is not None:
         raise StateError("shared_memory is used inside of another: models share one budget")
     room = SharedBudget()
-    with noting(room):
+    token = _room.set(room)
+    try:
         yield
+    finally:
+        _room.reset(token)
     if not room.is_empty:
         _open_room(room, budget_bytes)
 

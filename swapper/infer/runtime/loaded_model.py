@@ -28,10 +28,8 @@ from swapper.infer.operators.experts import Experts, ExpertWeights
 from swapper.infer.operators.row_partitioned import RowPrefetcher, multiply_by_parts, stop_cutting
 from swapper.infer.planning.fitting import Fit
 from swapper.infer.planning.infer_placement import Placement
-from swapper.infer.planning.model_set import ModelSet
 from swapper.infer.planning.pass_predictor import PassPredictor, is_cyclic
 from swapper.infer.planning.streaming_plan import StreamingPlan
-from swapper.infer.planning.unplanned import make_room
 from swapper.infer.runtime.batched_pass import BatchedPass
 from swapper.infer.runtime.checksums import Checksums
 from swapper.infer.runtime.device_weights import DeviceGroup
@@ -40,9 +38,11 @@ from swapper.infer.runtime.infer_device import InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks
 from swapper.infer.runtime.refusals import allow_changes, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
-from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, refuse_gradient
+from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
 from swapper.modules.cold import Run
 from swapper.modules.cold_tables import Function
+from swapper.modules.models import Models
+from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.sizes import format_bytes
@@ -94,16 +94,15 @@ class LoadedModel:
         self._closed = False
         self._names: dict[int, str] = {}
         self._recipes: dict[int, Recipe] = {}
-        self._mapped = MappedSource(source)  # for operations, which do not write
-        self._given = MappedSource(source)  # for users, who may
+        self._given = MappedSource(source)  # to users, who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
         self._experts: Experts | None = None
         self._hooks: InferenceHooks | None = None
         self._passes = PassPredictor(
-            [name for name, _ in model.named_children()] if isinstance(model, ModelSet) else [""]
+            [name for name, _ in model.named_children()] if isinstance(model, Models) else [""]
         )
-        self._together = model if isinstance(model, ModelSet) else None  # which nobody else has
+        self._together = model if isinstance(model, Models) else None  # which nobody else has
         self._cut_bytes = sum(linear.stored_bytes for linear in blueprint.cuts)
         self._counters = Counters(
             pool_bytes=placement.pool_bytes,
@@ -125,7 +124,7 @@ class LoadedModel:
             blueprint.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
         )
         log.info(
-            "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; transfers by %s",
+            "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; %s",
             format_bytes(self._counters.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,
             format_bytes(placement.page_bytes), self._streaming.describe(),
         )  # fmt: skip
@@ -136,11 +135,8 @@ class LoadedModel:
     def counters(self) -> Counters:
         """Counters so far."""
         if not self._closed:
-            self._count_bytes()
+            self._streaming.count_bytes()
         return self._counters
-
-    def _count_bytes(self) -> None:
-        self._counters.bytes_read = self._streaming.engine.bytes_read
 
     @property
     def read_bytes_a_pass(self) -> int:
@@ -207,7 +203,6 @@ class LoadedModel:
             self._unload()
 
     def _unload(self) -> None:
-        self._count_bytes()
         self._closed = True
         model = self._model()
         if self._hooks is not None:
@@ -223,7 +218,6 @@ class LoadedModel:
                 stop_looking_up(module)
                 stop_cutting(module)
         self._together = None
-        self._mapped.forget()
         self._given.forget()
         if self._experts is not None:
             self._experts.forget()
@@ -262,7 +256,7 @@ class LoadedModel:
         """Return the weight as the file is mapped, where it is used. Nothing is read before it is looked at, but for a device."""
         if parameter.requires_grad and torch.is_grad_enabled():
             refuse_gradient()
-        return self._shown(parameter, self._mapped).to(self._where)
+        return self._shown(parameter, MappedSource(self._source)).to(self._where)  # what others wrote is not in it
 
     def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
         """For state_dict: the weight as the file is mapped. Nothing is read before it is looked at; changes stay in memory."""
@@ -299,7 +293,8 @@ class LoadedModel:
         for place, tensor in zip(buffers, buffer_tensors, strict=True):
             place.module._buffers[place.name] = tensor
         if self._on_device is not None:
-            self._on_device.move_the_rest(model, set(self._recipes) | {id(parameter) for parameter in self._small})
+            ours = self._recipes.keys() | {id(parameter) for parameter in self._small}
+            self._on_device.move(model, [parameter for parameter in model.parameters() if id(parameter) not in ours])
             self._expect_images(sorted(fitting.blueprint.images))
 
     def _adopt(self, model: nn.Module, blueprint: StreamingPlan, placement: Placement) -> None:
@@ -374,15 +369,15 @@ class LoadedModel:
             self._streaming.pager.expect(cycle)
         self._expect_images(expected)
 
-    def _drop_leases(self) -> None:
+    def _drop_leases(self, kept: Iterable[Access]) -> None:
         if self._on_device is not None:
             self._on_device.tier.finish()
-        self._streaming.pager.drop_leases([access for group in self._groups for access in group.kept_accesses])
+        self._streaming.pager.drop_leases(kept)
 
     def _make_room(self, wanted: GroupWeights, refusal: BudgetError) -> None:
         if self._on_device is not None:  # the tier has given up what stays already
             raise refusal
-        make_room(wanted, self._groups, self._streaming.frame_count, self._counters.frame_bytes)
+        make_room(wanted, self._groups, self._streaming.pool.frame_count, self._counters.frame_bytes)
 
     def _check_usable(self) -> None:
         if os.getpid() != self._pid:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from swapper import _C
+from swapper._C import File
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.sources import Source
+from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import Page, Section
+from swapper.paging.store.external_files import ExternalFiles
 
 
 class WeightFiles:
@@ -20,35 +21,26 @@ class WeightFiles:
     Args:
         engine: does the transfers.
         source: the files, and what each looked like when its header was read.
+        runs: which file each section is a run of, from its file_offset on.
 
     Raises:
         IoError: a file cannot be opened.
         CheckpointError: a file was changed since its header was read.
     """
 
-    def __init__(self, engine: Any, source: Source) -> None:
+    def __init__(self, engine: Engine, source: Source, runs: Mapping[Section, Path]) -> None:
         self._engine = engine
         self._source = source
-        self._files: dict[Path, Any] = {}
-        self._backing: dict[Path, Any] = {}  # the same files through the page cache, for reads of any place
-        self._paths: dict[Section, Path] = {}
-        try:
-            for path, stamp in source.stamps.items():
-                self._files[path] = _C.File(str(path), read_only=True)
-                self._backing[path] = _C.File(str(path), read_only=True, direct=False)
-                if self._files[path].nbytes != stamp.nbytes:
-                    raise CheckpointError(f"{path} was changed while it was being opened: load the model anew")
-        except BaseException:
-            self.close()
-            raise
-
-    def place(self, section: Section, path: Path) -> None:
-        """`section` is a run of the file at `path`, from its file_offset on."""
-        self._paths[section] = path
-        for page in section.pages:
+        self._paths = runs
+        self._files = ExternalFiles(source.stamps)
+        for path, stamp in source.stamps.items():
+            if self._files.direct[path].nbytes != stamp.nbytes:
+                self.close()
+                raise CheckpointError(f"{path} was changed while it was being opened: load the model anew")
+        for page in (page for section in runs for page in section.pages):
             page.location = 0  # there is a file that has its content
 
-    def read(self, page: Page, address: int, after: Any = None) -> Any:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`, as far as the file goes; returns its ticket."""
         path = self._paths[page.section]
         nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
@@ -58,15 +50,17 @@ class WeightFiles:
         """Return what to raise where a read of `page` failed with `error`."""
         return error
 
-    def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Any:
+    def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
         """Submit a read of any bytes of a file into `memory`, contiguous, which they fill; returns its ticket."""
         return self._submit(path, offset, memory.data_ptr(), memory.nbytes, memory, None)
 
-    def _submit(self, path: Path, offset: int, address: int, nbytes: int, keep: object, after: Any) -> Any:
-        tickets = []
+    def _submit(
+        self, path: Path, offset: int, address: int, nbytes: int, keep: object, after: Transfer | None
+    ) -> Transfer:
+        tickets: list[Transfer] = []
         try:
             for at, extent in self._source.extents(path, offset, nbytes):
-                file = self._files[extent.path]
+                file = self._files.direct[extent.path]
                 tickets.append(
                     self._engine.read(file, extent.offset, address + at, extent.nbytes, keep=keep, after=after)
                 )
@@ -75,32 +69,35 @@ class WeightFiles:
             raise
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         """Return the file that answers reads of the page's addresses while it is away; None if it does not have all of it."""
         path = self._paths[page.section]
-        whole = path in self._backing and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
-        return self._backing[path] if whole else None
+        whole = path in self._files.cached and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
+        return self._files.cached[path] if whole else None
 
-    def write(self, page: Page, address: int) -> Any:
+    def write(self, page: Page, address: int) -> Transfer:
         raise InvariantError(f"{page} of a checkpoint would be written")
 
-    def written(self, page: Page, ticket: Any) -> None:
+    def written_to(self, page: Page) -> None:
+        return None
+
+    def written(self, page: Page, ticket: Transfer) -> None:
         raise InvariantError(f"{page} of a checkpoint was written")
 
     @property
-    def modes(self) -> Iterable[str]:
+    def io_mode(self) -> str:
         """How the files are opened, each way once: "direct", or "buffered" and the reason."""
-        return dict.fromkeys("direct" if f.direct else f"buffered ({f.reason})" for f in self._files.values())
+        modes = ("direct" if file.direct else f"buffered ({file.reason})" for file in self._files.direct.values())
+        return ", ".join(dict.fromkeys(modes))
 
     def close(self) -> None:
-        for file in (*self._files.values(), *self._backing.values()):
-            file.close()
+        self._files.close()
 
 
 class AllOf:
     """The completion of several reads: what the pager asks of a ticket."""
 
-    def __init__(self, tickets: Sequence[Any]) -> None:
+    def __init__(self, tickets: Sequence[Transfer]) -> None:
         self._tickets = tickets
 
     @property
@@ -108,8 +105,16 @@ class AllOf:
         return all(ticket.done for ticket in self._tickets)
 
     @property
-    def error(self) -> Exception | None:
+    def error(self) -> IoError | None:
         return next((ticket.error for ticket in self._tickets if ticket.error is not None), None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(ticket.nbytes for ticket in self._tickets)
+
+    @property
+    def crc32(self) -> int:
+        raise ValueError("no checksum was asked for")
 
     @property
     def submitted_s(self) -> float:
@@ -119,7 +124,7 @@ class AllOf:
     def completed_s(self) -> float:
         return max((ticket.completed_s for ticket in self._tickets), default=0.0)
 
-    def exception(self) -> Exception | None:
+    def exception(self) -> IoError | None:
         """Wait for all, and return the first error."""
         found = [ticket.exception() for ticket in self._tickets]
         return next((error for error in found if error is not None), None)

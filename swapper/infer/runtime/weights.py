@@ -14,12 +14,17 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.device.tier import DeviceCopy
+from swapper.errors import BudgetError, StateError
 from swapper.infer.mapping.matching import Recipe
-from swapper.modules.cold import FaultHandler, guard, leave_cold, materialize, set_cold, unguard
+from swapper.io.alignment import round_up
+from swapper.modules.cold import FaultHandler, guard, materialize, set_cold
+from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
+from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
+from swapper.runtime.sizes import format_bytes
 
 CPU = torch.device("cpu")
 FOR_INFERENCE = "this model was loaded for inference, its weights are read from the checkpoint and never written"
@@ -62,7 +67,7 @@ class PagedWeight:
         return torch.zeros((), dtype=self.recipe.dtype, device=self.device).expand(self.parameter.shape)
 
 
-class GroupWeights:
+class GroupWeights(LeasedGroup):
     """Owns the placement of one group's streamed parameters.
 
     Args:
@@ -70,7 +75,9 @@ class GroupWeights:
         weights: its streamed parameters; none if all are resident.
         pages: indices of all its pages, in the order of the file.
         kept: those of them that stay once they were read.
-        pager, keeper: as for training's groups.
+        pager: reads the pages.
+        fault_handler: who is asked when a cold parameter is touched.
+        image: as for any group.
     """
 
     def __init__(
@@ -81,8 +88,10 @@ class GroupWeights:
         kept: Sequence[int],
         pager: Pager,
         fault_handler: FaultHandler,
+        image: DeviceCopy | None = None,
     ) -> None:
-        self.index = index
+        super().__init__(index, [(weight.name, weight.parameter) for weight in weights], image)
+        self.paged = bool(weights)
         self.weights: Sequence[PagedWeight] = weights
         self._pager = pager
         key = ("param", index)
@@ -91,19 +100,13 @@ class GroupWeights:
         self._kept = Access(None, tuple(kept))
         self.access = self._all_pages  # of the first use; then what is streamed
         self._was_used = False
-        self._leases = 0
-        self._versions: list[int] = []
-        for weight in weights:
-            guard(weight.parameter, fault_handler)
-            set_cold(weight.parameter)
+        for parameter in self.parameters:
+            guard(parameter, fault_handler)
+            set_cold(parameter)
 
     @property
-    def paged(self) -> bool:
-        return bool(self.weights)
-
-    @property
-    def is_leased(self) -> bool:
-        return self._leases > 0
+    def storages(self) -> set[int]:
+        return {part.untyped_storage()._cdata for weight in self.weights for part in weight.parts}
 
     @property
     def streamed_pages(self) -> Sequence[int]:
@@ -117,12 +120,10 @@ class GroupWeights:
 
     @property
     def settled(self) -> bool:
-        """Everything is in memory for good."""
         return not self.paged or (self._was_used and not self.streamed.pages and not self._makes)
 
     @property
     def kept_accesses(self) -> list[Access]:
-        """What is leased for good by now."""
         return [self._kept] if self._was_used and self._kept.pages else []
 
     @property
@@ -145,53 +146,29 @@ class GroupWeights:
         self._pager.release(kept)
         return len(kept.pages)
 
-    def lease(self) -> bool:
-        """Bring the parameters in, if they are not, and keep them until `release`. Returns whether the pager was asked."""
-        asks = self._leases == 0 and not self.settled
-        if asks:
-            self._pager.acquire(self.access)
-            try:
-                self._note_first_use()
-                self._materialize()
-            except BaseException:
-                self._pager.release(self.streamed)
-                raise
-        self._leases += 1
-        return asks
-
     def release(self) -> None:
-        self._leases -= 1
-        if self._leases == 0 and not self.settled:
-            changed = self._changed()
-            self._dematerialize()
-            self._pager.release(self.streamed)
-            self.refuse_change(changed)
+        super().release()
+        if not self._leases:
+            self.refuse_change()
 
-    def forget_leases(self) -> None:
-        """What held them is gone. The pager is told by itself."""
-        self._leases = 0
-        if not self.settled:
-            self._dematerialize()
-
-    def abandon(self) -> None:
-        """The model is unloaded: whoever has a parameter still has one without data."""
-        for weight in self.weights:
-            if self.settled:
-                unguard(weight.parameter)
-            else:
-                leave_cold(weight.parameter)
-        self.weights = ()  # whoever has this group still shall not keep memory
+    def abandon(self, keep_cold: bool = True) -> None:
+        super().abandon(keep_cold)
+        self.weights, self.parameters, self.paged = (), [], False  # whoever has this group still shall not keep memory
 
     @property
     def _makes(self) -> bool:
         return any(weight.is_made for weight in self.weights)
 
-    def _changed(self) -> str | None:
-        """Return the name of a parameter that was changed while it was leased, if any was."""
-        for weight, version in zip(self.weights, self._versions, strict=False):  # none, if warming failed
-            if weight.parameter._version != version:
-                return weight.name
-        return None
+    def _bring_in(self) -> bool:
+        if self.settled:
+            return False
+        self._pager.acquire(self.access)
+        return True
+
+    def _give_back(self, changed: bool) -> None:
+        if not self.settled:
+            self._dematerialize()
+            self._pager.release(self.access)
 
     def refuse_change(self, name: str | None = None) -> None:
         """Forget what was written to weights that nobody leases, but for those that stay as they are for good.
@@ -224,15 +201,15 @@ class GroupWeights:
         self._was_used, self.access = False, self._all_pages
         self._pager.forget_written(self.pages)
 
-    def _note_first_use(self) -> None:
-        """All pages are in memory and leased. Those that stay keep that lease; the next access is what is streamed."""
-        if not self._was_used:
-            self._was_used = True
-            self.access = self.streamed
+    def _changed(self) -> list[str]:
+        return [] if self.settled else super()._changed()
+
+    def _note_change(self, names: list[str]) -> None:
+        self.refuse_change(names[0])
 
     def _materialize(self) -> None:
+        super()._materialize()
         for weight in self.weights:
-            materialize(weight.parameter)
             if weight.parameter.requires_grad:
                 raise StateError(
                     f"parameter {weight.name} requires a gradient, but {FOR_INFERENCE}: to train it, build the model in memory "
@@ -241,7 +218,9 @@ class GroupWeights:
             if weight.is_made:
                 with torch.inference_mode(False), torch.no_grad():
                     weight.parameter.data = weight.recipe.from_parts(weight.parts)
-        self._versions = [weight.parameter._version for weight in self.weights]
+        if not self._was_used:  # pages that stay keep this lease for good; the next one is of what is streamed
+            self._was_used = True
+            self.access = self.streamed
 
     def _dematerialize(self) -> None:
         for weight in self.weights:
@@ -250,3 +229,34 @@ class GroupWeights:
                     materialize(weight.parameter)
                     weight.parameter.data = weight.data()
             set_cold(weight.parameter)
+
+
+def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count: int, page_bytes: int) -> None:
+    """Have weights that were to stay leave, as many as `wanted` needs; they are streamed from then on.
+
+    Planned is what each module's own forward looks at. A forward may also take the weight of a child as a whole, of which
+    single rows were to be read (`x @ self.embedding.weight.T`), or the weights of several children at one time.
+
+    Args:
+        wanted: could not be leased: all frames are leased.
+        groups: all of the model's.
+        frame_count, page_bytes: of the pool.
+
+    Raises:
+        BudgetError: nothing is left that could leave; says how much more is needed.
+    """
+    needed = len(wanted.pages)
+    freed = 0
+    for group in sorted(groups, key=lambda group: len(group.kept_pages), reverse=True):
+        if freed >= needed:
+            return
+        freed += group.stream_all()
+    if freed:
+        return
+    in_use = sum(len(group.pages) for group in groups if group.is_leased)
+    missing_bytes = round_up(max(needed + in_use - frame_count, 1) * page_bytes, ARENA_ALIGNMENT_BYTES)
+    raise BudgetError(
+        f"parameter {wanted.weights[0].name} is used as a whole, {format_bytes(needed * page_bytes)} of memory, while "
+        f"{format_bytes(in_use * page_bytes)} of other weights are in use, and host_memory has room for "
+        f"{format_bytes(frame_count * page_bytes)}: raise it by at least {format_bytes(missing_bytes)} ({missing_bytes} bytes)"
+    )

@@ -1,6 +1,7 @@
-"""Python runs this at its start where `python -m swapper.integrations.deepspeed` has put this folder into PYTHONPATH.
+"""Installs swapper when a program imports deepspeed; Python runs this at its start.
 
-It imports nothing of swapper or DeepSpeed: it waits for the program to import deepspeed, and installs then.
+`python -m swapper.integrations.deepspeed` puts this folder into PYTHONPATH. It imports nothing of swapper or DeepSpeed
+itself.
 """
 
 import importlib.abc
@@ -12,7 +13,7 @@ from typing import Any
 
 
 class _AfterDeepSpeed(importlib.abc.MetaPathFinder):
-    """Finds deepspeed as everyone does, and has swapper installed when its `__init__` has run."""
+    """Finds deepspeed as usual, and installs swapper after its `__init__` has run."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "deepspeed":
@@ -34,7 +35,7 @@ class _AfterDeepSpeed(importlib.abc.MetaPathFinder):
 
 
 def _run_the_next_one() -> None:
-    """A sitecustomize that this one stands in front of."""
+    """Run a sitecustomize that this one hides."""
     here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - pathlib would slow every start
     others = [place for place in sys.path if os.path.abspath(place) != here]  # noqa: PTH100
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)

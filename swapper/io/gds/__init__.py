@@ -1,1 +1,1 @@
-"""GPUDirect Storage: device memory to files and back by NVIDIA's cuFile, past host memory where the machine has it."""
+"""Moves device memory to files and back with NVIDIA's cuFile (GPUDirect Storage), past host memory if possible."""

@@ -1,11 +1,11 @@
-"""NVIDIA's cuFile (GPUDirect Storage), found when the program runs: no header and no library is needed to install swapper.
+"""Loads NVIDIA's cuFile (GPUDirect Storage) at run time: no header and no library is needed to install swapper.
 
-`open_cufile` opens the library and the driver once, or says what is missing. A `CuFile` reads and writes device memory by
-blocking calls, which release the GIL; gds_handle.py runs them in threads.
+`open_cufile` opens the library and the driver once, or says what is missing. A `CuFile` reads and writes device memory
+by blocking calls, which release the GIL; gds_handle.py runs them in threads.
 
-[Note: compatibility mode] Where cuFile cannot go past host memory it copies through it by itself, without a word. That is refused
-twice: `CuFile` looks at what its driver says it supports, and `open_cufile` forbids the mode (CUFILE_ALLOW_COMPAT_MODE, unless the
-user has set it), so that a file on a filesystem that cannot do it is refused when it is registered.
+[Note: compatibility mode] If cuFile cannot bypass host memory, it silently copies through it. That is refused twice:
+`CuFile` checks what its driver supports, and `open_cufile` forbids the mode (CUFILE_ALLOW_COMPAT_MODE, unless the user
+has set it), so that registering a file on an unsupported filesystem fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from swapper.errors import IoError, UnsupportedError
 
 NAMES = ("libcufile.so.0", "libcufile.so")
 _FD_TYPE = 1  # CU_FILE_HANDLE_TYPE_OPAQUE_FD
-_FIRST_ERROR = 5000  # CUFILEOP_BASE_ERR: below are errors of the system
-_ERRORS = {  # CUfileOpError in cufile.h; those that the machine or the file is to blame for
+_FIRST_ERROR = 5000  # CUFILEOP_BASE_ERR; lower numbers are the system's errors
+_ERRORS = {  # CUfileOpError in cufile.h; those caused by the machine or the file
     5001: "CU_FILE_DRIVER_NOT_INITIALIZED",
     5004: "CU_FILE_DRIVER_VERSION_MISMATCH",
     5005: "CU_FILE_DRIVER_VERSION_READ_ERROR",
@@ -50,7 +50,7 @@ class _Status(ctypes.Structure):
 
 
 class _DriverProperties(ctypes.Structure):
-    """The beginning of CUfileDrvProps_t, with room for what later versions append."""
+    """The beginning of CUfileDrvProps_t, with space for later versions' fields."""
 
     _fields_ = (
         ("nvfs_major", ctypes.c_uint),
@@ -64,8 +64,8 @@ class _DriverProperties(ctypes.Structure):
     )
 
 
-_P2P_DRIVES = 1 << 11  # of `supported`: drives by PCI peer-to-peer, without nvidia-fs
-_P2P_FEATURE = 1 << 4  # of `features`: the same, as newer versions say it
+_P2P_DRIVES = 1 << 11  # in `supported`: drives by PCI peer-to-peer, without nvidia-fs
+_P2P_FEATURE = 1 << 4  # in `features`: the same, in newer versions
 
 
 class _HandleUnion(ctypes.Union):
@@ -80,7 +80,7 @@ class CuFile:
     """The functions of one loaded libcufile, with their errors turned into Python's."""
 
     def __init__(self, library: ctypes.CDLL, device_type: str = "cuda") -> None:
-        """Opens the driver. `device_type` is where the memory lies that this library moves: a stand-in's is "cpu".
+        """Open the driver. `device_type` is the device of the memory that this library moves: "cpu" for a stand-in.
 
         Raises:
             UnsupportedError: the library lacks a function, its driver does not open, or only in its compatibility mode.
@@ -111,11 +111,11 @@ class CuFile:
         self._check_direct()
 
     def _check_direct(self) -> None:
-        """[Note: compatibility mode]"""
+        """See [Note: compatibility mode]."""
         properties = _DriverProperties()
         status = self._library.cuFileDriverGetProperties(ctypes.byref(properties))
         if status.error != 0:
-            raise UnsupportedError(f"cuFile's driver does not say what it supports: {_words(status)}")
+            raise UnsupportedError(f"cuFile's driver does not report its features: {_words(status)}")
         has_module = properties.nvfs_major > 0 and properties.supported != 0
         if not (has_module or properties.supported & _P2P_DRIVES or properties.features & _P2P_FEATURE):
             raise UnsupportedError(
@@ -132,10 +132,10 @@ class CuFile:
         return bool(self._library.cuFileBufDeregister(address).error == 0)
 
     def open(self, path: str, writing: bool) -> CuFileFile:
-        """Opens a file and registers it.
+        """Open a file and register it.
 
         Raises:
-            IoError: errno ENOTSUP where it can only be had by way of host memory; else as the system says.
+            IoError: errno ENOTSUP if only host memory would work; else the system's error.
         """
         flags = os.O_CLOEXEC | os.O_DIRECT | (os.O_RDWR | os.O_CREAT if writing else os.O_RDONLY)
         try:
@@ -150,7 +150,7 @@ class CuFile:
             raise
 
     def adopt(self, descriptor: int, path: str) -> CuFileFile:
-        """Registers a file that is open, by a descriptor which goes over to what this returns. Raises as `open`."""
+        """Register an open file by a descriptor, which the result then owns. Raises as `open`."""
         handle = ctypes.c_void_p()
         wanted = _Descriptor(type=_FD_TYPE, handle=_HandleUnion(fd=descriptor))
         status = self._library.cuFileHandleRegister(ctypes.byref(handle), ctypes.byref(wanted))
@@ -160,7 +160,7 @@ class CuFile:
 
 
 class CuFileFile:
-    """One file, registered with cuFile, and how many use it: the last of them to `close` it ends the registration."""
+    """One file, registered with cuFile, and its number of users: the last `close` ends the registration."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, descriptor: int, path: str) -> None:
         self._library = library
@@ -171,24 +171,24 @@ class CuFileFile:
         self.path = path
 
     def use(self) -> CuFileFile:
-        """One user more, who closes it too."""
+        """Add a user, who must close it too."""
         with self._lock:
             self._users += 1
         return self
 
     @property
     def handle(self) -> int:
-        """cuFile's own."""
+        """Return cuFile's own handle."""
         return self._handle.value or 0
 
     def transfer(self, op: str, address: int, offset: int, nbytes: int, registered: int | None = None) -> None:
-        """Moves all `nbytes` between the file and the memory at `address`, however often it comes up short.
+        """Move all `nbytes` between the file and the memory at `address`, in as many calls as needed.
 
-        Memory that is registered is named by the address that was, `registered`, and an offset, or it is not known again; other
-        memory takes no offset.
+        Registered memory must be passed as its registered address, `registered`, and an offset, or cuFile does not
+        recognize it; other memory takes no offset.
 
         Raises:
-            IoError: as cuFile says; errno 0 where the file ends too early.
+            IoError: cuFile's error; errno 0 if the file ends too early.
         """
         call = self._library.cuFileRead if op == "read" else self._library.cuFileWrite
         moved = 0
@@ -218,10 +218,10 @@ class CuFileFile:
 
 @functools.cache
 def open_cufile() -> CuFile:
-    """The cuFile of this machine.
+    """Return the cuFile of this machine.
 
     Raises:
-        UnsupportedError: there is none; says which part is missing.
+        UnsupportedError: it is missing; names the missing part.
     """
     if not torch.cuda.is_available():
         built = (
@@ -230,7 +230,7 @@ def open_cufile() -> CuFile:
             else "torch finds no CUDA device or driver"
         )
         raise UnsupportedError(f"GPUDirect Storage needs a CUDA device: {built}")
-    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")  # [Note: compatibility mode]
+    os.environ.setdefault("CUFILE_ALLOW_COMPAT_MODE", "false")  # see [Note: compatibility mode]
     refusals = []
     for place in _places():
         try:
@@ -240,13 +240,13 @@ def open_cufile() -> CuFile:
             continue
         return CuFile(library)
     raise UnsupportedError(
-        f"GPUDirect Storage needs NVIDIA's libcufile, which is not to be had: {refusals[0]}; "
+        f"GPUDirect Storage needs NVIDIA's libcufile, which is missing: {refusals[0]}; "
         "install the package libcufile of CUDA, or nvidia-cufile from PyPI"
     )
 
 
 def _places() -> list[str]:
-    """The library by its names, as the system finds it, and in packages beside torch."""
+    """Return the library's names: as the system finds it, and in packages next to torch."""
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     return [*NAMES, *map(str, sorted(packages.glob("*/lib/libcufile.so*")))]
 

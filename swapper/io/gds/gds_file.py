@@ -1,8 +1,8 @@
-"""GdsFile: torch.cuda.gds.GdsFile's surface, in parallel pieces, and asynchronous where that is asked for.
+"""GdsFile: torch.cuda.gds.GdsFile's surface, in parallel pieces, and optionally asynchronous.
 
-torch's moves a storage by one blocking call. Here all files of a process share one GdsHandle: a storage is many pieces, and
-`submit_load` and `submit_save` come back at once. Where cuFile is not there, or cannot have a file, storages go through host
-memory, and `reason` says so. **Not run on a GPU yet**: only against a stand-in for the library.
+torch's moves a storage by one blocking call. Here all files of a process share one GdsHandle: a storage is many pieces,
+and `submit_load` and `submit_save` return at once. Without cuFile, or for a file that it refuses, storages go through
+host memory, and `reason` says so. **Not run on a GPU yet**: only against a stand-in for the library.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from swapper.io.gds.cufile import CuFile
 from swapper.io.gds.gds_handle import GdsHandle
 from swapper.io.handle.operation import Operation
 
-THREADS = 8
+THREADS = 8  # a choice
 Storage = torch.UntypedStorage | torch.TypedStorage
 
 
 @functools.lru_cache(maxsize=4)
 def _handle(process: int, cufile: CuFile | None) -> GdsHandle:
-    """One for each process, as its threads are not a forked child's. Never closed: Python does that when it ends."""
+    """Return the process's handle; a forked child, which lacks the threads, gets its own. Python closes it."""
     return GdsHandle(intra_op_parallelism=THREADS, queue_depth=32, strict=False, cufile=cufile)
 
 
 def gds_register_buffer(storage: Storage, *, cufile: CuFile | None = None) -> None:
-    """Registers a storage on a CUDA device with cuFile, and keeps it until `gds_deregister_buffer`. Without cuFile, does nothing.
+    """Register a storage on a CUDA device with cuFile until `gds_deregister_buffer`. Without cuFile it does nothing.
 
     Raises:
-        UnsupportedError: it is not on a CUDA device. IoError: cuFile refuses.
+        UnsupportedError: it is not on a CUDA device.
+        IoError: cuFile refuses.
     """
     _handle(os.getpid(), cufile).pin_device_tensor(_bytes_of(storage))
 
 
 def gds_deregister_buffer(storage: Storage, *, cufile: CuFile | None = None) -> None:
-    """Ends the registration.
+    """End the registration.
 
     Raises:
         StateError: there is none.
@@ -50,27 +51,28 @@ def gds_deregister_buffer(storage: Storage, *, cufile: CuFile | None = None) -> 
 
 
 class GdsFile:
-    """An open file from and to which storages go, as torch.cuda.gds.GdsFile has it.
+    """An open file for storages, with torch.cuda.gds's surface.
 
     Attributes:
-        filename, flags, fd: as it was opened; os.O_DIRECT is added where the filesystem takes it.
+        filename, flags, fd: of the open file; flags has os.O_DIRECT if the filesystem supports it.
         handle: a number while the file is registered, None otherwise.
-        reason: "cuFile", or why storages go through host memory.
+        reason: "cuFile", or the reason why storages go through host memory.
     """
 
     def __init__(
         self, filename: str | os.PathLike[str], flags: int, *, strict: bool = False, cufile: CuFile | None = None
     ) -> None:
-        """Opens and registers the file.
+        """Open and register the file.
 
         Args:
             filename: the file.
-            flags: of os.open. A file that os.O_CREAT makes has mode 0600.
-            strict: refuse what would go through host memory.
+            flags: of os.open. os.O_CREAT makes a file with mode 0600.
+            strict: refuse to go through host memory.
             cufile: the library, by default this machine's.
 
         Raises:
-            IoError: the file cannot be opened. UnsupportedError: `strict`, and it cannot be had by cuFile.
+            IoError: the file cannot be opened.
+            UnsupportedError: `strict`, and cuFile does not support the file.
         """
         self.handle: int | None = None
         self.filename = os.fspath(filename)
@@ -90,14 +92,15 @@ class GdsFile:
 
     @property
     def is_gds(self) -> bool:
-        """Whether storages go past host memory."""
+        """True if storages bypass host memory."""
         return self.reason == "cuFile"
 
     def register_handle(self) -> None:
-        """Registers the file with cuFile.
+        """Register the file with cuFile.
 
         Raises:
-            StateError: it is registered. UnsupportedError: `strict`, and cuFile cannot have it.
+            StateError: it is registered.
+            UnsupportedError: `strict`, and cuFile does not support the file.
         """
         if self.handle is not None:
             raise StateError("this file is registered already: call deregister_handle first")
@@ -110,7 +113,7 @@ class GdsFile:
             raise UnsupportedError(f"{self.filename} cannot be read and written by GPUDirect Storage: {self.reason}")
 
     def deregister_handle(self) -> None:
-        """Waits for what is under way and ends the registration. The file stays open.
+        """Wait for transfers in flight and end the registration. The file stays open.
 
         Raises:
             StateError: there is none.
@@ -126,29 +129,30 @@ class GdsFile:
         self.handle = None
 
     def load_storage(self, storage: Storage, offset: int = 0) -> None:
-        """Fills a storage from the file's byte `offset` on. Returns when that is done.
+        """Fill a storage from the file's byte `offset` on, and return when that is done.
 
         Raises:
-            StateError: the file is not registered. IoError: it ends too early, is not open for reading, or the drive fails.
+            StateError: the file is not registered.
+            IoError: it ends too early, is not open for reading, or the drive fails.
         """
         self.submit_load(storage, offset).wait()
 
     def save_storage(self, storage: Storage, offset: int = 0) -> None:
-        """Writes all bytes of a storage to the file's byte `offset` on. Returns when that is done; otherwise as `load_storage`."""
+        """Write a storage to the file's byte `offset` on, and return when that is done; otherwise as `load_storage`."""
         self.submit_save(storage, offset).wait()
 
     def submit_load(self, storage: Storage, offset: int = 0) -> Operation:
-        """Begins what `load_storage` does; the storage must not be used before the operation is over."""
+        """Begin `load_storage`; do not use the storage before the operation is over."""
         self._check_registered()
         return self._keep(self._engine().submit_read(_bytes_of(storage), self.fd, offset))
 
     def submit_save(self, storage: Storage, offset: int = 0) -> Operation:
-        """Begins what `save_storage` does; the storage must not be changed before the operation is over."""
+        """Begin `save_storage`; do not change the storage before the operation is over."""
         self._check_registered()
         return self._keep(self._engine().submit_write(_bytes_of(storage), self.fd, offset))
 
     def close(self) -> None:
-        """Waits for what is under way and closes the file. May be called again."""
+        """Wait for transfers in flight and close the file. May be called again."""
         if self.handle is not None:
             self.deregister_handle()
         self._close_descriptor()
@@ -167,7 +171,7 @@ class GdsFile:
 
     @property
     def _path(self) -> str:
-        """The file as the handle names it, which knows it by its descriptor."""
+        """Return the file's name for the handle, which knows it by its descriptor."""
         return f"/proc/self/fd/{self.fd}"
 
     def _engine(self) -> GdsHandle:
@@ -176,7 +180,7 @@ class GdsFile:
         return _handle(self._process, self._cufile)
 
     def _adopt(self, engine: GdsHandle) -> None:
-        """By a descriptor of cuFile's own, which goes with the registration."""
+        """Pass cuFile a descriptor of its own, closed with the registration."""
         copy = os.dup(self.fd)
         try:
             file = engine.register_file(self._path, copy)
@@ -217,7 +221,7 @@ def _open(path: str, flags: int) -> int:
 
 
 def _bytes_of(storage: Storage) -> torch.Tensor:
-    """A tensor of all bytes of a storage."""
+    """Return a tensor of all bytes of a storage."""
     if isinstance(storage, torch.TypedStorage):
         storage = storage.untyped()  # type: ignore[no-untyped-call]
     if not isinstance(storage, torch.UntypedStorage):

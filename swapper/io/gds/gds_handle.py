@@ -1,8 +1,7 @@
-"""GdsHandle: CUDA tensors to files and back by GPUDirect Storage, past host memory, where the machine has it.
+"""GdsHandle: CUDA tensors to files and back by GPUDirect Storage, past host memory if the machine supports it.
 
-Tensors in one run of device memory go by cuFile, in pieces that a few threads take as they become free; their edges that are no
-whole sectors of the file, and all other tensors, go as they do in AioHandle. **Not run on a GPU yet**: only against a stand-in for
-the library.
+Contiguous device tensors go by cuFile, in pieces that a few threads process. Edges that are no whole sectors of the
+file, and all other tensors, go as in AioHandle. **Not run on a GPU yet**: only against a stand-in for the library.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from swapper.io.staging import StagedTransfer, event_of
 
 logger = logging.getLogger("swapper.io")
 
-MOST_THREADS = 32
+MAX_THREADS = 32  # a choice
 
 
 class GdsHandle(AioHandle):
-    """As `AioHandle`, and CUDA tensors go straight between the device and the drive.
+    """An `AioHandle` that moves CUDA tensors straight between the device and the drive.
 
-    Where that cannot be, making one raises UnsupportedError with the reason; with `strict=False` it is then an AioHandle, which
-    takes CUDA tensors through host memory, `is_gds` is False and `gds_reason` says why. A file whose filesystem cannot do it
-    is refused likewise, or goes through host memory, with a line in the log.
+    If that is impossible, the constructor raises UnsupportedError with the reason; with `strict=False` it is then an
+    AioHandle, which moves CUDA tensors through host memory, `is_gds` is False and `gds_reason` has the reason. A file
+    on an unsupported filesystem is refused likewise, or goes through host memory, with a line in the log.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class GdsHandle(AioHandle):
         cufile: CuFile | None = None,
         **options: Any,
     ) -> None:
-        """Opens cuFile, and an engine for all else.
+        """Open cuFile, and an engine for everything else.
 
         Args:
             block_size, queue_depth, single_submit, overlap_events: as of AioHandle.
@@ -61,7 +60,7 @@ class GdsHandle(AioHandle):
 
         Raises:
             ConfigError: as AioHandle does.
-            UnsupportedError: `strict`, and cuFile cannot be had; says why.
+            UnsupportedError: `strict`, and cuFile is not available; gives the reason.
         """
         self._cufile: CuFile | None = cufile
         self._threads: ThreadPoolExecutor | None = None
@@ -79,11 +78,11 @@ class GdsHandle(AioHandle):
             block_size, queue_depth, single_submit, overlap_events, intra_op_parallelism, strict=strict, **options
         )
         if self._cufile is not None:
-            self._threads = ThreadPoolExecutor(min(self.get_intra_op_parallelism(), MOST_THREADS), "swapper-gds")
+            self._threads = ThreadPoolExecutor(min(self.get_intra_op_parallelism(), MAX_THREADS), "swapper-gds")
 
     @property
     def is_gds(self) -> bool:
-        """Whether CUDA tensors go past host memory."""
+        """True if CUDA tensors bypass host memory."""
         return self._cufile is not None
 
     @property
@@ -91,7 +90,7 @@ class GdsHandle(AioHandle):
         return f"{self.gds_reason}; the rest: {super().reason}"
 
     def new_pinned_device_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the example's dtype and device, registered with cuFile. Without cuFile, an ordinary one."""
+        """Return a tensor of the example's dtype and device, registered with cuFile, if available."""
         if isinstance(num_elem, bool) or not isinstance(num_elem, int) or num_elem < 0:
             raise ConfigError(f"num_elem={num_elem!r} must be a number of elements, 0 or more")
         if self._cufile is None and example_tensor.device.type == "cpu":
@@ -101,14 +100,15 @@ class GdsHandle(AioHandle):
         return tensor
 
     def free_pinned_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Takes back what `new_pinned_device_tensor` did. False if it is not registered."""
+        """Unregister a tensor of `new_pinned_device_tensor`. Returns False if it is not registered."""
         return self.unpin_device_tensor(tensor)
 
     def pin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Registers a tensor's memory with cuFile, and keeps the tensor until `unpin_device_tensor`. False without cuFile.
+        """Register a tensor's memory with cuFile until `unpin_device_tensor`. Returns False without cuFile.
 
         Raises:
-            UnsupportedError: it is not one run of device memory. IoError: cuFile refuses.
+            UnsupportedError: it is not one run of device memory.
+            IoError: cuFile refuses.
         """
         if self._cufile is None:
             return False
@@ -120,15 +120,15 @@ class GdsHandle(AioHandle):
         return True
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Ends the registration. False if there is none."""
+        """End the registration. Returns False if there is none."""
         if self._cufile is None or self._pinned.pop(tensor.data_ptr(), None) is None:
             return False
         return self._cufile.unregister_memory(tensor.data_ptr())
 
     def register_file(self, path: str, descriptor: int) -> CuFileFile:
-        """Registers an open file with cuFile for all that is done under `path` as this handle sees it, until `forget_registered`.
+        """Register an open file with cuFile for this handle's operations on `path`, until `forget_registered`.
 
-        The descriptor goes over to what this returns. Raises IoError, with errno ENOTSUP where cuFile cannot have the file.
+        The result owns the descriptor. Raises IoError, with errno ENOTSUP if cuFile does not support the file.
         """
         if self._cufile is None:
             raise IoError("open", path, 0, 0, errno.ENOTSUP, self.gds_reason)
@@ -138,12 +138,12 @@ class GdsHandle(AioHandle):
         return file
 
     def keep_staged(self, path: str) -> None:
-        """All that is done under `path` goes through host memory, until `forget_registered`."""
+        """Route operations on `path` through host memory, until `forget_registered`."""
         with self._lock:
             self._kept[path] = None
 
     def forget_registered(self, path: str) -> CuFileFile | None:
-        """Ends that. The file is the caller's to close; operations under way close it too."""
+        """End the registration. The caller closes the file; operations in flight close it too."""
         with self._lock:
             return self._kept.pop(path, None)
 
@@ -162,7 +162,7 @@ class GdsHandle(AioHandle):
         return is_there and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
     def _registered_memory(self, flat: torch.Tensor) -> int | None:
-        """The address of the registered memory that bytes are a part of; None if they are of none."""
+        """Return the address of the registered memory that contains these bytes; None without one."""
         begin, end = flat.data_ptr(), flat.data_ptr() + flat.numel()
         for address, tensor in list(self._pinned.items()):
             if address <= begin and end <= address + byte_count(tensor):
@@ -184,10 +184,10 @@ class GdsHandle(AioHandle):
             registered = self._registered_memory(flat)
             return GdsTransfer(begin_pieces(self._threads, file, kind, flat, registered, offset, stage))
         finally:
-            file.close()  # pieces that have begun use it until they are over
+            file.close()  # pieces in flight use it until they are over
 
     def _registered(self, kind: str, opened: Opened) -> CuFileFile | None:
-        """The file as cuFile has it, to be closed by the caller; None where it goes through host memory.
+        """Return cuFile's file, which the caller closes; None if it goes through host memory.
 
         Raises:
             IoError: cuFile refuses it, and this handle is strict.
@@ -207,17 +207,18 @@ class GdsHandle(AioHandle):
             return None
 
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20  # a choice
 
 Stage = Callable[[int, int], StagedTransfer]
 """(begin, bytes) -> begins to transfer that part of the tensor through host memory."""
 
 
 def whole_sectors(offset: int, nbytes: int) -> tuple[int, int]:
-    """Return (begin, end) of the whole sectors of the file within [offset, offset + nbytes), counted from offset; pure.
+    """Return (begin, end) of the whole sectors of the file within [offset, offset + nbytes), relative to offset; pure.
 
-    What is not whole sectors cuFile reads, changes and writes back, and two pieces or two operations that meet in a sector would
-    undo each other's bytes. So edges go the engine's way, which changes exactly its bytes. Both are 0 where there is none.
+    cuFile reads, changes and writes back partial sectors, so that two pieces or operations in one sector would
+    overwrite each other. So edges go through the engine, which changes exactly its bytes. Both are 0 if there is no
+    whole sector.
     """
     begin = -offset % SECTOR_BYTES
     end = nbytes - (offset + nbytes) % SECTOR_BYTES
@@ -233,9 +234,10 @@ def begin_pieces(
     offset: int,
     stage: Stage,
 ) -> list[StagedTransfer]:
-    """Begins to transfer `flat`, bytes on a device, from or to file offset `offset`, behind what its stream has queued.
+    """Begin to transfer `flat`, bytes on a device, from or to file offset `offset`, after its stream's queued work.
 
-    `registered` is the address of the registered memory that it is a part of, if it is. Each piece uses `file` until it is over.
+    `registered` is the address of the registered memory that contains it, if any. Each piece uses `file` until it is
+    over.
     """
     ready = event_of(flat)
     address = flat.data_ptr()
@@ -268,7 +270,7 @@ def begin_pieces(
 
 
 class GdsTransfer:
-    """A part of an operation that consists of parts."""
+    """A part of an operation that has parts of its own."""
 
     def __init__(self, pieces: Sequence[StagedTransfer]) -> None:
         self._pieces = pieces

@@ -1,1 +1,1 @@
-"""AioHandle: tensors to files and back in DeepNVMe's shape, with a future for each operation."""
+"""AioHandle: moves tensors to files and back with DeepNVMe's surface, and a future for each operation."""

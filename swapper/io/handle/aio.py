@@ -1,7 +1,7 @@
-"""AioHandle: tensors to files and back, strict.
+"""AioHandle: moves tensors to files and back, strictly.
 
-Every operation is a future (`submit_read`, `submit_write`, and both for batches); DeepNVMe's methods, over them, are in
-`deepnvme.py`. A failure raises `swapper.IoError`, whichever way the operation was asked for.
+Every operation is a future (`submit_read`, `submit_write`, and both for batches); `deepnvme.py` has DeepNVMe's methods
+over them. A failure always raises `swapper.IoError`.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from swapper.options import parse_choice
 logger = logging.getLogger("swapper.io")
 
 BACKENDS = ("auto", "uring", "aio", "threads")
-PIECE = 4096
-MOST_PIECE_BYTES = 1 << 30
-MOST_DEPTH = 4096
+PIECE = 4096  # bytes; the engine's unit of a kernel call
+MAX_PIECE_BYTES = 1 << 30  # the engine's limit
+MAX_DEPTH = 4096  # the engine's limit
 ALLOCATE_FROM_BYTES = 1 << 20
-"""Larger writes into new space allocate it first: direct writes that extend a file are taken one at a time by ext4."""
+"""Bytes from which writes into new space allocate it first: ext4 serializes direct writes that extend a file."""
 
 
 class AioHandle(DeepNvmeMethods):
-    """Reads and writes tensors of any shape, size, dtype, strides and file offset. May be used by several threads.
+    """Reads and writes tensors of any shape, size, dtype, strides and file offset. Thread-safe.
 
-    `file_offset=None`, which is what a call that leaves it out says, writes the whole file: a longer old one is cut to the tensor's
-    size. With an offset given, 0 too, the rest of the file stays as it is.
+    `file_offset=None`, the default, writes the whole file: a longer old one is truncated to the tensor's size. With an
+    offset, 0 too, the rest of the file stays as it is.
 
-    A tensor is kept alive until its transfer is over; until then a source must not be changed and a destination not be used.
+    A tensor is kept alive until its transfer is over; until then do not change a source or use a destination.
     """
 
     def __init__(
@@ -65,31 +65,31 @@ class AioHandle(DeepNvmeMethods):
         stripe_bytes: int = STRIPE_BYTES,
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Starts an engine, whose one thread keeps the drive busy; each further drive gets one of its own when it is first used.
+        """Start an engine, whose one thread keeps the drive busy; each further drive gets one at its first use.
 
         Args:
             block_size: bytes of one kernel call; rounded up to 4096.
             queue_depth: kernel calls in flight, for each unit of `intra_op_parallelism`.
-            single_submit: taken for DeepNVMe's sake, without effect: the engine submits in batches, and as it comes.
+            single_submit: accepted for DeepNVMe's sake, without effect: the engine submits in batches.
             overlap_events: likewise: the engine always refills as calls finish.
             intra_op_parallelism: multiplies `queue_depth`; one thread is enough for a drive.
             num_threads: an older name of `intra_op_parallelism`.
             backend: "auto", "uring", "aio" or "threads".
-            strict: False makes DeepNVMe's methods log a failure and return -1, and lets locked tensors go unlocked.
-            debug: fail an operation whose tensor is changed while it is in flight. The default is whether SWAPPER_IO_DEBUG
-                is set. Costs time.
-            chaos: troubles to put in the way of transfers, for tests; see `swapper._C.Engine`.
-            directories: one on each of several drives: a relative path then names a file that lies on all of them, in stripes.
-                Other paths, and descriptors, are what they always are.
+            strict: False makes DeepNVMe's methods log a failure and return -1, and lets locked tensors be unlocked.
+            debug: fail an operation whose tensor is changed while it is in flight. Default: True if SWAPPER_IO_DEBUG is
+                set. Costs time.
+            chaos: faults to inject, for tests; see `swapper._C.Engine`.
+            directories: one on each of several drives: a relative path then names a file that is striped over them.
+                Other paths, and descriptors, work as usual.
             stripe_bytes: bytes of a stripe, a multiple of 4096.
-            weights: speeds of the drives, in any unit: how many of the bytes each gets. Equal if left out.
+            weights: speeds of the drives, in any unit: each drive's share of the bytes. Equal by default.
 
         Raises:
             ConfigError: an option is out of range, or the backend does not work here.
         """
         if num_threads is not None:
             intra_op_parallelism = num_threads
-        block_size = _positive(block_size, "block_size", MOST_PIECE_BYTES)
+        block_size = _positive(block_size, "block_size", MAX_PIECE_BYTES)
         queue_depth = _positive(queue_depth, "queue_depth", 1 << 20)
         parallelism = _positive(intra_op_parallelism, "intra_op_parallelism", 1 << 16)
         super().__init__(block_size, queue_depth, bool(single_submit), bool(overlap_events), parallelism, bool(strict))
@@ -98,7 +98,7 @@ class AioHandle(DeepNvmeMethods):
         self._engines = Engines(
             {
                 "backend": parse_choice(backend, "backend", BACKENDS),
-                "depth": min(queue_depth * parallelism, MOST_DEPTH),
+                "depth": min(queue_depth * parallelism, MAX_DEPTH),
                 "piece_bytes": -(-block_size // PIECE) * PIECE,
                 "debug": self.debug,
                 "chaos": chaos,
@@ -107,7 +107,7 @@ class AioHandle(DeepNvmeMethods):
         self._files = OpenFiles()
         self._staging: Staging | None = None
         self._lock = threading.Lock()
-        self._in_flight: deque[Operation] = deque()  # oldest first; submissions let go of those that are over
+        self._in_flight: deque[Operation] = deque()  # oldest first; submissions release finished ones
         self._is_closed = False
         self._process = os.getpid()
 
@@ -117,7 +117,8 @@ class AioHandle(DeepNvmeMethods):
             f"intra_op_parallelism={self._parallelism}, backend={self.backend!r})"
         )
 
-    # --- what it is -----------------------------------------------------------------------------------------------------
+    # --- properties
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -125,7 +126,7 @@ class AioHandle(DeepNvmeMethods):
 
     @property
     def reason(self) -> str:
-        """Why this backend, and what it got on this machine."""
+        """The reason for this backend, and its features on this machine."""
         return self._engines.first.reason
 
     @property
@@ -136,10 +137,11 @@ class AioHandle(DeepNvmeMethods):
     def bytes_written(self) -> int:
         return self._engines.bytes_written
 
-    # --- operations as futures ------------------------------------------------------------------------------------------
+    # --- operations as futures
+    # -------------------------------------------------------------------------------------------
 
     def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to read `tensor`'s bytes from `path`.
+        """Begin to read `tensor`'s bytes from `path`.
 
         Args:
             tensor: receives them: of any shape, dtype and strides.
@@ -148,28 +150,30 @@ class AioHandle(DeepNvmeMethods):
 
         Raises:
             IoError: the file cannot be opened, or ends before the tensor would be full.
-            ConfigError: a negative offset. UnsupportedError: not a tensor that can receive bytes.
+            ConfigError: a negative offset.
+            UnsupportedError: not a tensor that can receive bytes.
         """
         return self._submit("read", [tensor], path, file_offset)
 
     def submit_write(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
-        """Begins to write `tensor`'s bytes to `path`.
+        """Begin to write `tensor`'s bytes to `path`.
 
         Args:
             tensor: has them: of any shape, dtype and strides.
-            path: a file's name, or an open descriptor; a file that is not there is made.
+            path: a file's name, or an open descriptor; a missing file is made.
             file_offset: in bytes; None (the default): as the whole file.
 
         Raises:
             IoError: the file cannot be opened or made, or there is no space for it.
-            ConfigError: a negative offset. UnsupportedError: not a tensor with bytes.
+            ConfigError: a negative offset.
+            UnsupportedError: not a tensor with bytes.
         """
         return self._submit("write", [tensor], path, file_offset)
 
     def submit_read_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to read many tensors that lie one after the other in one file, as one operation.
+        """Begin to read many tensors that lie one after the other in one file, as one operation.
 
         Args:
             tensors: receive their bytes, in this order.
@@ -182,7 +186,7 @@ class AioHandle(DeepNvmeMethods):
     def submit_write_batch(
         self, tensors: Sequence[torch.Tensor], path: Target, file_offset: int | None = None
     ) -> Operation:
-        """Begins to write many tensors one after the other into one file, as one operation.
+        """Begin to write many tensors one after the other into one file, as one operation.
 
         Args:
             tensors: have their bytes, in this order.
@@ -192,10 +196,11 @@ class AioHandle(DeepNvmeMethods):
         """
         return self._submit("write", tensors, path, file_offset)
 
-    # --- the end --------------------------------------------------------------------------------------------------------
+    # --- closing
+    # ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finishes what is under way, then ends the thread. May be called again.
+        """Finish transfers in flight, then end the thread. May be called again.
 
         Raises:
             IoError, DeviceError: an asynchronous operation failed that nobody waited for.
@@ -230,13 +235,14 @@ class AioHandle(DeepNvmeMethods):
         try:
             self.close()
         except Exception as failure:  # nobody to raise it to
-            logger.error("closing a forgotten %s: %s", type(self).__name__, failure)
+            logger.error("closing a dropped %s: %s", type(self).__name__, failure)
 
-    # --- how ------------------------------------------------------------------------------------------------------------
+    # --- implementation
+    # --------------------------------------------------------------------------------------------------
 
     def _check_open(self, op: str) -> None:
         if self._process != os.getpid():
-            raise IoError(op, "", 0, 0, 0, "used in a forked child, which has none of the handle's threads")
+            raise IoError(op, "", 0, 0, 0, "used in a forked child, which does not have the handle's threads")
         if self._is_closed:
             raise IoError(op, "", 0, 0, errno.EBADF, "the handle is closed")
 
@@ -275,16 +281,16 @@ class AioHandle(DeepNvmeMethods):
         return opened
 
     def _finish_others(self, opened: Opened) -> None:
-        """Waits for what this handle does to a file that is about to be cut: a write still under way would make it long again."""
+        """Wait for this handle's operations on a file before truncating it: a write in flight would extend it."""
         if any(file.users > 1 for file in opened.files):
             for operation in list(self._in_flight):
                 if not set(operation.opened.files).isdisjoint(opened.files):
                     operation.settle()
 
     def _begin(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened, nbytes: int) -> Operation:
-        """Submits tensors at their file offsets; `opened` is given back when they are over."""
+        """Submit tensors at their file offsets; `opened` is released when they are over."""
         parts: list[TransferPart] = []
-        release = partial(self._files.release, opened)  # not `self`: an operation must not keep a forgotten handle
+        release = partial(self._files.release, opened)  # not `self`: an operation must not keep a dropped handle alive
         operation = Operation(kind, opened, nbytes, parts, [tensor for tensor, _ in placed], release)
         try:
             if kind == "read":
@@ -301,9 +307,9 @@ class AioHandle(DeepNvmeMethods):
         return operation
 
     def _parts(self, kind: str, placed: Sequence[tuple[torch.Tensor, int]], opened: Opened) -> Iterator[TransferPart]:
-        """Begins each tensor; those that are neighbours both in the file and in memory go as one."""
+        """Begin each tensor; tensors that are adjacent both in the file and in memory go as one."""
         move = self._move(kind, opened, [tensor for tensor, _ in placed])
-        begin, address, nbytes = 0, 0, 0  # what is collected and not begun yet
+        begin, address, nbytes = 0, 0, 0  # collected, not begun yet
         for tensor, offset in placed:
             if kind == "read" and not tensor.is_inference():
                 torch.autograd.graph.increment_version(tensor)
@@ -322,11 +328,11 @@ class AioHandle(DeepNvmeMethods):
             yield from move(begin, address, nbytes)
 
     def _run_address(self, tensor: torch.Tensor) -> int | None:
-        """Where the engine finds the tensor's bytes as they lie; None of those that `_part` takes."""
+        """Return the address of a tensor that the engine can use directly; None for one that `_part` stages."""
         return run_address(tensor)
 
     def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> TransferPart:
-        """Begins a tensor that the engine cannot use as it lies."""
+        """Begin a tensor that the engine cannot use directly."""
         return self._stage(kind, tensor, offset, opened)
 
     def _stage(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> StagedTransfer:
@@ -374,23 +380,23 @@ def _offset(file_offset: int | None) -> int:
 
 
 def _check_size(opened: Opened, placed: Sequence[tuple[torch.Tensor, int]]) -> None:
-    """Refuses a read past the end at once. A file that shrinks later fails the transfer itself."""
+    """Refuse a read past the end at once. If the file shrinks later, the transfer itself fails."""
     if not opened.is_regular or not placed:
         return
     size = opened.nbytes
     begin = placed[0][1]
     end = placed[-1][1] + byte_count(placed[-1][0])
-    if end > max(size, begin):  # of nothing, there is enough everywhere
+    if end > max(size, begin):  # an empty range always fits
         detail = f"the file has {size} bytes, {end} are needed"
         raise IoError("read", opened.path, begin, end - begin, 0, detail)
 
 
 COMPARED_BYTES = 8 << 20
-"""At one time, where a transfer is validated."""
+"""Bytes that validation compares at once; bounds its memory."""
 
 
 def compare(opened: Opened, offset: int, tensor: torch.Tensor, op: str) -> None:
-    """Checks a finished transfer against the file, which plain system calls read through the page cache.
+    """Compare a finished transfer with the file, read by plain system calls through the page cache.
 
     Raises:
         IoError: EIO: the file from `offset` on differs from the tensor's bytes. `opened` may be closed by now.

@@ -1,6 +1,6 @@
-"""DeepNVMe's methods, as thin sayings over futures: its names, argument orders and return values.
+"""Defines DeepNVMe's methods as thin wrappers of futures: its names, argument orders and return values.
 
-Kept apart from `AioHandle`, which does the work, so that what is DeepNVMe's and what is swapper's own can each be read by itself.
+Separate from `AioHandle`, which does the work, so that DeepNVMe's part and swapper's own are readable alone.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from swapper.io.handle.operation import Operation
 
 logger = logging.getLogger("swapper.io")
 
-ALIGNMENT = 512
+ALIGNMENT = 512  # bytes; DeepNVMe's own
 
 
 class DeepNvmeMethods:
-    """What DeepNVMe's `aio_handle` can be asked. A subclass submits."""
+    """The methods of DeepNVMe's `aio_handle`. A subclass submits."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class DeepNvmeMethods:
         parallelism: int,
         strict: bool,
     ) -> None:
-        """The options as DeepNVMe has them; with `strict` off, methods log a failure and return -1."""
+        """Store DeepNVMe's options; with `strict` off, methods log a failure and return -1."""
         self._block_size = block_size
         self._queue_depth = queue_depth
         self._single_submit = single_submit
         self._overlap_events = overlap_events
         self._parallelism = parallelism
         self.strict = strict
-        self._awaited: list[Operation] = []  # what `wait` counts
+        self._awaited: list[Operation] = []  # operations that `wait` counts
         self._awaited_lock = threading.Lock()
 
     def _submit_checked(
         self, kind: str, tensor: torch.Tensor, target: Target, validate: bool, file_offset: int | None
     ) -> Operation:
-        """Begins to "read" or "write"; with `validate`, the operation's wait compares the file with the tensor."""
+        """Begin to "read" or "write"; with `validate`, the operation's wait compares the file with the tensor."""
         raise NotImplementedError
 
     def get_block_size(self) -> int:
@@ -70,15 +70,16 @@ class DeepNvmeMethods:
         return self._parallelism
 
     def get_alignment(self) -> int:
-        """What DeepNVMe's users round sizes up to. Nothing here needs it; multiples of 4096 spare a copy."""
+        """Return the multiple to which DeepNVMe's users round sizes. Nothing here needs it; multiples of 4096 save a
+        copy."""
         return ALIGNMENT * self._parallelism
 
     def read(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Reads now. Returns 0. `validate` reads the file a second time, another way, and compares."""
+        """Read now. Returns 0. `validate` reads the file a second time, another way, and compares."""
         return self._answer(lambda: self._do_alone("read", buffer, filename, validate, file_offset))
 
     def write(self, buffer: torch.Tensor, filename: Target, validate: bool, file_offset: int | None = None) -> int:
-        """Writes now. Returns 0."""
+        """Write now. Returns 0."""
         return self._answer(lambda: self._do_alone("write", buffer, filename, validate, file_offset))
 
     def pread(
@@ -90,7 +91,7 @@ class DeepNvmeMethods:
         file_offset: int | None = None,
         **named: Any,
     ) -> int:
-        """Reads. With the fourth argument (`async`, which is a word of Python's) as `async_pread`, else as `sync_pread`."""
+        """Read as `async_pread` if the fourth argument (`async`, a keyword of Python) is true, else as `sync_pread`."""
         is_async = _async_of(async_op, named)
         return self._answer(lambda: self._do("read", buffer, filename, validate, is_async, file_offset))
 
@@ -103,20 +104,20 @@ class DeepNvmeMethods:
         file_offset: int | None = None,
         **named: Any,
     ) -> int:
-        """Writes; otherwise as `pread`."""
+        """Write; otherwise as `pread`."""
         is_async = _async_of(async_op, named)
         return self._answer(lambda: self._do("write", buffer, filename, validate, is_async, file_offset))
 
     def sync_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Reads, and waits for it and everything asynchronous before it. Returns how many those are: 1 if it is alone."""
+        """Read, and wait for it and everything asynchronous before it. Returns their number: 1 if it is alone."""
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Writes; otherwise as `sync_pread`."""
+        """Write; otherwise as `sync_pread`."""
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: Target, file_offset: int | None = None) -> int:
-        """Begins to read. Returns 0."""
+        """Begin to read. Returns 0."""
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(
@@ -127,9 +128,10 @@ class DeepNvmeMethods:
         *,
         fd: int | None = None,
     ) -> int:
-        """Begins to write. Returns 0.
+        """Begin to write. Returns 0.
 
-        A descriptor (`fd=`, or in the place of the name) stays the caller's, who may close it at once; its file is never cut.
+        A descriptor (`fd=`, or instead of the name) stays the caller's, who may close it at once; its file is never
+        truncated.
         """
         target = filename if fd is None else fd
         if target is None or (fd is not None and filename is not None):
@@ -139,23 +141,24 @@ class DeepNvmeMethods:
         return self.pwrite(buffer, target, False, True, file_offset)
 
     def wait(self) -> int:
-        """Waits for everything asynchronous. Returns how many operations that are: 0 if none.
+        """Wait for everything asynchronous. Returns the number of operations: 0 if none.
 
         Raises:
-            IoError: one of them failed; the first, when all are over. What follows counts anew.
+            IoError: one of them failed; the first, when all are over. The count then starts at 0 again.
         """
         return self._answer(self._drain_awaited)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tenosr: torch.Tensor, **named: Any) -> torch.Tensor:
-        """A page-locked tensor of `num_elem` zeros, of the example's dtype. (`example_tenosr` is DeepNVMe's spelling.)"""
+        """Return a page-locked tensor of `num_elem` zeros of the example's dtype (`example_tenosr`: DeepNVMe's
+        spelling)."""
         return new_locked_tensor(num_elem, example_tenosr.dtype, must_lock=self.strict)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Gives a locked tensor back; its memory goes when the last view of it does. False if it is not one."""
+        """Release a locked tensor; its memory is freed with its last view. Returns False if it is not one."""
         return free_locked_tensor(tensor)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether the tensor is in page-locked memory: torch's, or from any handle's `new_cpu_locked_tensor`."""
+        """Return True if the tensor is in page-locked memory: torch's, or of any handle's `new_cpu_locked_tensor`."""
         return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
 
     def _do_alone(
@@ -185,7 +188,7 @@ class DeepNvmeMethods:
                 operation.wait()
             except Exception as failure:
                 failures.append(failure)
-            except BaseException:  # Ctrl-C: the rest is still to be waited for
+            except BaseException:  # Ctrl-C: the rest must still be waited for
                 with self._awaited_lock:
                     self._awaited[:0] = awaited[n:]
                 raise
@@ -196,7 +199,7 @@ class DeepNvmeMethods:
         return len(awaited)
 
     def _answer(self, act: Callable[[], int]) -> int:
-        """What DeepNVMe's methods return: with `strict` off, -1 and a line in the log for a failure."""
+        """Return what DeepNVMe's methods return: with `strict` off, a failure is logged and gives -1."""
         try:
             return act()
         except (IoError, StateError) as error:

@@ -1,7 +1,7 @@
-"""Page-locked host tensors, one register for the whole process: what one handle makes, every handle knows.
+"""Allocates page-locked host tensors, with one registry for the whole process, shared by all handles.
 
-A tensor's memory is an arena of its own. It goes back to the system when the tensor and all its views are gone, freed
-or not; freeing earlier only takes it out of the register, so no one can be left with a view of memory that is not there.
+A tensor's memory is an arena of its own. It returns to the system when the tensor and all its views are gone, freed or
+not. Freeing earlier only removes it from the registry, so that no view is ever left without memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from swapper import _C
 from swapper.errors import ConfigError, IoError
 
-_HUGE_BYTES = 2 << 20
+_HUGE_BYTES = 2 << 20  # a huge page of x86-64
 _locked_bytes: dict[int, int] = {}
-"""Address -> bytes. Changed by single operations of dict only: a finalizer may run between any two."""
+"""Address -> bytes. Changed only by single dict operations: a finalizer may run between any two."""
 
 
 def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = True) -> torch.Tensor:
-    """A tensor of `elements` zeros in page-locked memory.
+    """Return a tensor of `elements` zeros in page-locked memory.
 
     Raises:
         ConfigError: a negative number of elements.
@@ -47,7 +47,7 @@ def new_locked_tensor(elements: int, dtype: torch.dtype, *, must_lock: bool = Tr
 
 
 def free_locked_tensor(tensor: torch.Tensor) -> bool:
-    """Takes a tensor of `new_locked_tensor` out of the register; False if it is not there."""
+    """Remove a tensor of `new_locked_tensor` from the registry; return False if it is not there."""
     return _forget(tensor.data_ptr())
 
 
@@ -57,7 +57,7 @@ def free_locked_address(address: int) -> bool:
 
 
 def is_locked(tensor: torch.Tensor) -> bool:
-    """Whether the tensor, or the tensor that it is a view of, came from `new_locked_tensor` and is not freed."""
+    """Return True if the tensor, or its base, came from `new_locked_tensor` and is not freed."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         return False
     address = tensor.data_ptr()

@@ -1,7 +1,7 @@
-"""One transfer that was asked for, as a future.
+"""A requested transfer, as a future.
 
-An operation consists of parts (engine tickets, staged transfers): done when all are, failed by the first that failed. While
-any part is under way the operation is in `_under_way`, which keeps its tensors and files, also when its user has
+An operation consists of parts (engine tickets, staged transfers): done when all are, failed by the first that failed.
+While any part is in flight the operation is in `_under_way`, which keeps its tensors and files even if the user has
 dropped everything.
 """
 
@@ -21,11 +21,11 @@ from swapper.io.files import Opened
 logger = logging.getLogger("swapper.io")
 
 _under_way: set[Operation] = set()
-"""Every operation that is not retired. Changed by single operations of set only."""
+"""Every operation that is not retired. Changed only by single set operations."""
 
 
 class TransferPart(Protocol):
-    """What an operation waits for: `swapper._C.Ticket`, or a staged transfer."""
+    """A part of an operation: `swapper._C.Ticket`, or a staged transfer."""
 
     @property
     def done(self) -> bool: ...
@@ -41,8 +41,8 @@ class TransferPart(Protocol):
 class Operation:
     """A read or write in the background. Made by `AioHandle.submit_read` and its siblings.
 
-    `await operation` waits too, in asyncio, and gives the number of bytes. An operation that failed, and whose outcome
-    nobody asked for, is logged as an error.
+    `await operation` waits too, in asyncio, and returns the number of bytes. An operation that failed without anybody
+    asking for its outcome is logged as an error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Operation:
         keep: object = None,
         release: Callable[[], None] | None = None,
     ) -> None:
-        """`keep` lives until the operation is over; then `release` is called, once, by whichever thread notices first."""
+        """`keep` lives until the operation is over; the thread that notices it first then calls `release`, once."""
         self.kind = kind
         self.opened = opened
         self.path = opened.path
@@ -75,7 +75,7 @@ class Operation:
 
     @property
     def done(self) -> bool:
-        """Whether the operation is over, well or not."""
+        """True if the operation is over, successful or not."""
         if not all(part.done for part in self._parts):
             return False
         self._retire()
@@ -87,10 +87,10 @@ class Operation:
         return any(part.cancelled for part in self._parts)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the operation is over, without the GIL. False if `timeout_s` seconds pass first.
+        """Wait until the operation is over, without the GIL. Returns False if `timeout_s` seconds pass first.
 
         Raises:
-            IoError, DeviceError: it failed or was called off. All of it is over then: the tensor may be used.
+            IoError, DeviceError: it failed or was called off. All of it is over then: you may use the tensor.
         """
         if not self._wait_for_parts(timeout_s):
             return False
@@ -100,7 +100,7 @@ class Operation:
         return True
 
     def exception(self, timeout_s: float | None = None) -> Exception | None:
-        """Waits as `wait` does, and gives the error of an operation that failed, or None, instead of raising it.
+        """Wait as `wait` does, and return the error of a failed operation, or None, instead of raising it.
 
         Raises:
             TimeoutError: not over after `timeout_s` seconds.
@@ -110,19 +110,19 @@ class Operation:
         return self._outcome()
 
     def cancel(self) -> bool:
-        """Calls the operation off if none of it has begun; gives whether it is. `wait` then raises an IoError."""
-        for part in self._parts:  # the first begins first: if it is too late for that one, the rest goes on too
+        """Call the operation off if none of it has begun; return True if so. `wait` then raises an IoError."""
+        for part in self._parts:  # the first begins first: if it is too late for that one, the rest runs too
             if not part.cancel():
                 return False
         self._is_observed = True
         return bool(self._parts)
 
     def settle(self) -> None:
-        """Waits until it is over, well or not; the outcome is for whoever asks later."""
+        """Wait until it is over, successful or not, without raising its error."""
         self._wait_for_parts(None)
 
     def check_last(self, check: Callable[[], None]) -> None:
-        """Has the first successful `wait` call `check`; an IoError that it raises is the operation's error."""
+        """Let the first successful `wait` call `check`; an IoError from it becomes the operation's error."""
         self._last_check = check
 
     def __await__(self) -> Generator[Any, None, int]:
@@ -132,13 +132,13 @@ class Operation:
         return self.nbytes
 
     def notify(self, fd: int) -> None:
-        """Adds 1 to the eventfd `fd` whenever a part is over: look at `done` then."""
+        """Add 1 to the eventfd `fd` whenever a part is over; then check `done`."""
         for part in self._parts:
             part.notify(fd)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_observed", True) and self._first_error() is not None:
-            logger.error("%r failed, and nobody asked: %s", self, self._first_error())
+            logger.error("%r failed, and nobody waited for it: %s", self, self._first_error())
 
     def _wait_for_parts(self, timeout_s: float | None) -> bool:
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -147,7 +147,7 @@ class Operation:
             try:
                 if not part.wait(left_s):
                     return False
-            except Exception:  # the drive's or a device's; asked for when all parts are over
+            except Exception:  # the drive's or a device's; raised when all parts are over
                 if part.error is None:
                     raise
         self._retire()
@@ -171,7 +171,7 @@ class Operation:
         return self._error or next((part.error for part in self._parts if part.error is not None), None)
 
     def _retire(self) -> None:
-        """Lets go of tensors and files."""
+        """Release tensors and files."""
         with self._lock:
             if self._is_retired:
                 return
@@ -184,7 +184,7 @@ class Operation:
 
 
 class _Watch:
-    """The operations that one event loop of asyncio waits for, by one eventfd and no thread. Open while there are any."""
+    """The operations that one asyncio event loop waits for, by one eventfd and no thread. Open while there are any."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -207,7 +207,7 @@ class _Watch:
                 self._loop.remove_reader(self._fd)
                 os.close(self._fd)
                 self._fd = -1
-                _watches.pop(self._loop, None)  # or a loop that is over would be kept for ever
+                _watches.pop(self._loop, None)  # otherwise it would keep a closed loop forever
 
     def _wake(self) -> None:
         os.eventfd_read(self._fd)
@@ -220,7 +220,7 @@ _watches: dict[asyncio.AbstractEventLoop, _Watch] = {}
 
 
 async def until_done(operation: Operation, loop: asyncio.AbstractEventLoop) -> None:
-    """Returns when `operation` is over, well or not."""
+    """Return when `operation` is over, successful or not."""
     watch = _watches.get(loop)
     if watch is None:
         watch = _watches[loop] = _Watch(loop)

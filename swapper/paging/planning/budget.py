@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swapper.errors import BudgetError
 from swapper.io.alignment import SECTOR_BYTES, round_up
@@ -25,16 +26,25 @@ SMALL_SECTION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """How a host budget is used: what stays in memory, and the pool. Together at most the budget."""
+class PoolSize:
+    """How large a page is, in bytes, and how many frames there are."""
 
-    resident_bytes: int
     page_bytes: int
     frame_count: int
 
     @property
     def pool_bytes(self) -> int:
         return self.page_bytes * self.frame_count
+
+
+SizeT = TypeVar("SizeT", bound=PoolSize)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(PoolSize):
+    """How a host budget is used: what stays in memory, and the pool. Together at most the budget."""
+
+    resident_bytes: int
 
 
 def divide(
@@ -58,19 +68,56 @@ def divide(
     Raises:
         BudgetError: with the smallest budget that works.
     """
-    if not paged:
-        if kept_bytes > host_bytes:
-            raise _too_small(host_bytes, kept_bytes, kept_bytes, explain)
-        return Budget(kept_bytes, page_bytes or RESIDENT_SLICE_BYTES, 0)
+    rest = f"stay in memory ({explain}); raise host_memory, or place more on NVMe"
+    frames_needed = functools.cache(frames_needed)  # which goes through all slices; the search asks for few sizes
+
+    def fit(pool_bytes: int) -> PoolSize | None:
+        if paged:
+            return _fit(pool_bytes, paged, frames_needed, page_bytes)
+        return PoolSize(page_bytes or RESIDENT_SLICE_BYTES, 0) if pool_bytes >= 0 else None
+
+    size = divide_host_memory(host_bytes, kept_bytes, fit, "this model and optimizer need", lambda: rest)
+    return Budget(size.page_bytes, size.frame_count, kept_bytes)
+
+
+def divide_host_memory(
+    host_bytes: int, fixed_bytes: int, fit: Callable[[int], SizeT | None], who: str, rest: Callable[[], str]
+) -> SizeT:
+    """Return what `fit` makes of the memory that a budget leaves for a pool.
+
+    Args:
+        host_bytes: the budget.
+        fixed_bytes: what is not for the pool.
+        fit: divides a pool of so many bytes, a multiple of ARENA_ALIGNMENT_BYTES; None where it is too small.
+        who: "this model needs", for the message.
+        rest: says, for the message, what the fixed bytes are, and what can be done.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
     pool_bytes = (
-        (host_bytes - kept_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-    )  # the arena takes whole ones
-    frames_needed = functools.cache(frames_needed)  # which goes through all slices; the search below asks for few sizes
-    fitted = _fit(pool_bytes, paged, frames_needed, page_bytes)
-    if fitted is None:
-        smallest = kept_bytes + _smallest_pool(paged, frames_needed, page_bytes)
-        raise _too_small(host_bytes, smallest, kept_bytes, explain)
-    return Budget(kept_bytes, *fitted)
+        (host_bytes - fixed_bytes) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
+    )  # an arena takes whole ones
+    found = fit(pool_bytes)
+    if found is None:
+        smallest = fixed_bytes + _smallest_pool(fit)
+        raise BudgetError(
+            f"host_memory={format_bytes(host_bytes)} is too small: {who} at least {format_bytes(smallest)} "
+            f"({smallest} bytes), of which {format_bytes(fixed_bytes)} {rest()}"
+        )
+    return found
+
+
+def _smallest_pool(fit: Callable[[int], object]) -> int:
+    if fit(0) is not None:
+        return 0
+    low, high = 0, ARENA_ALIGNMENT_BYTES
+    while fit(high) is None:
+        low, high = high, 2 * high
+    while high - low > ARENA_ALIGNMENT_BYTES:
+        middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
+        low, high = (low, middle) if fit(middle) is not None else (middle, high)
+    return high
 
 
 def read_ahead_pages(budget: Budget) -> int:
@@ -88,8 +135,8 @@ def resident_bytes(sections: Sequence[int]) -> int:
 
 def _fit(
     pool_bytes: int, paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None
-) -> tuple[int, int] | None:
-    """Return (page size, frames) for a pool of `pool_bytes`, or None if it is too small. No more frames than pages."""
+) -> PoolSize | None:
+    """Return what a pool of `pool_bytes` consists of, or None if it is too small. No more frames than pages."""
     if pool_bytes < SECTOR_BYTES:
         return None
     size = page_bytes or choose_page_bytes(paged, pool_bytes)
@@ -98,23 +145,4 @@ def _fit(
         if page_bytes is not None or size < SMALL_SECTION_BYTES:
             return None
     pages = sum(-(-nbytes // size) for nbytes in paged)
-    return size, max(min(pool_bytes // size, pages), frames_needed(size))
-
-
-def _smallest_pool(paged: Sequence[int], frames_needed: Callable[[int], int], page_bytes: int | None) -> int:
-    low, high = 0, round_up(2 * sum(paged) + (64 << 20), ARENA_ALIGNMENT_BYTES)
-    while _fit(high, paged, frames_needed, page_bytes) is None:
-        high *= 2
-    while high - low > ARENA_ALIGNMENT_BYTES:
-        middle = (low + high) // 2 // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
-        fits = _fit(middle, paged, frames_needed, page_bytes) is not None
-        low, high = (low, middle) if fits else (middle, high)
-    return high
-
-
-def _too_small(host_bytes: int, smallest: int, kept: int, explain: str) -> BudgetError:
-    return BudgetError(
-        f"host_memory={format_bytes(host_bytes)} is too small: this model and optimizer need at least "
-        f"{format_bytes(smallest)} ({smallest} bytes), of which {format_bytes(kept)} stay in memory ({explain}); "
-        "raise host_memory, or place more on NVMe"
-    )
+    return PoolSize(size, max(min(pool_bytes // size, pages), frames_needed(size)))

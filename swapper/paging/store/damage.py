@@ -9,9 +9,9 @@ from __future__ import annotations
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from swapper.errors import ChecksumError, IoError
+from swapper.io.engines import Transfer
 from swapper.paging.section import Page
 
 CUT_OFF = "unexpected end of file"
@@ -24,7 +24,7 @@ NAMED = 3
 class _Damage:
     location: int | None
     error: ChecksumError
-    again: Any = None  # ticket of the newest read since
+    again: Transfer | None = None  # ticket of the newest read since
 
     @property
     def is_over(self) -> bool:
@@ -41,7 +41,7 @@ class Damages:
     def note(self, page: Page, error: ChecksumError) -> None:
         self._found[page] = _Damage(page.location, error)
 
-    def read_again(self, page: Page, ticket: Any) -> None:
+    def read_again(self, page: Page, ticket: Transfer) -> None:
         """`page` is read once more, by `ticket`."""
         if page in self._found:
             self._found[page].again = ticket

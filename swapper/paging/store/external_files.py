@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from swapper import _C
 from swapper.paging.section import EXTERNAL, Page
@@ -16,31 +15,35 @@ class ExternalFiles:
     Args:
         paths: of all of them.
 
+    Attributes:
+        direct: for transfers.
+        cached: the same through the page cache, for reads of any place.
+
     Raises:
         IoError: one cannot be opened.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._files: dict[Path, Any] = {}
-        self._backing: dict[Path, Any] = {}  # the same files through the page cache, for reads of any place
+        self.direct: dict[Path, _C.File] = {}
+        self.cached: dict[Path, _C.File] = {}
         try:
             for path in dict.fromkeys(paths):
-                self._files[path] = _C.File(str(path), read_only=True)
-                self._backing[path] = _C.File(str(path), read_only=True, direct=False)
+                self.direct[path] = _C.File(str(path), read_only=True)
+                self.cached[path] = _C.File(str(path), read_only=True, direct=False)
         except BaseException:
             self.close()
             raise
 
-    def file(self, page: Page) -> Any:
+    def file(self, page: Page) -> _C.File:
         """Return the file that has `page`, at `page.stored_offset`, as far as the file goes."""
-        return self._files[_path(page)]
+        return self.direct[_path(page)]
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> _C.File:
         """Return the file that answers reads of the page's addresses while it is away."""
-        return self._backing[_path(page)]
+        return self.cached[_path(page)]
 
     def close(self) -> None:
-        for file in (*self._files.values(), *self._backing.values()):
+        for file in (*self.direct.values(), *self.cached.values()):
             file.close()
 
 

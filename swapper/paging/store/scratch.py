@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
+from swapper._C import File
 from swapper.errors import InvariantError, IoError
 from swapper.io import beneath
 from swapper.io.drives import Drives
+from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import Page
 from swapper.paging.store import swap_file
 from swapper.paging.store.damage import as_changed
+from swapper.paging.store.page_store import PageStore
 from swapper.paging.store.swap_files import Store
 
 
@@ -28,7 +30,7 @@ class ScratchFile:
         IoError: a drive is full, or a directory refuses.
     """
 
-    def __init__(self, engine: Any, drives: Drives, pages: Sequence[Page], check_reads: bool = True) -> None:
+    def __init__(self, engine: Engine, drives: Drives, pages: Sequence[Page], check_reads: bool = True) -> None:
         self._engine = engine
         self._checks_reads = check_reads
         for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
@@ -38,7 +40,7 @@ class ScratchFile:
         for path in self._file.paths:
             beneath.unlink(path)
 
-    def read(self, page: Page, address: int, after: Any = None) -> Any:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
         file = self._file.of(page)
@@ -51,18 +53,18 @@ class ScratchFile:
         )
         return as_changed(page, error, remedy) or error
 
-    def write(self, page: Page, address: int) -> Any:
+    def write(self, page: Page, address: int) -> Transfer:
         file = self._file.of(page)
         return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._checks_reads)
 
-    def written_to(self, page: Page) -> Any:
+    def written_to(self, page: Page) -> File:
         return self._file.of(page)
 
-    def written(self, page: Page, ticket: Any) -> None:
+    def written(self, page: Page, ticket: Transfer) -> None:
         page.location = 0
         page.crc32 = ticket.crc32 if self._checks_reads else None
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         return None if page.location is None else self._file.of(page)
 
     def close(self) -> None:
@@ -70,29 +72,41 @@ class ScratchFile:
 
 
 class Stores:
-    """The store and the scratch file as one, for the pager: each page goes where its section belongs."""
+    """Swap files and a scratch file as one, for the pager: each page goes where its section belongs. Owns both."""
 
-    def __init__(self, store: Store, scratch: ScratchFile | None) -> None:
-        self._store = store
-        self._scratch = scratch
+    def __init__(self, swap_files: Store, scratch: ScratchFile | None) -> None:
+        self.swap_files = swap_files
+        self.scratch = scratch
 
-    def _of(self, page: Page) -> Any:
-        return self._scratch if page.section.transient else self._store
+    def _of(self, page: Page) -> PageStore:
+        if not page.section.transient:
+            return self.swap_files
+        assert self.scratch is not None
+        return self.scratch
 
-    def read(self, page: Page, address: int, after: Any = None) -> Any:
-        return self._of(page).read(page, address, after=after)
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
+        return self._of(page).read(page, address, after)
 
     def explain(self, page: Page, error: IoError) -> IoError:
-        return self._of(page).explain(page, error)  # type: ignore[no-any-return]
+        return self._of(page).explain(page, error)
 
-    def write(self, page: Page, address: int) -> Any:
+    def write(self, page: Page, address: int) -> Transfer:
         return self._of(page).write(page, address)
 
-    def written_to(self, page: Page) -> Any:
+    def written_to(self, page: Page) -> File | None:
         return self._of(page).written_to(page)
 
-    def written(self, page: Page, ticket: Any) -> None:
+    def written(self, page: Page, ticket: Transfer) -> None:
         self._of(page).written(page, ticket)
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         return self._of(page).file_of(page)
+
+    @property
+    def io_mode(self) -> str:
+        return self.swap_files.io_mode
+
+    def close(self) -> None:
+        self.swap_files.close()
+        if self.scratch is not None:
+            self.scratch.close()

@@ -12,8 +12,8 @@ import os
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from swapper._C import File
 from swapper.errors import CheckpointError, ChecksumError
 from swapper.io import beneath
 from swapper.io.drives import Drives
@@ -37,15 +37,15 @@ class SwapFile:
         parts: `swapper._C.File`, one a drive.
     """
 
-    def __init__(self, parts: Sequence[Any]) -> None:
+    def __init__(self, parts: Sequence[File]) -> None:
         self._parts = list(parts)
 
-    def of(self, page: Page) -> Any:
+    def of(self, page: Page) -> File:
         """Return the part that has `page`."""
         return self._parts[page.drive]
 
     @property
-    def first(self) -> Any:
+    def first(self) -> File:
         return self._parts[0]
 
     @property
@@ -112,7 +112,7 @@ def create(
     Raises:
         IoError: a drive is full, or a directory refuses. What was created is removed again.
     """
-    parts: list[Any] = []
+    parts: list[File] = []
     paths = drives.paths(name)
     for path in paths:
         beneath.unlink(path)
@@ -150,7 +150,7 @@ def reopen(
         for path in paths:
             _truncate(path, nbytes)
         write_headers(paths[0], headers)
-    parts: list[Any] = []
+    parts: list[File] = []
     try:
         for path in paths:
             parts.append(beneath.open_for_transfers(path, read_only=frozen))

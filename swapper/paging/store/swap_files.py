@@ -25,11 +25,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from swapper._C import File
 from swapper.errors import InvariantError, IoError
 from swapper.io import beneath
 from swapper.io.drives import Drives
+from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.paging.store import swap_file
 from swapper.paging.store.damage import Damages, as_changed
@@ -62,7 +63,7 @@ class Store:
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine,
         drives: Drives,
         headers: Iterable[tuple[int, bytes]],
         nbytes: int,
@@ -86,7 +87,7 @@ class Store:
         self._files: dict[int, SwapFile] = {}
         self._external: ExternalFiles | None = None
         self._checks_reads = check_reads
-        self._first_reads: dict[Page, Any] = {}  # tickets of what is lent
+        self._first_reads: dict[Page, Transfer] = {}  # tickets of what is lent
         self._damages = Damages()
         self._frozen: dict[int, FileStatus | None] = {}  # by number; None while it is being published, which changes it
         self._preferred: int | None = None
@@ -131,7 +132,7 @@ class Store:
         """Create a file of the store's layout: its space allocated, its headers written, its payload still empty."""
         return swap_file.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
 
-    def read(self, page: Page, address: int, after: Any = None) -> Any:
+    def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
         """Submit a read of `page` into memory at `address`; returns its ticket. `explain` says why it failed.
 
         Bytes that are not those that were written are an error. [Note: checksums]
@@ -154,15 +155,16 @@ class Store:
             ticket.wait()
         except IoError as error:
             raise self.explain(piece, error) from error
-        crc32: int = ticket.crc32
-        return crc32
+        return ticket.crc32
 
-    def _read(self, page: Page, address: int, after: Any, expected: int | None, checksum: bool = False) -> Any:
+    def _read(
+        self, page: Page, address: int, after: Transfer | None, expected: int | None, checksum: bool = False
+    ) -> Transfer:
         file = self._file(page)
         offset, nbytes = page.stored_offset, page.stored_bytes
         return self._engine.read(file, offset, address, nbytes, after=after, checksum=checksum, expected=expected)
 
-    def _file(self, page: Page) -> Any:
+    def _file(self, page: Page) -> File:
         """Return the file that has the newest content of `page`, for transfers."""
         if page.location is None:
             raise InvariantError(f"{page} is read but was never written")
@@ -170,7 +172,7 @@ class Store:
             return self._external.file(page)
         return self._files[page.location].of(page)
 
-    def _read_unknown(self, page: Page, address: int, after: Any) -> Any:
+    def _read_unknown(self, page: Page, address: int, after: Transfer | None) -> Transfer:
         """Read what nobody has the checksum of, or only from the first read. [Note: what is lent]"""
         first = self._first_reads.get(page)
         if first is not None and first.done and first.error is None:
@@ -215,23 +217,23 @@ class Store:
         for file in [self._files[number] for number in self._turns]:
             file.check_size(self.nbytes)
 
-    def file_of(self, page: Page) -> Any:
+    def file_of(self, page: Page) -> File | None:
         """Return the file that has the newest content of `page`, at `page.stored_offset`; None if it was never written."""
         if page.location == EXTERNAL and self._external is not None:
             return self._external.file_of(page)
         return None if page.location is None else self._files[page.location].of(page)
 
-    def write(self, page: Page, address: int) -> Any:
+    def write(self, page: Page, address: int) -> Transfer:
         """Submit a write of `page` from memory at `address`; returns its ticket, which carries the CRC-32 if one is taken."""
         self._targets[page] = self._target(page)
         file = self._files[self._targets[page]].of(page)
         return self._engine.write(file, page.file_offset, address, page.nbytes, checksum=self._takes_checksum(page))
 
-    def written_to(self, page: Page) -> Any:
+    def written_to(self, page: Page) -> File:
         """Return the file that the last write of `page` goes to, at `page.file_offset`."""
         return self._files[self._targets[page]].of(page)
 
-    def written(self, page: Page, ticket: Any) -> None:
+    def written(self, page: Page, ticket: Transfer) -> None:
         """Note that `ticket`, a write of `page`, is done."""
         page.location = self._targets[page]
         page.crc32 = ticket.crc32 if self._takes_checksum(page) else None

@@ -1,1 +1,1 @@
-"""Saved activations away from memory between forward and backward."""
+"""Moves saved activations out of memory between forward and backward."""

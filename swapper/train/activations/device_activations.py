@@ -1,18 +1,18 @@
-"""Saved activations of one accelerator: down to host memory while the forward goes on, and up again before backward wants them.
+"""Moves saved activations of one accelerator to host memory during the forward, and prefetches them for backward.
 
-A storage goes down by a copy stream of its own, the oldest first. What is in host memory is the cache's
-(saved_tensor_cache.py), which has what is too much for it written to the drive. In backward the newest is wanted first;
-what lies before it comes up ahead.
+A copy stream of its own copies storages to the host, the oldest first. Host memory belongs to the cache
+(saved_tensor_cache.py), which writes the excess to the drive. Backward needs the newest first; older ones are
+prefetched.
 
-[Note: in the order of the stream] Python queues work far ahead of the device, so nothing here counts what the device has done, but
-what it will have done at that place of the compute stream. Memory is given back in that order too: the compute stream waits for the
-copy from it (mostly long over), and then the reference goes; torch's allocator gives it to later kernels of the same stream. So no
-`record_stream`, and no waiting in Python. Memory for what comes up is taken on the compute stream, and filled after an event that
-this recorded there.
+[Note: in the order of the stream] Python queues work far ahead of the device, so counts here are not of what the device
+has done, but of what it will have done at that place of the compute stream. Memory is released in that order too: the
+compute stream waits for the copy from it (mostly long over), and then the reference is dropped; torch's allocator gives
+it to later kernels of the same stream. So there is no `record_stream`, and no wait in Python. Memory for prefetched
+storages is allocated on the compute stream, and filled after an event recorded there.
 
-[Note: what goes down] What the device may hold of saved storages is a number of bytes. From the forward before it is known how many
-there will be. The oldest, as many as are too much, are copied at once, long before their memory must go; the newest stay, since
-backward begins with them. The link has the whole forward for what has to go, and moves no byte more.
+[Note: storages that are copied] The device may hold a number of bytes of saved storages. The previous forward predicts
+their total. The oldest, as many as exceed the limit, are copied at once, long before their memory is needed; the newest
+stay, since backward begins with them. The link has the whole forward for the copies, and moves no byte more.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Store
 
 
 class Arriving:
-    """When a copy from a device is over."""
+    """Tells when a copy from a device is over."""
 
     def __init__(self, device: Device, event: Any) -> None:
         self._device = device
@@ -54,13 +54,13 @@ class DeviceStored:
     Attributes:
         number: its place in the order of the forward.
         nbytes: its size.
-        memory: the bytes on the device, uint8; None while they are only below.
-        stream: in whose order that memory is used and given back.
+        memory: the bytes on the device, uint8; None while they are only in host memory or on the drive.
+        stream: that uses the memory, and in whose order it is released.
         filled: after this event `memory` has the content; None for the memory that was saved.
         copied: after this event host memory has it.
         is_ordered: `stream` is behind every copy from `memory` and into it.
         below: the content in host memory or on the drive, once it was sent there.
-        origin: keeps whatever tells that it is this storage, for whoever looks it up.
+        origin: keeps alive the identity of the storage, for lookups.
         uses_left: how many saved tensors refer to it and were not restored yet.
     """
 
@@ -78,18 +78,18 @@ class DeviceStored:
         self.uses_left = 0
 
     def bytes(self) -> torch.Tensor:
-        """Return all of its bytes, uint8, to be used on the current stream. Raises IoError, BudgetError, DeviceError."""
+        """Return all of its bytes, uint8, for use on the current stream. Raises IoError, BudgetError, DeviceError."""
         return self._cache.fetch(self)
 
     def __del__(self) -> None:
-        unordered = None if self.is_ordered else self.memory  # the others' memory goes now
+        unordered = None if self.is_ordered else self.memory  # ordered memory is freed now
         held_bytes = 0 if self.memory is None else self.nbytes
         event = self.copied if self.filled is None else self.filled
         self._cache.forgotten.append(_Remains(self.number, self.nbytes, held_bytes, unordered, self.stream, event))
 
 
 class _Remains(NamedTuple):
-    """What is left to be given back of a storage that nobody wants any more: in whatever thread, at whatever moment."""
+    """The remains of a dropped storage, to be released: from any thread, at any moment."""
 
     number: int
     nbytes: int
@@ -103,10 +103,10 @@ class DeviceTensorCache:
     """Decides which storages have memory on the device.
 
     Args:
-        device: whose.
-        below: has what is in host memory, and on the drive.
-        locked: host memory that the device knows.
-        limit_bytes: the most that storages may have on the device, beside the one that is saved or used at the moment.
+        device: the accelerator.
+        below: the cache in host memory and on the drive.
+        locked: host memory registered with the device.
+        limit_bytes: maximum of storages on the device, in addition to the one being saved or used.
     """
 
     def __init__(self, device: Device, below: SavedTensorCache, locked: LockedMemory, limit_bytes: int) -> None:
@@ -120,25 +120,26 @@ class DeviceTensorCache:
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[DeviceStored]] = {}  # by number, in order
-        self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, as they got it
+        self._here: dict[int, weakref.ref[DeviceStored]] = {}  # those with memory, in order of allocation
         self.forgotten: deque[_Remains] = deque()
         self._held_bytes = 0
         self._live_bytes = 0
-        self._most_bytes = 0  # that were live since the forward began
-        self._expected_bytes: int | None = None  # [Note: what goes down]
+        self._most_bytes = 0  # maximum of live bytes since the forward began
+        self._expected_bytes: int | None = None  # see [Note: storages that are copied]
         self._counters = below.counters
 
-    # --- the forward ----------------------------------------------------------------------------------------------
+    # --- the forward
+    # ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         with self._lock:
             self._settle()
             self._expected_bytes = self._most_bytes or self._expected_bytes
             self._most_bytes = 0
 
     def end(self) -> None:
-        """Nothing is saved any more for now: what was given back goes."""
+        """Release pending memory: nothing is saved any more for now."""
         with self._lock:
             self._settle()
 
@@ -166,7 +167,7 @@ class DeviceTensorCache:
         return stored
 
     def _send_down(self, stored: DeviceStored) -> bool:
-        """Queue the copy to host memory. False where that has no room and nothing of it may be written."""
+        """Queue the copy to host memory. Return False if that is full and nothing of it may be written."""
         if not self._below.make_room(stored.nbytes) and not self._below.writes:
             return False
         assert stored.memory is not None
@@ -178,16 +179,16 @@ class DeviceTensorCache:
             stored.copied, stored.is_ordered = self._device.record(self._down), False
             self._going_down.append((stored.copied, host))
         except BaseException:
-            with contextlib.suppress(DeviceError):  # a part of it may be queued, and `host` must not go before
+            with contextlib.suppress(DeviceError):  # a part of it may be queued, and `host` must not be freed before
                 self._device.wait_for(self._device.record(self._down))
             raise
         self._counters.down_bytes += stored.nbytes
         stored.below = self._below.keep(host, Arriving(self._device, stored.copied), self._host_memory)
-        stored.below.uses_left = 1  # until it is up again
+        stored.below.uses_left = 1  # until it is on the device again
         return True
 
     def _host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory for a copy; what earlier copies still use is waited for."""
+        """Return memory for a copy, after waiting for earlier copies that use it."""
         while (memory := self._locked.take(nbytes)) is None:
             if not self._end_oldest(self._going_up) and not self._end_oldest(self._going_down):
                 self._counters.unlocked_bytes += nbytes
@@ -200,13 +201,14 @@ class DeviceTensorCache:
         event = going[0][0]
         self._device.wait_for(event)
         if going and going[0][0] is event:
-            going.popleft()  # its memory may go, and not before: also Ctrl-C leaves it here
+            going.popleft()  # its memory may be freed, and not before: Ctrl-C leaves it here too
         return True
 
-    # --- the backward ---------------------------------------------------------------------------------------------
+    # --- the backward
+    # ---------------------------------------------------------------------------------------------------
 
     def fetch(self, stored: DeviceStored) -> torch.Tensor:
-        """Return the bytes of `stored` for kernels of the current stream, and have those that backward wants next come up.
+        """Return the bytes of `stored` for kernels of the current stream, and prefetch those that backward needs next.
 
         Raises:
             IoError: it could not be written, or cannot be read.
@@ -231,7 +233,7 @@ class DeviceTensorCache:
         assert stored.below is not None
         host = stored.below.bytes()
         current = self._device.current_stream()
-        self._device.let_wait(self._up, self._device.record(current))  # whose the memory was until now
+        self._device.let_wait(self._up, self._device.record(current))  # the memory's previous user
         self._device.let_wait(self._up, stored.copied)
         for begin, run in self._locked.runs(host):
             self._device.copy(memory[begin : begin + run.numel()], run, self._up)
@@ -243,7 +245,7 @@ class DeviceTensorCache:
         self._hold(stored)
 
     def _bring_up_ahead(self, wanted: DeviceStored) -> None:
-        """What cannot be had now is brought when it is needed, and its error is told then."""
+        """Prefetch; a storage that fails now is copied when it is needed, and raises its error then."""
         for number in reversed(self._live):
             stored = _call(self._live[number])
             if stored is None or number >= wanted.number or stored.memory is not None or stored.below is None:
@@ -271,12 +273,12 @@ class DeviceTensorCache:
             return self._device.empty(stored.nbytes)
         except OUT_OF_MEMORY as error:
             raise BudgetError(
-                f"{self._device} has no {format_bytes(stored.nbytes)} left for a saved tensor that backward needs, after those "
-                f"were given up that it does not need yet: lower device_memory of offload_activations ({error})"
+                f"{self._device} has no {format_bytes(stored.nbytes)} left for a saved tensor that backward needs, after "
+                f"releasing those that it does not need yet: lower device_memory of offload_activations ({error})"
             ) from error
 
     def _copy_for(self, stored: DeviceStored, stream: Any) -> torch.Tensor:
-        """Return the content in memory of another stream's own."""
+        """Return the content in separate memory for another stream."""
         assert stored.memory is not None
         content_at = stored.filled if stored.filled is not None else self._device.record(stored.stream)
         self._device.let_wait(stream, content_at)
@@ -285,13 +287,15 @@ class DeviceTensorCache:
         self._device.let_wait(stored.stream, self._device.record(stream))
         return memory
 
-    # --- memory ---------------------------------------------------------------------------------------------------
+    # --- memory
+    # ---------------------------------------------------------------------------------------------------------
 
     def _lacks_room(self, stored: DeviceStored) -> bool:
         return self._held_bytes + stored.nbytes > self._limit_bytes
 
     def _drop_one(self, wanted: DeviceStored, only_used: bool) -> bool:
-        """Give one up that is below too, a used one first, else the one that backward wants last. False if there is none."""
+        """Release one with a copy below, a used one first, else the one that backward needs last. Return False without
+        one."""
         here = [s for s in map(_call, self._here.values()) if s is not None and s is not wanted and s.below is not None]
         victims = sorted(
             (s for s in here if not only_used or not s.uses_left), key=lambda s: (s.uses_left > 0, s.number)
@@ -299,7 +303,7 @@ class DeviceTensorCache:
         return bool(victims) and self._drop(victims[0])
 
     def _drop(self, stored: DeviceStored) -> bool:
-        """Give its memory back. False where nothing below can have it. [Note: in the order of the stream]"""
+        """Release its memory. Return False if nothing below can have it. See [Note: in the order of the stream]."""
         if stored.below is None and not self._send_down(stored):
             return False
         if not stored.is_ordered:
@@ -320,7 +324,7 @@ class DeviceTensorCache:
         counters.device_peak_bytes = max(counters.device_peak_bytes, counters.device_held_bytes)
 
     def _settle(self) -> None:
-        """Take note of every copy that is over and of everything that was forgotten."""
+        """Handle every finished copy and every dropped storage."""
         for going in (self._going_down, self._going_up):
             while going and self._device.has_passed(going[0][0]):
                 going.popleft()
@@ -334,7 +338,7 @@ class DeviceTensorCache:
                 self._device.let_wait(remains.stream, remains.event)
 
     def __del__(self) -> None:
-        with contextlib.suppress(DeviceError):  # a device that failed copies nothing any more
+        with contextlib.suppress(DeviceError):  # a failed device copies nothing any more
             for going in (self._going_down, self._going_up):
                 while self._end_oldest(going):
                     pass

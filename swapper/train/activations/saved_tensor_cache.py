@@ -1,14 +1,14 @@
-"""Where the storages of saved activations are: in memory, in a scratch file, or on their way; the moves are those of pages.
+"""Keeps the storages of saved activations in memory, in a scratch file, or in flight; their moves are those of pages.
 
-A storage enters in the order of the forward, and backward wants the newest first. So the oldest leave, and what lies before the one
-that is wanted is read ahead. A storage is written from where it lies, uncopied, and let go when the write is done; it comes back
-into memory of its own. What its file has stays valid until the storage is forgotten, so that a restored one can be let go at once
-where others need the room, and be read again (retain_graph). What comes from a device is here as of when its copy is asked for
-(device_activations.py), and is not written before it has arrived.
+Storages enter in the order of the forward, and backward needs the newest first. So the oldest are evicted, and those
+before the current one are prefetched. A storage is written from where it lies, without a copy, and released when the
+write is done; it returns in memory of its own. Its bytes in the file stay valid until the storage is dropped, so that a
+restored one can be released at once when memory is needed, and be read again (retain_graph). A storage from a device is
+here as soon as its copy is requested (device_activations.py), and is not written before it has arrived.
 
-[Note: what may be freed when] Storages are forgotten by Python's garbage collector, at any moment and in any thread, while a
-transfer may be under way: `Stored.__del__` only hands memory, ticket and place over to a queue. They are freed when the ticket is
-done, by whoever comes next.
+[Note: what may be freed when] Python's garbage collector drops storages at any moment and in any thread, even while a
+transfer is in flight: `Stored.__del__` only moves memory, ticket and place to a queue. The next call frees them after
+the ticket is done.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from swapper.runtime.interrupts import SteadyLock
 
 
 class Arrival(Protocol):
-    """When memory has the content that it is to have."""
+    """Tells when memory has its final content."""
 
     @property
     def done(self) -> bool: ...
@@ -42,19 +42,19 @@ class Arrival(Protocol):
 
 
 class Stored(Resident):
-    """One storage's content. Lives as long as anything saved refers to it. DIRTY is what was never written.
+    """One storage's content. Lives as long as anything saved refers to it. DIRTY means never written.
 
     Attributes:
         number: its place in the order of the forward.
         nbytes: its size.
         memory: the bytes, uint8; None while they are only on the drive.
-        offset: of its place in the file, from when it is first written.
-        ticket: of the transfer under way.
-        error: why it could not be written.
-        origin: keeps whatever tells that it is this storage, for whoever looks it up.
+        offset: of its place in the file, from its first write on.
+        ticket: of the transfer in flight.
+        error: of its write.
+        origin: keeps alive the identity of the storage, for lookups.
         uses_left: how many saved tensors refer to it and were not restored yet.
-        arrival: of its content; None where it is there.
-        allocate: gives memory into which it is read back.
+        arrival: of its content; None if it is there.
+        allocate: returns memory into which it is read back.
     """
 
     def __init__(self, cache: SavedTensorCache, number: int, memory: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ class Stored(Resident):
         self.allocate: Callable[[int], torch.Tensor] = page_aligned
 
     def bytes(self) -> torch.Tensor:
-        """Return all of its bytes, uint8, to be kept by whoever uses them. Raises IoError."""
+        """Return all of its bytes, uint8, which the caller keeps. Raises IoError."""
         return self._cache.fetch(self)
 
     def __del__(self) -> None:
@@ -81,7 +81,7 @@ class Stored(Resident):
 
 @dataclass(frozen=True)
 class _Remains:
-    """What is left to be freed of a storage that nobody wants any more."""
+    """The remains of a dropped storage, to be freed."""
 
     number: int
     nbytes: int
@@ -91,13 +91,13 @@ class _Remains:
 
 
 class SavedTensorCache:
-    """Owns what is saved, and decides which storages are in memory.
+    """Owns saved storages, and decides which of them are in memory.
 
     Args:
         file: the scratch file.
-        find_engine: gives the engine that does the transfers; asked each time. Raises where there is none any more.
-        limit_bytes: the most that storages may have in memory, beside the one that is saved or used at the moment.
-        keep_bytes: what stays in memory and is not written at all, of these; None: nothing is ever written.
+        find_engine: returns the engine for transfers; called each time. Raises if there is none any more.
+        limit_bytes: maximum of storages in memory, in addition to the one being saved or used.
+        keep_bytes: part of these that stays in memory and is never written; None: nothing is ever written.
     """
 
     def __init__(
@@ -110,25 +110,26 @@ class SavedTensorCache:
         self._lock = SteadyLock()
         self._order = count()
         self._live: dict[int, weakref.ref[Stored]] = {}  # by number, in order
-        self._here: dict[int, int] = {}  # what was never written, oldest first: by number, its bytes
+        self._here: dict[int, int] = {}  # never written ones, oldest first: by number, bytes
         self._here_bytes = 0
         self._moving: dict[int, weakref.ref[Stored]] = {}
-        self._restored: dict[int, weakref.ref[Stored]] = {}  # CLEAN, READING, or looked at while WRITING
+        self._restored: dict[int, weakref.ref[Stored]] = {}  # CLEAN, READING, or accessed while WRITING
         self.forgotten: deque[_Remains] = deque()
-        self._ending: list[_Remains] = []  # forgotten, their tickets not done
-        self._failure: IoError | None = None  # of a write, not told to anyone
-        self._first = 0  # number of the first storage of the forward under way
+        self._ending: list[_Remains] = []  # dropped, their tickets not done
+        self._failure: IoError | None = None  # of a write, unreported
+        self._first = 0  # number of the first storage of the current forward
         self.counters = ActivationCounters()
 
     @property
     def writes(self) -> bool:
-        """Whether what is too much goes to the drive."""
+        """Return True if the excess goes to the drive."""
         return self._keep_bytes is not None
 
-    # --- the forward ----------------------------------------------------------------------------------------------
+    # --- the forward
+    # ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A forward begins."""
+        """Begin a forward."""
         with self._lock:
             self._settle()
             self._first, self._failure = next(self._order), None
@@ -164,7 +165,7 @@ class SavedTensorCache:
         return stored
 
     def make_room(self, nbytes: int) -> bool:
-        """Have others leave until so many bytes more may be in memory. False if they cannot be had.
+        """Evict others until this many bytes more may be in memory. Return False if that is impossible.
 
         Raises:
             IoError: the drive is full.
@@ -175,7 +176,7 @@ class SavedTensorCache:
             return self.counters.held_bytes + nbytes <= self._limit_bytes
 
     def _send_away(self, more_bytes: int) -> None:
-        """Have the oldest written that have arrived, until what stays in memory is no more than may."""
+        """Write the oldest that have arrived, until the rest is within its limit."""
         if self._keep_bytes is None:
             return
         while self._here and self._here_bytes + more_bytes > self._keep_bytes:
@@ -195,7 +196,7 @@ class SavedTensorCache:
         self.counters.written_bytes += stored.nbytes
 
     def _wait_for_room(self, more_bytes: int) -> None:
-        """What is restored and not in use goes first; then the oldest transfer is waited for, or what is to be written."""
+        """Release unused restored ones first; then wait for the oldest transfer, or for one that is to be written."""
         self._send_away(more_bytes)
         while self.counters.held_bytes + more_bytes > self._limit_bytes:
             if self._drop_restored(None):
@@ -209,7 +210,7 @@ class SavedTensorCache:
                 return
 
     def _wait_for_arrival(self, more_bytes: int) -> bool:
-        """Wait for the oldest that is not there yet, where it is to be written. False if there is none."""
+        """Wait for the oldest one to be written that has not arrived. Return False if there is none."""
         oldest = self._alive(next(iter(self._here), -1))
         if oldest is None or oldest.arrival is None:
             return False
@@ -218,10 +219,11 @@ class SavedTensorCache:
         self._send_away(more_bytes)
         return len(self._here) < before
 
-    # --- the backward ---------------------------------------------------------------------------------------------
+    # --- the backward
+    # ---------------------------------------------------------------------------------------------------
 
     def fetch(self, stored: Stored) -> torch.Tensor:
-        """Return the bytes of `stored`, and have those that backward wants next read.
+        """Return the bytes of `stored`, and prefetch those that backward needs next.
 
         Raises:
             IoError: it could not be written, or cannot be read.
@@ -249,7 +251,7 @@ class SavedTensorCache:
             return stored.memory
 
     def is_near(self, stored: Stored) -> bool:
-        """Whether `fetch` would not wait. What is on the drive is read ahead, if there is room for it."""
+        """Return True if `fetch` would not wait. Otherwise prefetch it from the drive, if there is memory."""
         with self._lock:
             self._settle()
             if stored.residency is Residency.COLD:
@@ -267,7 +269,7 @@ class SavedTensorCache:
         self._add(stored.nbytes)
 
     def _read_ahead(self, current: int) -> None:
-        """Read what was saved before number `current`, as far as there is room."""
+        """Prefetch storages saved before number `current`, as far as there is memory."""
         wanted = self._alive(current)
         for number in reversed(self._live):
             stored = self._alive(number)
@@ -282,9 +284,9 @@ class SavedTensorCache:
         return self.counters.held_bytes + stored.nbytes > self._limit_bytes
 
     def _drop_restored(self, wanted: Stored | None, only_used: bool = False) -> bool:
-        """Let go of the memory of one that is on the drive too, the one that was used longest ago; not of `wanted`.
+        """Release the memory of the least recently used one with a copy on the drive; not of `wanted`.
 
-        `only_used`: not of one that something will ask for in this backward.
+        `only_used`: not of one that this backward still needs.
         """
         for reference in list(self._restored.values()):
             stored = reference()
@@ -300,10 +302,11 @@ class SavedTensorCache:
             return True
         return False
 
-    # --- what is over -----------------------------------------------------------------------------------------------
+    # --- completions
+    # ----------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Take note of every transfer that is over and of everything that was forgotten."""
+        """Handle every finished transfer and every dropped storage."""
         for number, reference in list(self._moving.items()):
             stored = reference()
             if stored is None:
@@ -320,14 +323,14 @@ class SavedTensorCache:
                 self._free(remains)
 
     def _settle_one(self, stored: Stored) -> IoError | None:
-        """The transfer of `stored` is over."""
+        """Handle the finished transfer of `stored`."""
         self._moving.pop(stored.number, None)
         ticket, stored.ticket = stored.ticket, None
         error: IoError | None = ticket.error
         if stored.residency is Residency.WRITING and error is not None:
             stored.move(Residency.DIRTY)
             stored.error = error
-            if stored.number >= self._first:  # of an earlier forward its backward is told
+            if stored.number >= self._first:  # errors of an earlier forward are raised in its backward
                 self._failure = self._failure or error
             return error
         is_read = stored.residency is Residency.READING
@@ -353,14 +356,14 @@ class SavedTensorCache:
         if remains.offset is not None:
             self._file.give(remains.offset, remains.nbytes)
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _alive(self, number: int) -> Stored | None:
         reference = self._live.get(number)
         return None if reference is None else reference()
 
     def _is_not_here(self, number: int) -> None:
-        """It is on its way to the drive, or forgotten."""
+        """Note that it is being written, or was dropped."""
         self._here_bytes -= self._here.pop(number, 0)
 
     def _add(self, nbytes: int) -> None:
@@ -373,12 +376,13 @@ def _call(reference: weakref.ref[Stored]) -> Stored | None:
 
 
 def _again(error: IoError) -> IoError:
-    """Return the same error anew: its traceback, which has the graph, must not hang on something that the graph has."""
+    """Return a new copy of the error: its traceback, which refers to the graph, must not hang on something in the
+    graph."""
     return IoError(error.op, error.path, error.offset, error.nbytes, error.errno or 0, error.detail)
 
 
 def page_aligned(nbytes: int) -> torch.Tensor:
-    """Return uint8 memory that begins at a page, so that a drive writes straight into it."""
+    """Return uint8 memory that begins at a page, so that a drive transfers straight into it."""
     raw = torch.empty(nbytes + SECTOR_BYTES, dtype=torch.uint8)
     shift = -raw.data_ptr() % SECTOR_BYTES
     return raw[shift : shift + nbytes]
@@ -386,21 +390,21 @@ def page_aligned(nbytes: int) -> torch.Tensor:
 
 @dataclass
 class ActivationCounters:
-    """What was done so far.
+    """Counts since the beginning.
 
     Attributes:
         saved: tensors that autograd saved and that were taken over.
-        storages: different ones among them; each is moved once.
+        storages: distinct ones among them; each is moved once.
         left_alone: tensors that were not: small ones, parameters and their views, those of special kinds.
         written_bytes, read_bytes: moved, as submitted.
         waits: how many times backward waited for a storage.
-        held_bytes: what storages have in host memory now.
-        peak_bytes: the most that they had at one time.
+        held_bytes: present bytes of storages in host memory.
+        peak_bytes: their maximum.
         down_bytes, up_bytes: copied from accelerators and to them.
-        unlocked_bytes: of these, what was copied slowly, through memory that is not page-locked, because no stretch of the
-            page-locked memory was long enough.
-        device_held_bytes: what storages have on accelerators now, in the order of their streams.
-        device_peak_bytes: the most that they had there at one time.
+        unlocked_bytes: of these, bytes copied slowly, through memory that is not page-locked, because no free range of
+            the page-locked memory was long enough.
+        device_held_bytes: present bytes of storages on accelerators, in the order of their streams.
+        device_peak_bytes: their maximum.
     """
 
     saved: int = 0
@@ -422,10 +426,10 @@ _numbers = count()
 
 
 class SpillFile:
-    """The scratch file, without a name and gone with the process: it is made when something is first written. Owns its places.
+    """The scratch file, unnamed and deleted with the process; made at the first write. Owns its places.
 
     Args:
-        directory: on the drive that shall hold it.
+        directory: on the drive of the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -437,7 +441,7 @@ class SpillFile:
 
     @property
     def used_bytes(self) -> int:
-        """What is in use of it."""
+        """Bytes of it in use."""
         return self._extents.used_bytes
 
     def write(self, engine: Any, memory: torch.Tensor) -> tuple[int, Any]:
@@ -458,11 +462,11 @@ class SpillFile:
             raise
 
     def read(self, engine: Any, offset: int, memory: torch.Tensor) -> Any:
-        """Begin to read into `memory`, uint8, from a place that was written. Returns the ticket."""
+        """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
         return engine.read(self._file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
 
     def give(self, offset: int, nbytes: int) -> None:
-        """A place is not in use any more, and no transfer from or to it is under way."""
+        """Free a place. Requires that no transfer of it is in flight."""
         self._extents.give(offset, nbytes)
 
     def _open(self) -> Any:
@@ -474,4 +478,4 @@ class SpillFile:
 
     def __del__(self) -> None:
         if os.getpid() == self._pid and self._file is not None:
-            self._file.close()  # transfers under way keep it open, and their memory
+            self._file.close()  # transfers in flight keep it open, and their memory

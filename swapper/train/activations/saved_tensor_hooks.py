@@ -1,15 +1,16 @@
-"""Activations away from memory between forward and backward: `swapper.offload_activations`, hooks on what autograd saves.
+"""Implements `swapper.offload_activations`: hooks that move the tensors that autograd saves, until backward.
 
-What is saved is taken apart into its storage, which saved_tensor_cache.py moves, and the way it is seen through it (offset, shape,
-strides). So views of one storage are views of one storage again, and kernels of the backward get the layout that they would have
-had: the gradients are plain torch's, bit for bit.
+A saved tensor is split into its storage, which saved_tensor_cache.py moves, and its view of it (offset, shape,
+strides). So views of one storage are views of one storage again, and kernels of the backward get the original layout:
+the gradients are plain torch's, bit for bit.
 
-[Note: torch's check] Torch refuses a backward where a saved tensor was changed in place, but leaves that check out where there are
-hooks. Here each saved tensor keeps its version counter, without its data, and the check is made when it is restored, also for what
-is left alone. So a storage may be written uncopied: whatever changes it meanwhile makes the backward an error, as ever.
+[Note: torch's check] Torch refuses a backward if a saved tensor was changed in place, but skips that check for tensors
+with hooks. Here each saved tensor keeps its version counter, without its data, and the check is made when it is
+restored, also for tensors that are not moved. So a storage may be written without a copy: a change meanwhile makes the
+backward an error, as usual.
 
-[Note: no circles] A node's output that the node saves refers to the node. What is kept here is detached from the graph, or a graph
-that nobody runs backward would never go.
+[Note: no cycles] A node's output that the node saves refers to the node. A kept tensor is detached from the graph, or a
+graph that never runs backward would never be freed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ from swapper.train.activations.device_activations import DeviceStored, DeviceTen
 from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, SpillFile, Stored
 
 DESTINATIONS = ("auto", "host", "nvme")
-MOST_OF_STORAGE = 8
-"""A view of less than one part in so many of its storage is left alone: the rest is likely the user's own (a data set)."""
+STORAGE_DIVISOR = 8
+"""A view of less than 1/STORAGE_DIVISOR of its storage is not moved: the rest is likely the user's own (a data set). A
+choice."""
 
 
 class Kept:
@@ -41,7 +43,7 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         is_leaf = tensor.is_leaf and tensor.requires_grad
-        self._tensor = tensor if is_leaf else tensor.detach()  # [Note: no circles]
+        self._tensor = tensor if is_leaf else tensor.detach()  # see [Note: no cycles]
         self._version = tensor._version
 
     def restore(self) -> torch.Tensor:
@@ -90,35 +92,38 @@ class View:
 class offload_activations:  # used as a function, like torch.no_grad
     """A context around a forward, and its backward: large tensors that autograd saves wait for backward elsewhere.
 
-    Those on the CPU wait on the drive, those on an accelerator in page-locked host memory, and on the drive as far as that is too
-    small. Gradients are plain torch's, bit for bit. Enter the same object in every step: it keeps its file and its memory, and
-    knows from the step before how much will be saved. Each storage is moved once, however often it and views of it are saved. Left
-    alone are parameters, buffers and whatever shares memory with those of the manager's model, leaves that require gradients,
-    tensors of storages below `min_bytes`, sparse and quantized tensors, and subclasses. What a backward saves (double backward,
-    recomputation by checkpointing) is too. Torch's check for tensors changed in place holds.
+    CPU tensors wait on the drive, those on an accelerator in page-locked host memory, with the excess on the drive.
+    Gradients are plain torch's, bit for bit. Enter the same object in every step: it keeps its file and its memory, and
+    predicts the amount from the step before. Each storage is moved once, however often it and views of it are saved.
+    Not moved are parameters, buffers and tensors that share memory with those of the manager's model, leaves that
+    require gradients, tensors of storages below `min_bytes`, sparse and quantized tensors, subclasses, and tensors that
+    a backward saves (double backward, recomputation by checkpointing). Torch's check for tensors changed in place
+    works.
 
     Args:
-        manager: whose directory is the drive's, with a model that was offloaded or without.
-        to: "auto" keeps in memory what fits in half of `host_memory`, the newest, and writes the others; "nvme" writes all;
-            "host" writes nothing: tensors of an accelerator go as far as `host_memory` has room, those on the CPU are left alone.
-        host_memory: bytes that saved storages may have in host memory at one time, beside the manager's budget, in bytes or as
-            "1GiB": those that stay, those being written, and those read back. The one that an operation uses at the moment may
-            come on top. Up to 32 MiB more are the engine's, for memory that the drive cannot take as it is. What the forward
-            itself still has in use is plain torch's, as ever. For an accelerator it is taken and page-locked once, as a whole.
-        device_memory: bytes that saved storages may have on an accelerator at one time, beside the one in use: the newest stay,
-            and older ones wait there for their copy. The less, the less memory is needed; with too little for the time that a
-            copy takes the device waits for it.
-        min_bytes: storages smaller than this are left alone.
+        manager: of the drive's directory, with or without an offloaded model.
+        to: "auto" keeps in memory what fits in half of `host_memory`, the newest, and writes the others; "nvme" writes
+            all; "host" writes nothing: tensors of an accelerator are moved as far as they fit `host_memory`, CPU
+            tensors are not moved.
+        host_memory: maximum bytes of saved storages in host memory, in addition to the manager's budget, in bytes or as
+            "1GiB": resident ones, those being written, and those read back. The one that an operation uses may be
+            extra. Up to 32 MiB more are the engine's, for memory that needs staging. Tensors that the forward itself
+            still uses do not count. For an accelerator it is allocated and page-locked once, as a whole.
+        device_memory: maximum bytes of saved storages on an accelerator, in addition to the one in use: the newest
+            stay, and older ones wait there for their copy. A lower value saves memory; below what the link can copy in
+            time, the device waits.
+        min_bytes: smaller storages are not moved.
 
     Attributes:
-        counters: what was done.
+        counters: of moved tensors and bytes.
 
     Raises:
-        ConfigError: an option is not known.
+        ConfigError: an option is unknown.
         StateError: the manager is closed.
-        IoError: while saving or in backward: the drive is full, a transfer failed. A forward or backward that fails so can be
-            done again; no gradient is ever computed with bytes that were not written and read whole.
-        BudgetError: in backward: the accelerator has no memory left for what it needs. DeviceError: the accelerator failed.
+        IoError: while saving or in backward: the drive is full, a transfer failed. You can repeat such a forward or
+            backward; no gradient is ever computed with bytes that were not written and read whole.
+        BudgetError: in backward: the accelerator has no memory left.
+        DeviceError: the accelerator failed.
     """
 
     def __init__(
@@ -164,7 +169,8 @@ class offload_activations:  # used as a function, like torch.no_grad
         for cache in self._device_caches.values():
             cache.end()
 
-    # --- the hooks ------------------------------------------------------------------------------------------------
+    # --- the hooks
+    # ------------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Kept | View:
         if not self._is_movable(tensor):
@@ -210,7 +216,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         nbytes = storage.nbytes()
         if nbytes < self._min_bytes or not storage.resizable() or storage._cdata in self._owner.storages_of_model():
             return False
-        return tensor.nbytes * MOST_OF_STORAGE >= nbytes
+        return tensor.nbytes * STORAGE_DIVISOR >= nbytes
 
 
 def _unpack(packed: Kept | View) -> torch.Tensor:
@@ -218,7 +224,7 @@ def _unpack(packed: Kept | View) -> torch.Tensor:
 
 
 def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | View) -> None:
-    """[Note: torch's check]"""
+    """See [Note: torch's check]."""
     if counter._version != expected:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -229,7 +235,7 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
 
 
 class Current(Protocol):
-    """What a manager has at the moment, as `swapper.train.session.session_slot.SessionSlot` is."""
+    """The manager's present session, as `swapper.train.session.session_slot.SessionSlot`."""
 
     backend: str
 
@@ -241,10 +247,10 @@ class Current(Protocol):
 
 
 class ActivationOwner:
-    """A manager, as hooks on saved activations see it.
+    """A manager, for the hooks on saved activations.
 
     Args:
-        manager: with a model that was offloaded, or without.
+        manager: with or without an offloaded model.
 
     Raises:
         StateError: it cannot be used.
@@ -260,14 +266,14 @@ class ActivationOwner:
         self._of_model: frozenset[int] = frozenset()
 
     def check_usable(self) -> None:
-        """Raises: StateError."""
+        """Raise StateError if the manager cannot be used."""
         current = self._current()
         if current is None:
-            raise StateError("offload_activations outlived its manager: make both anew")
+            raise StateError("offload_activations outlived its manager: make both again")
         current.check_usable()
 
     def find_engine(self) -> Any:
-        """Return the engine of the manager's run, or one of its own where nothing was offloaded. Raises StateError."""
+        """Return the engine of the manager's run, or its own if nothing was offloaded. Raises StateError."""
         current = self._current()
         if current is None:
             raise StateError("the manager is gone, and activations of this graph are on its drive: run backward before")
@@ -279,7 +285,7 @@ class ActivationOwner:
         return self._own_engine
 
     def storages_of_model(self) -> frozenset[int]:
-        """Return which storages are the manager's model's, in memory and away, by address."""
+        """Return the storages of the manager's model, in memory or cold, by address."""
         current = self._current()
         run = None if current is None else current.run
         if run is None or not run.has_model:

@@ -41,7 +41,7 @@ class DeviceGradients(PagedGradients):
         self._device = on_device.device.device
         self._gradient_came = on_device.gradient_came
         self._downloads = on_device.downloads
-        self._free = list(on_device.host.staging.view(-1, PIECE_BYTES))
+        self._free = list(on_device.host.new_staging().view(-1, PIECE_BYTES))
         self._pages_leased = 0
         self._on_their_way: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
         super().__init__(places, pager)

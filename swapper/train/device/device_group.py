@@ -13,23 +13,23 @@ import torch
 from torch import nn
 
 from swapper.device.tier import DeviceCopy
-from swapper.errors import StateError, UnsupportedError
-from swapper.modules.cold import FaultHandler, guard, leave_cold, unguard
+from swapper.errors import UnsupportedError
+from swapper.modules.cold import FaultHandler
 from swapper.modules.groups import Group
+from swapper.modules.leased_group import storage_of
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.layout.content import SectionSource
-from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+from swapper.train.parameters.parameter_group import GroupParameters
 
 
 class DeviceGroupParameters(GroupParameters):
     """As any group; what is leased is its image, and pages in host memory only for as long as they are copied.
 
     Args:
-        group, places, pager, keeper, expire: as for any group.
+        group, places, pager, fault_handler, expire: as for any group.
         on_device: has the images.
     """
 
@@ -52,20 +52,11 @@ class DeviceGroupParameters(GroupParameters):
         self._write_access = Access(None, (), writes=frozenset({-1}))
 
     @property
-    def homes(self) -> set[int]:
+    def storages(self) -> set[int]:
         return {self.image.storage.identity}
 
-    def adopt(self, content: SectionSource | None) -> None:
-        if content is not None:
-            self._fill(content)
-        for (_, parameter), view in zip(self.group.parameters, self._views, strict=True):
-            if parameter.is_meta:
-                home = nn.Parameter(view, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]
-            else:
-                parameter.data = view
-            guard(parameter, self._fault_handler)
-        self._dematerialize()
+    def _tensors_at_places(self) -> list[torch.Tensor]:
+        return self._views
 
     def check_graph_of_backward(self) -> None:
         """A device answers no reads of memory that is away.
@@ -92,34 +83,20 @@ class DeviceGroupParameters(GroupParameters):
         super().clear_deferred()
         self.image.waits = False
 
-    def _bring_in(self) -> None:
+    def _bring_in(self) -> bool:
         if self.catch_up is not None:
             self.catch_up(None)
         self._on_device.lease(self)
+        return True
 
-    def lease(self) -> None:
-        if self._leases:
-            self.wait_on_current_stream()
-        super().lease()
-
-    def wait_on_current_stream(self) -> None:
-        self.image.storage.let_compute_use()
-
-    def release(self) -> None:
-        self.image.storage.note_use()
-        self._leases -= 1
-        if self._leases:
-            return
-        changed = self._changed()
+    def _give_back(self, changed: bool) -> None:
         try:
             if changed:
                 self._expire("a forward or backward that changed the parameter")
-                self._fault_in_deferred()
+                self._copy_back()
         finally:
             self._dematerialize()
             self._on_device.tier.release(self.image)
-        if changed:
-            self._fault_handler.note_change(self, changed)
 
     def written(self) -> list[str]:
         """Nobody sees what is written past torch's version counter on a device."""
@@ -132,7 +109,7 @@ class DeviceGroupParameters(GroupParameters):
         """They are not in memory: `copy_back` sees whether they change."""
         return {}
 
-    def _fault_in_deferred(self) -> None:
+    def _copy_back(self) -> None:
         self._on_device.copy_back(self.image)
 
     def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
@@ -141,34 +118,17 @@ class DeviceGroupParameters(GroupParameters):
         self._on_device.tier.release(self.image)
 
     def forget_leases(self) -> None:
-        self._leases = 0
-        self._dematerialize()
+        super().forget_leases()
         self._on_device.tier.forget(self.image, len(self.holds))
 
-    def abandon(self, keep_cold: bool) -> None:
+    def abandon(self, keep_cold: bool = True) -> None:
         """Parameters whose place is in host memory are usable there; the others stay cold for good if `keep_cold`."""
-        for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
-            if keep_cold and not self._is_in_memory:
-                leave_cold(parameter)
-                continue
-            unguard(parameter)
-            if keep_cold:
+        super().abandon(keep_cold and not self._is_in_memory)
+        if keep_cold and self._is_in_memory:
+            for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
                 parameter.data = section.tensor(slot)
         self._on_device.tier.drop(self.image)
 
-    def _check_places(self) -> None:
-        identity = self.image.storage.identity
-        for (name, parameter), view in zip(self.group.parameters, self._views, strict=True):
-            same = storage_of(parameter) == identity or not view.numel()
-            if (
-                not same
-                or parameter.storage_offset() != view.storage_offset()
-                or parameter.shape != view.shape
-                or parameter.dtype != view.dtype
-            ):
-                raise StateError(
-                    f"parameter {name} was replaced or resized behind the manager's back: expected {view.dtype} "
-                    f"{list(view.shape)} at its place on {view.device}, found {parameter.dtype} {list(parameter.shape)} on "
-                    f"{parameter.device}. Change values inside `with manager.gather(..., write=True)`; change shapes, dtypes or "
-                    "devices before manager.offload"
-                )
+    def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
+        is_of_image = storage_of(parameter) == self.image.storage.identity
+        return is_of_image and parameter.storage_offset() == self._views[number].storage_offset()

@@ -14,10 +14,11 @@ import torch
 
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.uploads import PageCopy
+from swapper.modules.model_device import page_copies
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page
-from swapper.train.device.train_device import TrainingDevice, page_copies
+from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.updates.sweep import Trainable
 

@@ -4,6 +4,12 @@ Forwards and backwards run there. Parameters come page by page from host memory 
 kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, or slice by slice here
 (device_sweep.py), and puts the images of all that is trained out of date. What the device's budget can hold stays from one use to
 the next within a step.
+
+[Note: streams of a backward] Autograd runs each node on the stream on which its operation was in the forward, and hooks on the
+stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when the forward
+first used the parameter; it is good on that stream only, until the backward is over: then torch has the stream of whoever called it
+wait for all of those. So who uses gradients before (`update="backward"`), on the stream of whatever hook comes next, has that
+stream wait for the parameters' streams; and what it queues there is waited for by the caller's stream when the backward is over.
 """
 
 from __future__ import annotations
@@ -11,25 +17,23 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from swapper.device.device import OUT_OF_MEMORY
-from swapper.device.device_budget import DeviceBudget
-from swapper.device.device_placement import DevicePlacement
+from swapper.device.device import OUT_OF_MEMORY, Device
+from swapper.device.device_placement import DeviceBudget, DevicePlacement
 from swapper.device.device_storage import DeviceStorage
 from swapper.device.downloads import Downloads
-from swapper.device.image_layout import Span, place_in_storage, spans_of_page
+from swapper.device.image_layout import Span
 from swapper.device.registered_frames import HostSide
-from swapper.device.stream_order import StreamOrder
-from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.device.uploads import PageCopy, Uploads
+from swapper.device.tier import DeviceCopy
+from swapper.device.uploads import PageCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
 from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Group
+from swapper.modules.model_device import ModelDevice
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -63,7 +67,7 @@ class Kernel(Protocol):
         ...
 
 
-class TrainingDevice:
+class TrainingDevice(ModelDevice):
     """Owns the device's part of one run.
 
     Args:
@@ -76,7 +80,6 @@ class TrainingDevice:
         kernel: makes it in place of the optimizer.
 
     Attributes:
-        tier: has the images.
         downloads: bring gradients down, and what was changed on the device.
         order: of the streams that gradients come on, and those that use them.
 
@@ -94,44 +97,33 @@ class TrainingDevice:
         updates: bool,
         kernel: Kernel | None = None,
     ) -> None:
+        _check_others(budget)
+        super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
+        device = budget.device
         self.updates = updates
         self.kernel = kernel
-        self.device = device = budget.device
         self._budget = budget
-        _check_others(budget)
-        self.host = host
-        self._resident_set = placement.resident_set
         self._pager = pager
-        self._uploads = Uploads(device, pager, host.of, counters)
-        self.tier = DeviceTier(device, self._uploads, placement.image_bytes, counters, is_cyclic=False)
         self.downloads = Downloads(device, counters, placement.down_bytes)
         self.order = StreamOrder(device)
         self._images: list[DeviceCopy] = []
         self._image_of: dict[int, DeviceCopy] = {}  # by id of a parameter
         self._used: list[DeviceCopy] = []  # in this step, in order
-        self._buffers: list[tuple[nn.Module, str]] = []
         _open.add(self)
 
     def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceCopy, list[torch.Tensor]]:
         """Return the image of a group whose parameters have their place there, and each as a view of it."""
         storage, views, spans = self.lay_out(places)
-        copies = [
-            copy
-            for section, of in spans.items()
-            for copy in page_copies(section, of, partial(page_access, group.index))
-        ]
-        image = DeviceCopy(group.name, storage, copies, group.index in self._resident_set)
+        image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
         self._image_of.update((id(parameter), image) for _, parameter in group.parameters)
-        self.tier.add(image)
         return image, views
 
     def lay_out(
         self, places: Sequence[tuple[Section, Slot]]
     ) -> tuple[DeviceStorage, list[torch.Tensor], dict[Section, list[Span]]]:
         """Return a storage without memory for what has its place there, each as a view of it, and what fills it, by section."""
-        offsets, nbytes = place_in_storage(slot.spec.nbytes for _, slot in places)
-        storage = DeviceStorage(self.device, nbytes)
+        storage, offsets = self.reserve(slot.spec.nbytes for _, slot in places)
         views = [
             storage.memory[offset : offset + slot.spec.nbytes].view(slot.spec.dtype).view(slot.spec.shape)
             for offset, (_, slot) in zip(offsets, places, strict=True)
@@ -145,15 +137,6 @@ class TrainingDevice:
     def start(self) -> None:
         """All images are made: expect a forward and a backward."""
         self.tier.expect([*self._images, *reversed(self._images)])
-
-    def move(self, model: nn.Module) -> None:
-        """Have the model's buffers on the device."""
-        done: dict[int, torch.Tensor] = {}
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != self.device.device:
-                    module._buffers[name] = done.setdefault(id(buffer), buffer.to(self.device.device))
-                    self._buffers.append((module, name))
 
     # --- what passes tell -------------------------------------------------------------------------------------------
 
@@ -286,21 +269,10 @@ class TrainingDevice:
     # ----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Nobody uses an image any more. Waits for all copies; the buffers are on the CPU again."""
         _open.discard(self)
         self.finish()
-        self._move_back()
-        self.tier.close()
+        super().close()
         self._images, self._used, self._image_of = [], [], {}
-
-    def _move_back(self) -> None:
-        """The model's buffers are on the CPU again, unless the device failed."""
-        with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
-            for module, name in self._buffers:
-                buffer = module._buffers.get(name)
-                if buffer is not None and buffer.device == self.device.device:
-                    module._buffers[name] = buffer.cpu()
-        self._buffers.clear()
 
 
 def _check_others(budget: DeviceBudget) -> None:
@@ -314,20 +286,24 @@ def _check_others(budget: DeviceBudget) -> None:
         )
 
 
-def page_copies(section: Section, spans: Sequence[Span], access: Callable[[int], Access]) -> list[PageCopy]:
-    """Return how a section comes to the device: page by page, or where it stays in memory, at one time.
+class StreamOrder:
+    """Knows the streams on which there is something that the next user has to wait for. With one stream it records nothing.
 
     Args:
-        access: makes the use of a page.
+        device: whose streams.
     """
-    if section.resident:
-        whole = Access(None, ())
-        return [PageCopy(section.piece, whole, tuple(spans), stays=True, is_held=True)]
-    return [
-        PageCopy(page, access(page.index), spans_of_page(spans, page.offset, page.nbytes)) for page in section.pages
-    ]
 
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._noted: set[Any] = set()
 
-def page_access(group: int, page: int) -> Access:
-    """Return the use of one page of a group's parameters, which goes on to the device."""
-    return Access(("param", group, page), (page,))
+    def note(self) -> None:
+        """What is queued on the current stream will be used, perhaps on another one."""
+        self._noted.add(self._device.current_stream())
+
+    def follow(self) -> None:
+        """Have the current stream wait for all that was noted, and what is queued on it from now on is noted."""
+        current = self._device.current_stream()
+        for stream in self._noted - {current}:
+            self._device.let_wait(current, self._device.record(stream))
+        self._noted = {current}

@@ -1,1 +1,1 @@
-"""Gradients: in host memory, where autograd made them, or on NVMe."""
+"""Keeps gradients: in host memory, owned by autograd, or on NVMe."""

@@ -1,9 +1,9 @@
-"""Gradients that stay where autograd made them until the update: `parameter.grad` is what autograd made.
+"""Keeps gradients as autograd's own tensors until the update.
 
-It is an ordinary tensor: clipping, scaling, accumulating and looking at it are torch's own, nothing of it is copied,
-and `zero_grad` gives its memory back. The plan sets aside as much as all of these gradients take. On an accelerator
-they stay for updates that are made there; in host memory, where parameters are always there (others wait in their
-gradients' room: victim_cache.py).
+`parameter.grad` is an ordinary tensor: clipping, scaling, accumulating and reading it are torch's own, nothing of it is
+copied, and `zero_grad` frees its memory. The plan reserves the size of all of these gradients. On an accelerator they
+serve updates made there; in host memory, parameters that are always there (others use their gradients' slots as a
+cache: victim_cache.py).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from swapper.train.gradients.gradient_slot import Accumulation, GradientMeta
 
 
 class AutogradGradients:
-    """Sees to it that each gradient has memory of its own.
+    """Ensures that each gradient has memory of its own.
 
     Args:
-        parameters: whose gradients stay, with their qualified names.
-        came: called with a parameter that got one, if anybody wants to know.
+        parameters: with their qualified names.
+        came: called with a parameter whose gradient arrived; optional.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class AutogradGradients:
 
 
 class GradientsOnDevice(AutogradGradients):
-    """Those that stay on an accelerator.
+    """Gradients that stay on an accelerator.
 
     Args:
-        parameters: whose gradients stay, with their qualified names.
-        on_device: where; told of each gradient that comes.
+        parameters: with their qualified names.
+        on_device: the accelerator; notified of each gradient.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: TrainingDevice) -> None:
         self._device = on_device.device.device
         self._arriving: dict[str, torch.Tensor] = {}  # flat, in host memory
-        where = weakref.ref(on_device)  # hooks are not looked through for cycles
+        where = weakref.ref(on_device)  # the garbage collector does not traverse hooks
 
         def came(parameter: nn.Parameter) -> None:
             if (there := where()) is not None:
@@ -77,14 +77,15 @@ class GradientsOnDevice(AutogradGradients):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    # --- when the layout changes ----------------------------------------------------------------------------------
+    # --- for relayout
+    # --------------------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         """Return the names of the parameters that have a gradient."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a gradient in host memory, flat: to be read if there is one, else to be made anew."""
+        """Yield a gradient in host memory, flat: for reading if there is one, else to be filled."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             self._arriving[name] = torch.empty(parameter.numel(), dtype=parameter.dtype)
@@ -93,7 +94,7 @@ class GradientsOnDevice(AutogradGradients):
             yield parameter.grad.detach().reshape(-1).cpu()
 
     def present_again(self, name: str, content: GradientMeta) -> None:
-        """With what was put into its `parts`, `content` is the parameter's gradient."""
+        """Restore the parameter's gradient from its `parts` and `content`."""
         parameter = self._parameters[name]
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
@@ -101,7 +102,7 @@ class GradientsOnDevice(AutogradGradients):
 def _make_hooks(
     name: str, parameter: nn.Parameter, came: Callable[[nn.Parameter], None] | None
 ) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Make hooks of the parameter. Hooks are not looked through for cycles: they do not keep it alive."""
+    """Make hooks of the parameter, which do not keep it alive, as the garbage collector does not traverse hooks."""
     of = weakref.ref(parameter)
     accumulation = Accumulation(name)
 
@@ -110,7 +111,7 @@ def _make_hooks(
             accumulation.begins(parameter)
 
     def own(_: torch.Tensor) -> None:
-        """Have a gradient not keep more memory than its own."""
+        """Copy a gradient that would keep more memory alive than its own."""
         parameter = of()
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:

@@ -1,9 +1,9 @@
-"""The tensor that `parameter.grad` is while the gradient lies on NVMe.
+"""Defines the tensor that `parameter.grad` is while the gradient lies on NVMe.
 
-It says that there is a gradient, of what shape and dtype. What changes every element by itself, as clipping and unscaling do, is
-noted, to be done when the gradient is used: element by element that gives the same bits. What can be told of it (its norms,
-whether it is finite) is told, from what was noted as it left or by reading it. All else that needs its data raises an error that
-names the way.
+It has the gradient's shape and dtype. Changes of every element alone, such as clipping and unscaling, are recorded and
+applied when the gradient is used: element by element that gives the same bits. Its norms, and whether it is finite, are
+known from when it was written, or found by reading it. Every other operation on its data raises an error that names the
+remedy.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ import torch
 from swapper.errors import ColdParameterError
 from swapper.modules.cold_tables import METADATA
 
-ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or let go of it with zero_grad"
+ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""What is to become of elements of a gradient; returns new ones. It must do the same wherever an element is."""
+"""A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
 
 
 class Gradient(Protocol):
-    """What a ColdGradient stands for."""
+    """The gradient behind a ColdGradient."""
 
     def norm(self, norm_type: float) -> torch.Tensor:
-        """Return its norm, as torch.linalg.vector_norm gives it."""
+        """Return its norm, as torch.linalg.vector_norm does."""
 
     def is_finite(self) -> bool:
-        """Return whether all of its elements are."""
+        """Return True if all of its elements are finite."""
 
     def change(self, change: Change) -> None:
-        """Have its elements changed."""
+        """Record a change of its elements."""
 
     def zero(self) -> None:
-        """Have it zero."""
+        """Set it to zero."""
 
 
 class ColdGradient(torch.Tensor):
-    """A gradient that lies on NVMe. Never made by anyone: a tensor's class is set to it.
+    """A gradient that lies on NVMe. Never constructed: a tensor's class is set to it.
 
     Attributes:
         swapper_name: the parameter's.
-        swapper_where: it is, in words.
-        swapper_gradient: returns what it stands for; None if that is gone.
+        swapper_where: its location, in words.
+        swapper_gradient: returns the gradient behind it; None if that is gone.
     """
 
     swapper_name = ""
@@ -81,7 +81,7 @@ def _of(tensor: Any) -> Gradient | None:
     gradient = tensor.swapper_gradient()
     if gradient is None:
         raise ColdParameterError(
-            f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: look at parameter.grad"
+            f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: use parameter.grad"
         )
     return gradient
 
@@ -129,7 +129,7 @@ def _zero_all(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """As torch.amp.GradScaler calls it: note in `found_inf` if anything is not finite, and multiply all by `inv_scale`."""
+    """Unscale for torch.amp.GradScaler: set `found_inf` if anything is not finite, multiply all by `inv_scale`."""
     plain = [tensor for tensor in tensors if type(tensor) is not ColdGradient]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)

@@ -1,4 +1,4 @@
-"""A gradient whose data is not with its parameter: where its pages are, and what it is besides what they hold."""
+"""Describes a gradient whose data is not with its parameter: the location of its pages, and its metadata."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from swapper.train.layout.slices import TensorLocation
 
 @dataclass(slots=True)
 class GradientMeta:
-    """What a gradient is, besides what its pages hold.
+    """A gradient's metadata, in addition to the content of its pages.
 
     Attributes:
         zero: it is zeros, whatever the pages hold.
-        changes: what is to become of each element, in this order, when the gradient is used: clipping, unscaling.
-        norms: those of it that are known, changes included, by their order.
-        finite: whether all elements are; None if that is not known.
-        failure: why the pages have only a part of it, until it is zeroed; a text, for an exception keeps what was in use.
+        changes: of each element, in this order, when the gradient is used: clipping, unscaling.
+        norms: known ones, changes included, by their order.
+        finite: whether all elements are finite; None if unknown.
+        failure: the reason why the pages are incomplete, until it is zeroed; text, since an exception would keep
+            objects alive.
     """
 
     zero: bool = False
@@ -34,11 +35,11 @@ class GradientMeta:
     failure: str = ""
 
     def fail(self, error: BaseException) -> None:
-        """The gradient does not reach its pages whole, because of `error`; the first one tells."""
+        """Note that the gradient does not reach its pages whole, because of `error`; the first one counts."""
         self.failure = self.failure or str(error) or type(error).__name__
 
     def of(self, part: torch.Tensor) -> torch.Tensor:
-        """Return elements of the gradient, given those that the pages hold. The result is not to be changed."""
+        """Return elements of the gradient, given those in the pages. Do not change the result."""
         part = torch.zeros_like(part) if self.zero else part
         for change in self.changes:
             part = change(part)
@@ -46,9 +47,10 @@ class GradientMeta:
 
 
 class Accumulation:
-    """Tells whether autograd has made the gradient that a parameter has, or has added to one that the user had assigned.
+    """Tells whether autograd made a parameter's gradient, or added to one that the user had assigned.
 
-    Such a one is the user's: it may be a part of a larger tensor, or another parameter's too, and stays where it is.
+    An assigned gradient is the user's: it may be a part of a larger tensor, or another parameter's too, and stays in
+    place.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,10 +58,10 @@ class Accumulation:
         self._before: weakref.ref[torch.Tensor] | None = None
 
     def begins(self, parameter: torch.Tensor) -> None:
-        """Autograd is about to add to the gradient, or to make one.
+        """Note that autograd is about to add to the gradient, or to make one.
 
         Raises:
-            StateError: what is assigned has no data that could be added to.
+            StateError: the assigned one has no data to add to.
         """
         gradient = parameter.grad
         if type(gradient) is ColdGradient:
@@ -67,22 +69,22 @@ class Accumulation:
         self._before = None if gradient is None else weakref.ref(gradient)
 
     def was_there(self, gradient: torch.Tensor) -> bool:
-        """Whether `gradient`, which the parameter has now, is the one that it had when that began."""
+        """Return True if `gradient`, the parameter's present one, is the one that it had when accumulation began."""
         return self._before is not None and self._before() is gradient
 
 
 def is_part(gradient: torch.Tensor) -> bool:
-    """Whether it has but a part of its memory: before the model is offloaded only a user has made such."""
+    """Return True if it has only a part of its memory: before `offload` only a user makes such gradients."""
     return gradient.untyped_storage().nbytes() > gradient.nbytes
 
 
 def without_data(name: str, gradient: ColdGradient) -> StateError:
-    """Return the error for a parameter that was given a `gradient` whose data is elsewhere, and not its own or not its newest."""
+    """Return the error for a cold `gradient` assigned to a parameter that is not its own, or not its newest."""
     whose = "of an earlier backward" if gradient.swapper_name == name else f"that of {gradient.swapper_name}"
     return StateError(
         f"the gradient of {name} was set to one {whose}, which is {gradient.swapper_where} and has no data to assign: keep "
-        "gradients in memory with manager.offload(..., gradients='host'), or on an accelerator with gradients='device'; or let go "
-        "of it with zero_grad"
+        "gradients in memory with manager.offload(..., gradients='host'), or on an accelerator with gradients='device'; or release "
+        "it with zero_grad"
     )
 
 
@@ -91,11 +93,11 @@ class GradientSlot:
     """One parameter's gradient.
 
     Attributes:
-        name, parameter, place: whose, and where.
-        here: the ColdGradient that the parameter has, if it has one.
+        name, parameter, place: its parameter and location.
+        here: the parameter's ColdGradient, if it has one.
         stash: the same, while autograd makes a gradient to be added to it.
-        accumulation: tells the user's gradients.
-        content: what it is, besides what its pages hold.
+        accumulation: recognizes the user's gradients.
+        content: its metadata.
     """
 
     name: str
@@ -110,7 +112,7 @@ class GradientSlot:
         self.accumulation = Accumulation(self.name)
 
     def stands_for(self, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is the ColdGradient that the pages belong to."""
+        """Return True if `gradient` is the ColdGradient of these pages."""
         return self.here is not None and gradient is not None and self.here() is gradient
 
     def check_whole(self) -> None:
@@ -124,12 +126,12 @@ class GradientSlot:
 
 @dataclass(frozen=True, slots=True)
 class GradientPart:
-    """Elements [begin, end) of a gradient, at their place.
+    """Elements [begin, end) of a gradient, at their location.
 
     Attributes:
         view: of them, flat.
-        at: where in the page, or in the section if that stays in memory, they begin, in bytes.
-        page: that they lie on; the section as a whole if that stays in memory.
+        at: their offset in bytes, in the page, or in the section if that stays in memory.
+        page: that contains them; the whole section if that stays in memory.
         access: the page's, to be leased; None if it stays in memory.
     """
 

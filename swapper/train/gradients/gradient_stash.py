@@ -1,6 +1,7 @@
-"""Gradients on NVMe, or on an accelerator, while the run changes its layout (relayout.py): parked in a file without a name.
+"""Stashes gradients on NVMe, or on an accelerator, in an unnamed file during a relayout (relayout.py).
 
-The pages are those of a run that closes, and its scratch file goes with it; what is on an accelerator may go to pages then.
+The pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
+move to pages then.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from swapper.train.gradients.grads import Gradients
 
 
 class GradientStash:
-    """Owns the file. To be filled from the old run's gradients and emptied into the new one's, as often as need be.
+    """Owns the file. It is filled from the old session's gradients and emptied into the new one's, any number of times.
 
     Args:
-        directory: on the drive that shall hold it.
+        directory: on the drive of the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,10 +32,10 @@ class GradientStash:
         self._end = 0
 
     def fill(self, gradients: Gradients) -> None:
-        """Take what `gradients` has.
+        """Copy the gradients into the file.
 
         Raises:
-            IoError: it cannot be read, or the drive is full.
+            IoError: they cannot be read, or the drive is full.
         """
         for name in gradients.present():
             self._places[name] = self._end, gradients.content(name)
@@ -42,7 +43,7 @@ class GradientStash:
                 self._end += self._write(part)
 
     def empty_into(self, gradients: Gradients) -> None:
-        """Give it to `gradients`, which has room for all of these parameters.
+        """Copy the file to `gradients`, which has space for all of these parameters.
 
         Raises:
             IoError: a transfer failed.
@@ -64,7 +65,7 @@ class GradientStash:
                 data, at = data[done:], at + done
         except OSError as error:
             raise IoError(
-                "write", str(self._directory), at, len(data), error.errno or 0, "gradients are parked"
+                "write", str(self._directory), at, len(data), error.errno or 0, "stashing gradients"
             ) from error
         return part.nbytes
 
@@ -75,14 +76,14 @@ class GradientStash:
                 done = os.preadv(self._file.fileno(), [data], at)
                 if not done:
                     raise IoError(
-                        "read", str(self._directory), at, len(data), 0, "a file of parked gradients is cut off"
+                        "read", str(self._directory), at, len(data), 0, "the file of stashed gradients is truncated"
                     )
                 data, at = data[done:], at + done
         except OSError as error:
             if isinstance(error, IoError):
                 raise
             raise IoError(
-                "read", str(self._directory), at, len(data), error.errno or 0, "gradients were parked"
+                "read", str(self._directory), at, len(data), error.errno or 0, "gradients were stashed"
             ) from error
 
 

@@ -1,14 +1,15 @@
-"""Gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); those of an accelerator in both (device_grads.py).
+"""Keeps gradients: in host memory, inside the budget, or on NVMe (paged_grads.py); on an accelerator in both
+(device_grads.py).
 
-Those of parameters that are always in memory, and on an accelerator those that are updated there, stay where autograd
-made them (autograd_grads.py). Where parameters are on NVMe, and their gradients in host memory, each gradient has a
-place in a resident section: when autograd has accumulated one, it is copied there and the tensor that autograd made is
-let go; `parameter.grad` is a tensor at that place. A later backward accumulates into it. So `grad` is an ordinary
-tensor for everything that looks at it: clipping, scalers, hooks. Whoever keeps one beyond `zero_grad` keeps its values:
-before the place is used again, that tensor gets memory of its own. While nothing has a tensor there, the place is the
-pager's spare memory (victim_cache.py).
+Gradients of parameters that are always in memory, and those that are updated on an accelerator, stay autograd's own
+(autograd_grads.py). If parameters are on NVMe and their gradients in host memory, each gradient has a slot in a
+resident section: after autograd has accumulated one, it is copied there and autograd's tensor is released;
+`parameter.grad` is a tensor in the slot. A later backward accumulates into it. So `grad` is an ordinary tensor for
+clipping, scalers and hooks. A reference that is kept beyond `zero_grad` keeps its values: before the slot is reused,
+that tensor gets memory of its own. While no tensor is in the slot, the pager uses it as a victim cache
+(victim_cache.py).
 
-A gradient that has a graph (`backward(create_graph=True)`) stays what autograd made: a penalty on it is to reach the
+A gradient that has a graph (`backward(create_graph=True)`) stays autograd's own: a penalty on it must reach the
 parameters.
 """
 
@@ -38,15 +39,15 @@ from swapper.train.layout.slices import TensorLocation
 
 
 class Gradients:
-    """All gradients of a model, wherever they live: what clipping and the optimizer's sweep need of them.
+    """All gradients of a model, wherever they live: the interface for clipping and the optimizer's sweep.
 
     Args:
         parameters: all, with their qualified names.
         sections: with memory; those that are not resident are on NVMe.
-        pager: what leases go to.
-        rooms: by index of a page of parameters, where in `sections` it may wait.
-        on_device: where parameters are on an accelerator; brings gradients down.
-        kept: names of parameters whose gradients stay where autograd made them: there, or in host memory.
+        pager: makes the leases.
+        rooms: by index of a page of parameters, its cache region in `sections`.
+        on_device: the accelerator of the parameters, if any; copies gradients to the host.
+        kept: names of parameters whose gradients stay autograd's own, on the device or in host memory.
     """
 
     def __init__(
@@ -82,7 +83,8 @@ class Gradients:
         self._host.remove()
         self._kept.remove()
 
-    # --- when the layout changes: those that are on NVMe or on a device ---------------------------------------------
+    # --- for relayout: gradients on NVMe or on a device
+    # ------------------------------------------------------------------
 
     def present(self) -> list[str]:
         """Return the names of the parameters that have a gradient there."""
@@ -92,41 +94,42 @@ class Gradients:
         return GradientMeta() if self._there is not None and name in self._there else self.paged.content(name)
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield what a gradient is, or its pages hold, in order, flat, piece by piece: to be read, or to be made anew."""
+        """Yield the parts of a gradient in order, flat: to be read, or to be filled."""
         return self._there.parts(name) if self._there is not None and name in self._there else self.paged.parts(name)
 
     def present_again(self, name: str, content: GradientMeta) -> None:
-        """With what was put into its `parts`, `content` is the parameter's gradient."""
+        """Restore the parameter's gradient from its `parts` and `content`."""
         if self._there is not None and name in self._there:
             self._there.present_again(name, content)
         else:
             self.paged.present_again(name, content)
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def entered(self) -> None:
-        """A forward begins, or something else outside of a backward."""
+        """Note that a forward begins, or anything else outside of a backward."""
         self.paged.restore()
-        if torch.is_grad_enabled():  # else it may be a thread that evaluates, while the one that trains is in zero_grad
+        if torch.is_grad_enabled():  # else a thread may evaluate while the training one is in zero_grad
             self.paged.forget_what_was_let_go()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat, as clipped; not to be changed.
+        """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat and clipped; do not change
+        them.
 
-        Its pages, if any, are leased.
+        Requires leases of its pages, if any.
         """
         if parameter in self.paged:
             return self.paged.part(parameter, begin, end)
         return gradient.detach().reshape(-1)[begin:end]
 
     def check(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Look at what `parameters` have as gradients, which the user may have assigned, before anything of a step is done.
+        """Check the gradients of `parameters`, which the user may have assigned, before a step begins.
 
         Raises:
             StateError: one has no data, and is not the parameter's own.
             UnsupportedError: one is sparse.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and only their attributes are looked at
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and only their attributes are read
             for name, parameter in parameters:
                 gradient = parameter.grad
                 if type(gradient) is ColdGradient:
@@ -137,13 +140,13 @@ class Gradients:
                     )
 
     def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
-        """An update is about to use `gradients`, one for each parameter: have them where it looks for them."""
+        """Move `gradients`, one for each parameter, to where an update reads them."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             self.paged.bring(parameter, gradient)
         self.paged.settle(parameters)
 
     def before_step(self) -> None:
-        """Gradients are about to be used."""
+        """Prepare the gradients for a step."""
         self.paged.before_step()
 
     def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -156,12 +159,12 @@ class Gradients:
 
 
 class HostGradients:
-    """Owns the gradients' places.
+    """Owns the gradients' slots.
 
     Args:
-        places: for each trainable parameter its qualified name and the tensor that shall hold its gradient.
-        rooms: by index of a page of parameters, where it may wait while nobody has those gradients.
-        pager: whose pages they are.
+        places: for each trainable parameter its qualified name and the tensor for its gradient.
+        rooms: by index of a page of parameters, its cache region while those gradients are unused.
+        pager: of those pages.
     """
 
     def __init__(
@@ -193,23 +196,23 @@ class HostGradients:
 
 
 class _Home:
-    """One parameter's place, and the tensor there that was its gradient last.
+    """One parameter's slot, and the tensor there that was its last gradient.
 
-    `guests` are the pages that may wait there while it is idle.
+    `guests` are the pages that may be cached there while it is idle.
     """
 
     def __init__(self, name: str, place: torch.Tensor, pager: Pager, guests: tuple[int, ...]) -> None:
         self._name = name
         self._place = place
-        self._pager = weakref.ref(pager)  # hooks are not looked through for cycles
+        self._pager = weakref.ref(pager)  # the garbage collector does not traverse hooks
         self._guests = guests
         self._last: weakref.ref[torch.Tensor] | None = None
-        self._memory: weakref.ref[Any] | None = None  # as long as any tensor, view or alias has it
+        self._memory: weakref.ref[Any] | None = None  # alive as long as any tensor, view or alias of it
         self._taking = False
         self._accumulation = Accumulation(name)
 
     def hook_before(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        """Return what is called before autograd accumulates. Hooks are not looked through for cycles: not the parameter's own."""
+        """Return the hook that runs before autograd accumulates; it must not refer to the parameter's owner."""
         of, accumulation = weakref.ref(parameter), self._accumulation
 
         def begin(_: torch.Tensor) -> None:
@@ -219,15 +222,16 @@ class _Home:
         return begin
 
     def is_idle(self) -> bool:
-        """Has nobody the gradient that is there, if any?"""
+        """Return True if nobody holds the gradient in the slot."""
         return not self._taking and (self._memory is None or self._memory() is None)
 
     def let_go(self) -> None:
-        """No gradient comes any more: keep no memory, but what its owner has."""
+        """Release all memory except that of a gradient that is still held; no gradient will follow."""
         self._place = torch.empty(0)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Move the parameter's gradient to the place, if it is not there, not the user's, and no graph needs it where it is."""
+        """Copy the parameter's gradient to the slot, unless it is there, is the user's, or a graph needs it where it
+        is."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
         if gradient is None or gradient is last or gradient.requires_grad or self._accumulation.was_there(gradient):
@@ -252,7 +256,7 @@ class _Home:
             self._taking = False
 
     def _make(self) -> torch.Tensor:
-        """Return a tensor at the place, with a storage and a version counter that only its own views share."""
+        """Return a tensor in the slot, with a storage and a version counter that only its own views share."""
         if not self._place.numel():
             return self._place.data
         memory = (ctypes.c_uint8 * self._place.nbytes).from_address(self._place.data_ptr())

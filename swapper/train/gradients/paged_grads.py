@@ -1,11 +1,11 @@
-"""Gradients on NVMe: as autograd accumulates one, it leaves for its pages.
+"""Keeps gradients on NVMe: each is written to its pages as autograd accumulates it.
 
-A parameter's `grad` is then a `ColdGradient` (cold_grad.py). Before autograd accumulates into it again, `grad` is taken away, so
-that autograd makes a tensor of its own; what the pages have is added to that, whose norm is then the whole gradient's, and all of
-it goes to the pages.
+A parameter's `grad` is then a `ColdGradient` (cold_grad.py). Before autograd accumulates into it again, `grad` is
+removed, so that autograd makes a tensor of its own. The content of the pages is added to that, so its norm is the whole
+gradient's, and the sum goes to the pages.
 
-The optimizer's sweep leases the pages with the state, and does what clipping and unscaling have asked for. When `zero_grad` lets
-the ColdGradient go, its pages are forgotten: what has not been written by then never is.
+The optimizer's sweep leases the pages with the state, and applies clipping and unscaling. When `zero_grad` releases the
+ColdGradient, its pages are discarded, and unwritten ones are never written.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from swapper.train.gradients.cold_grad import Change, ColdGradient
 from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot, is_part, without_data
 from swapper.train.layout.slices import TensorLocation
 
-USUAL_NORM = 2.0
+USUAL_NORM = 2.0  # the default of clip_grad_norm_
 
 
 class PagedGradients:
-    """Owns the gradients' pages: what they hold, and whether anyone wants it.
+    """Owns the gradients' pages: their content, and whether it is needed.
 
     Args:
-        places: for each trainable parameter its qualified name and the place of its gradient.
-        pager: what leases go to.
+        places: for each trainable parameter its qualified name and its gradient's location.
+        pager: makes the leases.
     """
 
     def __init__(self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager) -> None:
         self._pager = pager
         self._homes = {id(parameter): GradientSlot(name, parameter, place) for name, parameter, place in places}
         self._by_name = {home.name: home for home in self._homes.values()}
-        self._stashed: list[GradientSlot] = []  # whose ColdGradient was taken away in this backward
-        self._let_go: list[GradientSlot] = []  # by zero_grad; noted anywhere, acted upon when a gradient comes
+        self._stashed: list[GradientSlot] = []  # whose ColdGradient was removed in this backward
+        self._let_go: list[GradientSlot] = []  # by zero_grad; recorded anywhere, processed when a gradient arrives
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
-        self._norm_types: dict[float, None] = {USUAL_NORM: None}  # to be taken of each as it leaves
-        self.finish_update: Callable[[], None] = lambda: None  # has a step that is still open use what it is to use
+        self._norm_types: dict[float, None] = {USUAL_NORM: None}  # computed for each as it is written
+        self.finish_update: Callable[[], None] = lambda: None  # makes an open step use its gradients
         self._handles: list[Any] = []
         for home in self._homes.values():
             if home.parameter.grad is not None and not is_part(home.parameter.grad):
@@ -69,30 +69,31 @@ class PagedGradients:
         return id(parameter) in self._homes
 
     def check(self, parameter: nn.Parameter, name: str, gradient: ColdGradient) -> None:
-        """Raise StateError unless what the pages hold is `gradient`, which the parameter has."""
+        """Raise StateError unless the pages hold `gradient`, the parameter's own."""
         home = self._homes.get(id(parameter))
         if home is None or not home.stands_for(gradient):
             raise without_data(name, gradient)
 
-    # --- what the sweep and clipping need -------------------------------------------------------------------------
+    # --- for the sweep and clipping
+    # ------------------------------------------------------------------------------------
 
     def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of a gradient whose pages are leased, clipped as was asked; not to be changed."""
+        """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
         home = self._homes[id(parameter)]
         home.check_whole()
         return home.content.of(home.place.section.tensor(home.place.slot).view(-1)[begin:end])
 
     def where(self, parameter: nn.Parameter) -> tuple[TensorLocation, GradientMeta]:
-        """Return the place of a gradient, and what it is besides what is there."""
+        """Return the location of a gradient, and its metadata."""
         home = self._homes[id(parameter)]
         home.check_whole()
         return home.place, home.content
 
     @torch.no_grad()
     def norm(self, home: GradientSlot, norm_type: float) -> torch.Tensor:
-        """Return a gradient's norm. It was taken as the gradient left, or is taken now of what is read back for it.
+        """Return a gradient's norm, computed as the gradient was written, or now by reading it.
 
-        From then on it is taken of all as they leave.
+        From then on it is computed for all as they are written.
         """
         home.check_whole()
         self._norm_types[norm_type] = None
@@ -111,26 +112,26 @@ class PagedGradients:
         return home.content.finite
 
     def change(self, home: GradientSlot, change: Change) -> None:
-        """Have each element changed when the gradient is used."""
+        """Record a change of each element, for when the gradient is used."""
         self._finish_update()
         home.check_whole()
         home.content = GradientMeta(home.content.zero, (*home.content.changes, change))
 
     def zero(self, home: GradientSlot) -> None:
-        """Have the gradient zero. What its pages hold is wanted no more."""
+        """Set the gradient to zero. The content of its pages is no longer needed."""
         self._finish_update()
         home.content = GradientMeta(zero=True)
         self._forget([home])
 
     def _finish_update(self) -> None:
-        """A gradient is about to be changed that a step which is still open may be going to use."""
+        """Finish an open step before a gradient changes that it may use."""
         if (
             torch._C._current_graph_task_id() == -1
         ):  # else a hook changes its own, or autograd makes more: neither is open then
             self.finish_update()
 
     def _whole(self, home: GradientSlot) -> torch.Tensor:
-        """Return a gradient in memory, as it is."""
+        """Return a gradient in memory, unchanged."""
         slot = home.place.slot
         whole = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
         flat = whole.view(-1)
@@ -139,14 +140,14 @@ class PagedGradients:
         return whole
 
     def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        """Somebody is about to look at places: have everything there that is on its way, of these gradients or of all."""
+        """Wait for gradients in flight, these or all, before their locations are read."""
 
     def have_arrived(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether `settle` would not wait for these gradients."""
+        """Return True if `settle` would not wait for these gradients."""
         return True
 
     def bring(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """An update is about to use `gradient`: have it at its place, if it is one that the user has assigned."""
+        """Copy `gradient` to its location before an update, if the user has assigned it."""
         home = self._homes.get(id(parameter))
         if home is None or gradient is None or type(gradient) is ColdGradient:
             return
@@ -156,14 +157,15 @@ class PagedGradients:
             self._move(home, gradient.detach().contiguous(), adding=False)
 
     def before_step(self) -> None:
-        """The sweep leases the pages of every gradient: have something there where one was zeroed and nothing came since."""
+        """Fill every gradient's pages that the sweep leases, even of one that was zeroed and did not arrive again."""
         for home in self._homes.values():
             if home.content.zero and type(home.parameter.grad) is ColdGradient:
                 for view, _, _ in self._pages(home):
                     view.zero_()
                 home.content.zero = False
 
-    # --- when the layout changes ----------------------------------------------------------------------------------
+    # --- for relayout
+    # --------------------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         """Return the names of the parameters that have a gradient here.
@@ -181,20 +183,21 @@ class PagedGradients:
         return self._by_name[name].content
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield what a gradient's pages hold, in order, flat, piece by piece: to be read, or to be made anew."""
+        """Yield the parts of a gradient's pages in order, flat: to be read, or to be filled."""
         for view, _, _ in self._pages(self._by_name[name]):
             yield view
 
     def present_again(self, name: str, content: GradientMeta) -> None:
-        """With what was put into its `parts`, `content` is the parameter's gradient."""
+        """Restore the parameter's gradient from its `parts` and `content`."""
         home = self._by_name[name]
         home.content = content
         home.parameter.grad = self._make_cold(home)
 
-    # --- as autograd accumulates ----------------------------------------------------------------------------------
+    # --- as autograd accumulates
+    # ---------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Where a backward brought no gradient after all, what was accumulated before is the gradient still."""
+        """Restore the earlier gradient of parameters for which a backward brought none."""
         while self._stashed:
             home = self._stashed.pop()
             if home.stash is not None and home.parameter.grad is None:
@@ -204,7 +207,8 @@ class PagedGradients:
     def _hook(
         self, home: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]
     ) -> Callable[[torch.Tensor], None]:
-        """Make a hook of the parameter. Hooks are not looked through for cycles: it keeps neither us nor the parameter alive."""
+        """Make a hook of the parameter. It must not refer to self or the parameter: the collector does not traverse
+        hooks."""
         owner, key = weakref.ref(self), id(home.parameter)
 
         def hook(_: torch.Tensor) -> None:
@@ -215,7 +219,7 @@ class PagedGradients:
         return hook
 
     def _stash(self, home: GradientSlot) -> None:
-        """A gradient is about to be accumulated: what was before is out of autograd's way."""
+        """Move the earlier gradient out of autograd's way, before one is accumulated."""
         if not home.stands_for(home.parameter.grad):
             home.accumulation.begins(home.parameter)
             return
@@ -225,10 +229,10 @@ class PagedGradients:
         home.stash, home.parameter.grad = home.parameter.grad, None
 
     def _take(self, home: GradientSlot) -> None:
-        """Move the gradient that the parameter has to its pages, on top of what was accumulated before; not one of the user's.
+        """Move the parameter's gradient to its pages, added to the earlier one; not the user's own.
 
         Raises:
-            IoError: a page cannot be had. The gradient counts as there, and refuses to be used until it is zeroed.
+            IoError: a page cannot be leased. The gradient counts as present, and raises until it is zeroed.
         """
         gradient = home.parameter.grad
         if gradient is None or type(gradient) is ColdGradient or home.accumulation.was_there(gradient):
@@ -276,7 +280,7 @@ class PagedGradients:
         return here
 
     def _stand_in(self, home: GradientSlot) -> torch.Tensor:
-        """Return a tensor that is like the gradient, but for its data."""
+        """Return a tensor like the gradient, without its data."""
         return home.place.section.tensor(home.place.slot)
 
     def _pages(self, home: GradientSlot) -> Iterator[tuple[torch.Tensor, int, int]]:
@@ -290,7 +294,7 @@ class PagedGradients:
                 self._release(part)
 
     def _parts(self, home: GradientSlot) -> Iterator[GradientPart]:
-        """Yield the gradient page by page, or at one time where it stays in memory. Each is to be leased before the next."""
+        """Yield the gradient page by page, or at once if it stays in memory. Lease each before the next."""
         section, slot = home.place.section, home.place.slot
         itemsize = slot.spec.dtype.itemsize
         flat = section.tensor(slot).view(-1)
@@ -315,12 +319,12 @@ class PagedGradients:
             self._pager.release(part.access, part.access.writes)
 
     def forget_what_was_let_go(self) -> None:
-        """Act upon `zero_grad`. A ColdGradient may die anywhere, at a collection within the pager even: here it is safe to act."""
+        """Process `zero_grad`. A ColdGradient may die anywhere, even within the pager; here it is safe."""
         homes, self._let_go[:] = list(self._let_go), []
         self._forget(h for h in homes if h.stash is None and type(h.parameter.grad) is not ColdGradient)
 
     def _forget(self, homes: Iterable[GradientSlot]) -> None:
-        """Nobody wants what the pages hold of these gradients."""
+        """Discard the pages of these gradients."""
         empty = []
         for home in homes:
             slot = home.place.slot
@@ -335,7 +339,7 @@ class PagedGradients:
 
 @dataclass(frozen=True, slots=True)
 class _PagedGradient:
-    """What a ColdGradient stands for."""
+    """The gradient behind a ColdGradient."""
 
     owner: PagedGradients
     home: GradientSlot
@@ -356,7 +360,7 @@ class _PagedGradient:
 def _finder(
     owner: weakref.ref[PagedGradients], key: int, here: weakref.ref[torch.Tensor]
 ) -> Callable[[], _PagedGradient | None]:
-    """Return what finds the gradient that a ColdGradient stands for; None where the parameter has another one, or none."""
+    """Return a finder of a ColdGradient's gradient; it returns None if the parameter has another one, or none."""
 
     def find() -> _PagedGradient | None:
         gradients, tensor = owner(), here()

@@ -1,9 +1,10 @@
-"""The gradients' room, where parameters wait for backward.
+"""Caches evicted parameters in the memory of their gradients, until backward.
 
-Gradients in memory have a place for the whole run, but a content only from backward to the optimizer's update. In a forward that
-memory is idle, if they were zeroed (to None). What leaves its frame there and is needed again in backward is parameters, whose
-sections have the very layout of their gradients': such a page is copied to its gradients' room and, for backward, back, instead of
-being read from the drive once more. As a gradient arrives, what still waits in its place is dropped.
+Gradients in memory have permanent slots, but content only from backward to the optimizer's update. In a forward that
+memory is idle, if they were zeroed (to None). Pages that are evicted there and needed again in backward are parameters,
+whose sections have the layout of their gradients'. Such a page is copied to the gradients' slots and, for backward,
+back, instead of being read from the drive again. An arriving gradient drops the page in its slot. See
+docs/decisions/victim-cache.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from swapper.paging.section import Page, Section
 
 @dataclass(frozen=True, slots=True)
 class VictimRegion:
-    """Where a page can wait: bytes [offset, offset + page.nbytes) of the gradients of the parameters that it has."""
+    """The cache location of a page: bytes [offset, offset + page.nbytes) of its parameters' gradients."""
 
     section: Section
     offset: int
@@ -26,7 +27,7 @@ class VictimRegion:
 
 
 def find_rooms(sections: Iterable[Section], grad_sections: Iterable[Section]) -> dict[int, VictimRegion]:
-    """Return, by index of each page of parameters whose gradients are in memory, its room."""
+    """Return, by index of each page of parameters whose gradients are in memory, its cache location."""
     gradients = {_layout(section): section for section in grad_sections if section.resident}
     rooms = {}
     for section in sections:
@@ -44,11 +45,11 @@ def _layout(section: Section) -> tuple[int, tuple[tuple[str, int, int], ...], in
 
 
 class GradientVictimCache:
-    """Spare memory for the pager (paging/frames.py): the rooms of gradients that nobody has.
+    """The pager's victim cache (paging/frames.py): slots of gradients that nobody holds.
 
     Args:
         rooms: by index of page; the sections have memory.
-        is_idle: by parameter's name, whether the place of its gradient is not in use.
+        is_idle: by parameter's name, True if its gradient's slot is unused.
     """
 
     def __init__(self, rooms: Mapping[int, VictimRegion], is_idle: Mapping[str, Callable[[], bool]]) -> None:

@@ -1,1 +1,1 @@
-"""What a model and its optimizer consist of, which tensors are placed where, and what sections are filled with."""
+"""Lists the tensors of a model and its optimizer, places them, and fills sections."""

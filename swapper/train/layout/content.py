@@ -1,8 +1,8 @@
-"""Where the content of sections comes from when they are filled: the user's model and optimizer, or an earlier layout of the run.
+"""Provides the content of new sections: the user's model and optimizer, or an earlier layout of the run.
 
-The model and the optimizer give it when they are offloaded. When more is trained later (train/session/relayout.py),
-everything that there was is read from where the layout before has it in its files, however it is divided there; only
-what is new comes from the optimizer. `iter_section_pages` goes through a section outside of the order of a step.
+The model and the optimizer provide it at `offload`. When more is trained later (train/session/relayout.py), existing
+content is read from the files of the earlier layout, however it is divided there; only new content comes from the
+optimizer. `iter_section_pages` walks a section outside of the order of a step.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper.durability.copying import CopyRange, checksums_of
 from swapper.errors import CheckpointError, InvariantError
 from swapper.io import beneath
+from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_engine
 from swapper.io.waiting import all_over
 from swapper.paging.pager import Pager
@@ -27,37 +27,37 @@ from swapper.paging.section import EXTERNAL, Page, Section
 from swapper.train.layout.inventory import MASTER
 from swapper.train.layout.slices import TensorLocation
 
-STAGING_BYTES = 4 << 20
+STAGING_BYTES = 4 << 20  # a choice
 
 
 class SectionSource(Protocol):
-    """What fills sections."""
+    """Provides content for sections."""
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """These parameters, with their qualified names, and what the optimizer has for them are asked for next."""
+        """Announce that these parameters, with their qualified names, and their state are needed next."""
 
     def state(self, name: str) -> Mapping[str, Any]:
-        """Return what the user's optimizer has for a parameter."""
+        """Return the user's optimizer state of a parameter."""
 
     def fill(self, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        """Give `view`, which is zeros, elements [begin, end) of a tensor. It stays zeros where there is nothing yet."""
+        """Copy elements [begin, end) of a tensor into `view`, which stays zeros if there is no content yet."""
 
     def is_external(self, plan: SectionPlan) -> bool:
-        """Whether the content of a section that a file of the user's lends is that file's: then it is not filled."""
+        """Return True if an external section's content is its file's: then it is not filled."""
 
     def has(self, spec: TensorSpec) -> bool:
-        """Whether there are values of a tensor that is lent, to compare them with."""
+        """Return True if there are values of an external tensor to compare with."""
 
     def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        """Compare elements [begin, end) of a tensor with `view`, which is what the section was lent.
+        """Compare elements [begin, end) of a tensor with `view`, the external content.
 
         Raises:
-            CheckpointError: they are others.
+            CheckpointError: they differ.
         """
 
 
 class GivenSource:
-    """What the user's model and optimizer have.
+    """Takes content from the user's model and optimizer.
 
     Args:
         optimizer: the user's own.
@@ -95,18 +95,18 @@ class GivenSource:
         if not torch.equal(ours, view.view(torch.uint8)):
             path = None if plan.external is None else plan.external.path
             raise CheckpointError(
-                f"frozen parameter {spec.owner} has other values in the model than in {path}, where external= says that they "
-                "are: load the file's values into the model, or build it on the meta device; or leave external= out, and the "
+                f"frozen parameter {spec.owner} has other values in the model than in {path}, contrary to external= "
+                ": load the file's values into the model, or build it on the meta device; or leave external= out, and the "
                 "model's own values are copied to the swap files"
             )
 
 
 class CarriedSource:
-    """What the sections of an earlier layout have in their files, and for the rest what the optimizer has.
+    """Takes content from the files of an earlier layout, and the rest from the optimizer.
 
     Args:
         optimizer: the user's own.
-        sections: of parameters and optimizer state; only their places in files are looked at.
+        sections: of parameters and optimizer state; only their locations in files are used.
         files: of that layout, by number: the parts of each, by drive.
     """
 
@@ -146,7 +146,7 @@ class CarriedSource:
             self._given.fill(spec, begin, end, view)
 
     def is_external(self, plan: SectionPlan) -> bool:
-        """Unless something of it was changed since."""
+        """Return True unless something of it was changed since."""
         places = [self._places[slot.spec.owner, "param"] for slot in plan.slots]
         pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
         return all(piece.location == EXTERNAL for piece in pieces)
@@ -155,13 +155,13 @@ class CarriedSource:
         return False
 
     def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        raise InvariantError(f"{spec.owner} is compared with an earlier layout, which was lent the same")
+        raise InvariantError(f"{spec.owner} is compared with an earlier layout of the same external content")
 
     def _read(self, place: TensorLocation, begin: int, end: int, target: torch.Tensor) -> None:
-        """Read elements [begin, end) of what is at `place` into `target`, each piece from the file that has its newest content."""
+        """Read elements [begin, end) at `place` into `target`, each piece from the file with its newest content."""
         section, slot = place.section, place.slot
         first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
-        if self._engine is None:  # not the run's: what small tensors go through is gone with it
+        if self._engine is None:  # not the run's: its buffer for small tensors is freed with it
             self._engine = open_engine([next(iter(self._paths.values()))[0].parent], staging_bytes=STAGING_BYTES)
         with all_over() as tickets:
             for piece in section.pages_of(first, last) or [section.piece]:
@@ -177,7 +177,7 @@ class CarriedSource:
                 tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
 
     def _compare(self, piece: Page, file: Any) -> None:
-        """Compare a piece with its checksum before something of it is taken: what is written anew gets a checksum of its own."""
+        """Compare a piece with its checksum before copying from it, since the copy gets a new checksum."""
         if piece.crc32 is not None and piece not in self._compared:
             run = CopyRange(file, piece.stored_offset, piece.stored_bytes, piece.crc32, ", ".join(piece.tensors[:3]))
             checksums_of(self._engine, [run])
@@ -192,16 +192,16 @@ class CarriedSource:
 def iter_section_pages(
     section: Section, pager: Pager, *, write: bool = False, fresh: bool = False, only: Sequence[Slot] | None = None
 ) -> Iterator[tuple[Slot, int, int, torch.Tensor]]:
-    """Yield (slot, begin, end, flat view of its elements [begin, end)) for all that the section holds.
+    """Yield (slot, begin, end, flat view of its elements [begin, end)) for everything in the section.
 
-    Each page is in memory once and, if it is changed, written once, however many tensors meet on it.
+    Each page is in memory once and, if it is changed, written once, however many tensors share it.
 
     Args:
         section: resident or paged.
-        pager: brings pages in and writes them back.
+        pager: loads pages and writes them back.
         write: the views may be changed.
-        fresh: all of the content is made anew, so nothing is read; gaps become zeros. Implies `write`.
-        only: some of its slots, in order, instead of all; other pages are left alone.
+        fresh: all content is new, so nothing is read; gaps become zeros. Implies `write`.
+        only: some of its slots, in order, instead of all; other pages are not touched.
     """
     slots = section.plan.slots if only is None else only
     if section.resident:
@@ -238,10 +238,10 @@ def iter_section_pages(
 
 
 def compare(section: Section, pager: Pager, content: SectionSource) -> None:
-    """Have `content` compare what it has of the section, which lies where it was lent, with what that is.
+    """Compare `content` with the external content of the section.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: they differ.
     """
     if not any(content.has(slot.spec) for slot in section.plan.slots):
         return
@@ -250,6 +250,6 @@ def compare(section: Section, pager: Pager, content: SectionSource) -> None:
 
 
 def fill(section: Section, pager: Pager, content: SectionSource) -> None:
-    """Have `content` make all that the section holds."""
+    """Fill the section from `content`."""
     for slot, begin, end, view in iter_section_pages(section, pager, fresh=True):
         content.fill(slot.spec, begin, end, view)

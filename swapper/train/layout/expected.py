@@ -1,4 +1,4 @@
-"""What a step is expected to use, before one was seen: in which order, and how many frames at one time. Pure."""
+"""Predicts a step before one was seen: its order of accesses, and how many frames it leases at once. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from dataclasses import dataclass
 
 from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.modules.groups import largest_working_set
+from swapper.modules.model_device import page_access
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
-from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING, page_access
+from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, RING
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.slices import TensorLocation, plan_slices
 from swapper.train.updates.sweep import Trainable
 
 ORDER_TOLERANCE = 4
-"""With a device an access may come a quarter of a step before its turn, and is what was expected all the same."""
+"""With a device an expected access may come up to 1 / ORDER_TOLERANCE of a step before its turn: a choice.
+"""
 UPDATED_BEHIND = 2
-"""Groups that a backward on a device brings before one whose gradients it has is updated: the next one's gradients are made, and
-what comes after it is on its way."""
+"""Groups that a backward on a device loads before it updates an earlier one: the next one computes its gradients, and
+the one after that is in flight."""
 
 
 @dataclass(frozen=True)
 class StepKind:
-    """How a step goes.
+    """The variant of a step.
 
     Attributes:
         update: when parameters are updated.
@@ -42,17 +44,17 @@ class StepKind:
 def frames_needed(
     inventory: Inventory, resident: Callable[[SectionPlan], bool], page_bytes: int, step: StepKind
 ) -> int:
-    """Return how many frames a step leases at one time at most, and two more so that I/O can overlap.
+    """Return the maximum of frames that a step leases at once, plus two so that I/O can overlap.
 
-    With updates "deferred" or in "backward" the optimizer's sweep runs in the middle of a forward or backward. On a device,
-    parameters only pass through their frames, and gradients through others; slices that are updated there are leased as many as
-    are on their way.
+    With updates "deferred" or in "backward" the optimizer's sweep runs in the middle of a forward or backward. On a
+    device, parameters only pass through their frames, and gradients through others; slices that are updated there are
+    leased while they are in flight.
 
     Args:
-        inventory: what there is.
-        resident: whether a section stays in memory.
+        inventory: of the model.
+        resident: tells if a section stays in memory.
         page_bytes: the size of a page.
-        step: how it goes.
+        step: its variant.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
     sections = make_sections(plans, [0] * len(plans), resident, page_bytes)
@@ -61,7 +63,9 @@ def frames_needed(
         if section.plan.family == "param":
             group_pages[section.plan.group] += len(section.pages)
     most, _ = largest_working_set(inventory.units, group_pages)
-    leaving = int(any(section.transient and section.pages for section in sections))  # a page on which a gradient leaves
+    leaving = int(
+        any(section.transient and section.pages for section in sections)
+    )  # a page through which a gradient is written
     if step.on_device:
         most = COPIES_IN_FLIGHT + PAGES_ON_THEIR_WAY - 1
     meanwhile = 0 if step.update == "step" else most + leaving * step.on_device
@@ -69,7 +73,7 @@ def frames_needed(
     for trainable in find_trainables(inventory, find_places(inventory, sections)):
         everything = [True] * len(trainable.places)
         for part in plan_slices(trainable.group, trainable.places, everything, page_bytes):
-            # Several slices are leased at one time: any, for parameters without gradient are left out.
+            # Several slices are leased at once: any, as parameters without gradients are skipped.
             most = max(most, meanwhile + (RING + 1 if step.updates_there else 2) * len(part.access.pages))
     return most + 2
 
@@ -85,16 +89,16 @@ def expected_cycle(
     update: str,
     resident_set: Collection[int] | None = None,
 ) -> list[Access]:
-    """Guess a step from module order: forward, backward, optimizer. What is really seen replaces it after the first step.
+    """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
 
     Args:
-        inventory: what there is.
+        inventory: of the model.
         sections: all.
-        trainables: what is updated.
+        trainables: the updated parameters.
         page_bytes: the size of a page.
         update: when.
-        resident_set: the groups that stay on a device, where there is one: pages of parameters are used one by one there, and
-            those of these groups for the first use of what an update has left.
+        resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
+            and those of these groups for the first use after an update.
     """
     pages: dict[int, list[int]] = {group.index: [] for group in inventory.groups}
     for section in sections:
@@ -127,7 +131,7 @@ def _updating_in_forward(forward: ByGroup, backward: ByGroup, updates: ByGroup) 
 
 def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup, behind: int) -> Iterator[Access]:
     yield from itertools.chain.from_iterable(forward.values())
-    waiting: deque[Sequence[Access]] = deque()  # slices of groups whose gradients are on their way
+    waiting: deque[Sequence[Access]] = deque()  # slices of groups whose gradients are in flight
     for group, of in backward.items():
         yield from of
         waiting.append(updates.get(group, ()))
@@ -136,14 +140,14 @@ def _updating_in_backward(forward: ByGroup, backward: ByGroup, updates: ByGroup,
 
 
 def _uses(group: int, pages: Sequence[int], on_device: bool) -> list[Access]:
-    """Return a use of a group's parameters."""
+    """Return the uses of a group's parameters."""
     if on_device:
         return [page_access(group, page) for page in pages]
     return [Access(("param", group), tuple(pages))]
 
 
 def gradient_accesses(name: str, place: TensorLocation, seen: set[int]) -> list[Access]:
-    """Return the accesses with which a gradient leaves for its pages, page by page.
+    """Return the accesses that write a gradient to its pages, page by page.
 
     Args:
         name: the parameter's.

@@ -1,7 +1,7 @@
-"""Frozen parameters that stay in the user's own file: which tensor of it each one is, what it lends, and that it is as it was.
+"""Maps frozen parameters to the user's own files, plans their sections, and checks that the files do not change.
 
-Sections are runs of the file (formats/read_plan.py), so that what is read from the drive lies in memory as it lies there. With the
-tensors come some of their neighbours' bytes, up to the next sectors: nobody looks at those.
+Sections are runs of the file (formats/read_plan.py), so that bytes lie in memory as in the file. They include some
+neighboring bytes, up to the next sectors, which nothing uses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from swapper.formats.stored import StoredTensor
 from swapper.options import ExternalWeights
 from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec
 
-SHOWN_NAMES = 5
+SHOWN_NAMES = 5  # in a message
 REMEDY = "leave external= out, and the model's own values are copied to the swap files"
 
 
 class FrozenFiles:
-    """The files that frozen parameters are read from.
+    """The files of frozen parameters.
 
     Args:
         source: the checkpoint.
-        rename: how its names become the model's.
+        rename: maps its names to the model's.
     """
 
     def __init__(self, source: Source, rename: Rename) -> None:
@@ -38,7 +38,7 @@ class FrozenFiles:
 
     @classmethod
     def of(cls, external: ExternalWeights) -> FrozenFiles:
-        """Open what the user names.
+        """Open the user's path.
 
         Raises:
             CheckpointError: it is no checkpoint, or damaged.
@@ -47,7 +47,7 @@ class FrozenFiles:
         return cls(open_source(external.path), external.rename)
 
     def find(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> dict[str, StoredTensor]:
-        """Return the tensor that each of the `frozen` parameters of `model` is, by name. Empty ones are in no file.
+        """Return the stored tensor of each of the `frozen` parameters of `model`, by name. Empty ones are in no file.
 
         Raises:
             CheckpointError: the file lacks one, or has another shape or dtype.
@@ -79,7 +79,7 @@ class FrozenFiles:
         if tuple(parameter.shape) != tuple(tensor.shape) or parameter.dtype != tensor.dtype:
             raise CheckpointError(
                 f"frozen parameter {name} is of {parameter.dtype} {list(parameter.shape)}, and {tensor.name!r} in {path} of "
-                f"{tensor.dtype} {list(tensor.shape)}, which is not the same: build the model as the file has it; or {REMEDY}"
+                f"{tensor.dtype} {list(tensor.shape)}: build the model with the file's dtype and shape; or {REMEDY}"
             )
         if not isinstance(tensor, StoredTensor) or tensor.stride is not None or tensor.path in self.source.joined:
             raise CheckpointError(
@@ -101,53 +101,54 @@ class FrozenFiles:
         return plans
 
     def stamps(self, plans: Iterable[SectionPlan]) -> dict[str, tuple[int, int]]:
-        """Return the files that lend `plans` their content: size in bytes and time of the last change in nanoseconds, by path."""
+        """Return the external files of `plans`: size in bytes and modification time in nanoseconds, by path."""
         used = dict.fromkeys(plan.external.path for plan in plans if plan.external is not None)
         return {str(path): (self.source.stamps[path].nbytes, self.source.stamps[path].changed_ns) for path in used}
 
     def check_unchanged(self) -> None:
-        """
+        """Check that the files have not changed.
+
         Raises:
-            CheckpointError: a file is not what it was when it was opened.
+            CheckpointError: a file has changed since it was opened.
         """
         for path, before in self.source.stamps.items():
             try:
                 now = FileStamp.of(path)
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be looked at any more ({error}), and frozen parameters are read from it: close the manager, "
-                    "put the file back with its time, and go on with resume='auto'"
+                    f"{path} cannot be checked any more ({error}), and frozen parameters are read from it: close the manager, "
+                    "restore the file with its time, and resume with resume='auto'"
                 ) from error
             if now != before:
                 raise CheckpointError(
                     f"{path} was changed while frozen parameters are read from it (it had {before.nbytes} bytes, has "
-                    f"{now.nbytes}): close the manager, put the file back with its time, and go on with resume='auto'"
+                    f"{now.nbytes}): close the manager, restore the file with its time, and resume with resume='auto'"
                 )
 
 
 def check_external(run: Mapping[str, tuple[int, int]], ours: Mapping[str, tuple[int, int]]) -> None:
-    """Raise CheckpointError unless a run that goes on is given the files that it read from. They may be in another place.
+    """Raise CheckpointError unless a resumed run has the files that it read from. They may have moved.
 
     Args:
-        run, ours: as `FrozenFiles.stamps` returns them: the run's, and what there is now.
+        run, ours: results of `FrozenFiles.stamps`: the run's, and the present ones.
     """
     if run and not ours:
         raise CheckpointError(
-            f"the directory's run reads frozen parameters from {_listed(run)}: say external= when it goes on, or "
-            "resume='discard' to throw the run away"
+            f"the directory's run reads frozen parameters from {_listed(run)}: pass external= to resume it, or "
+            "resume='discard' to delete the run"
         )
     if ours and not run:
         raise CheckpointError(
-            f"the directory's run has all of its parameters in its own files: leave external= ({_listed(ours)}) out when it "
-            "goes on, or say resume='discard' to throw the run away"
+            f"the directory's run has all of its parameters in its own files: leave external= ({_listed(ours)}) out to "
+            "resume it, or pass resume='discard' to delete the run"
         )
     unknown = list(ours.values())
     for path, (nbytes, changed_ns) in run.items():
         if (nbytes, changed_ns) not in unknown:
             raise CheckpointError(
-                f"the directory's run reads frozen parameters from {path} as it was then ({nbytes} bytes, last changed at "
+                f"the directory's run reads frozen parameters from {path} as of then ({nbytes} bytes, last changed at "
                 f"{changed_ns} ns), and {_listed(ours)} {'have' if len(ours) > 1 else 'has'} another size or time: put the file "
-                "back with its time (cp -p), or say resume='discard' and load the last snapshot"
+                "back with its time (cp -p), or pass resume='discard' and load the last snapshot"
             )
         unknown.remove((nbytes, changed_ns))
 
@@ -158,7 +159,7 @@ def _listed(stamps: Mapping[str, Any]) -> str:
 
 
 def _apart(tensors: Iterable[tuple[TensorSpec, StoredTensor]]) -> list[list[tuple[TensorSpec, StoredTensor]]]:
-    """Return `tensors` in batches of one dtype, in each of which no two share bytes, as a file may have it for tied ones."""
+    """Return `tensors` in batches of one dtype in which no two share bytes, as tied ones may in a file."""
     batches: list[list[tuple[TensorSpec, StoredTensor]]] = []
     ends: list[tuple[Path, int]] = []
     for spec, stored in sorted(tensors, key=lambda item: (item[1].path, item[1].offset)):

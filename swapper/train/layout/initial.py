@@ -1,7 +1,7 @@
-"""The first values of a model that was built on the meta device: made group by group at their places, so that it is whole nowhere.
+"""Initializes a model that was built on the meta device, group by group, so that it is never whole in memory.
 
-They come from a function that is called with each module, as torch's `reset_parameters` would be, or from a checkpoint whose
-tensors are read straight to where they belong.
+The values come from a function that is called with each module, as torch's `reset_parameters`, or from a checkpoint
+whose tensors are read straight to their targets.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ Initialise = Callable[[nn.Module], Any]
 
 
 class Values:
-    """Where first values come from.
+    """The source of initial values.
 
     Args:
-        init: a function of a module that fills the module's own parameters and buffers, or a checkpoint's path: a safetensors
-            file, a Hugging Face directory, a torch checkpoint, a DCP directory. A function object's `check`, if it has one, is
-            called with the model first: before anything has a place.
+        init: a function of a module that fills the module's own parameters and buffers, or a checkpoint's path: a
+            safetensors file, a Hugging Face directory, a torch checkpoint, a DCP directory. A function object's
+            `check`, if it has one, is called with the model first, before anything is placed.
         model: on the meta device, all or in part; then the other part keeps its values.
         engine: reads.
-        lent: names of the parameters that have theirs from a file of the user's.
+        lent: names of the parameters with external values.
 
     Raises:
         ConfigError: `init` is neither.
         CheckpointError: the checkpoint is none, or damaged.
-        UnsupportedError: it lacks a parameter, has another shape, or the model has buffers on meta that it does not have.
+        UnsupportedError: it lacks a parameter, has another shape, or lacks buffers of the model that are on meta.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Values:
         self._done: set[int] = set()
 
     def missing(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of `parameters` that are to get values: those that were on the meta device, or all where none was."""
+        """Return those of `parameters` that need values: those that were on the meta device, or all if none was."""
         return [parameter for parameter in parameters if id(parameter) in self._wanted]
 
     @torch.no_grad()
     def fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give values to `parameters`, which are in memory; with a function, to all of the modules that own one of them."""
+        """Fill `parameters`, which are in memory; with a function, all modules that own one of them."""
         if self._source is not None:
             self._read([(self._names[id(p)], p) for p in parameters])
             return
@@ -90,7 +90,7 @@ class Values:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Give values to buffers of modules without parameters."""
+        """Fill buffers of modules without parameters."""
         if self._source is not None:
             self._read_buffers()
             return
@@ -114,9 +114,9 @@ class Values:
                     self._read([(f"{prefix}.{name}" if prefix else name, module._buffers[name])])
 
     def _read(self, targets: list[tuple[str, Any]]) -> None:
-        """Read stored tensors into tensors in memory, converting where dtypes differ."""
+        """Read stored tensors into tensors in memory, converting dtypes."""
         if self._source is None:
-            raise InvariantError("values are read of no checkpoint")
+            raise InvariantError("values are read without a checkpoint")
         files: dict[Any, Any] = {}
         landed = []
         try:
@@ -144,7 +144,7 @@ def check_buffers(model: nn.Module, why: str) -> None:
     """Raise UnsupportedError if a buffer is on the meta device.
 
     Args:
-        why: whole words, for the error: what has parameters, and not buffers.
+        why: for the error: the source that has parameters, and not buffers.
     """
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -159,13 +159,15 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, StoredTensor]:
-    """Return the stored tensor of each parameter whose id is in `ids`, and of each buffer on the meta device, by name."""
+    """Return the stored tensor of each parameter with its id in `ids`, and of each buffer on meta, by name."""
     if source.grids:
         raise UnsupportedError(
             f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "
             f"`swapper export {source.path} NEW --to safetensors`"
         )
-    prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]  # a training keeps its model under "model"
+    prefixes = (
+        ["", "model."] if source.kind in ("torch", "dcp") else [""]
+    )  # a training checkpoint has its model under "model"
     named = model.named_parameters(remove_duplicate=False)
     wanted: dict[str, Any] = {name: parameter for name, parameter in named if id(parameter) in ids}
     wanted.update({name: b for name, b in model.named_buffers() if b.is_meta})

@@ -1,4 +1,4 @@
-"""What a model and its optimizer consist of, as tensors to be placed. Pure: checks and lists, moves nothing."""
+"""Lists the tensors of a model and its optimizer, to be placed. Pure: checks and lists, moves nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
 from swapper.modules.groups import Group, Unit, partition
-from swapper.modules.scripted import refuse_scripted
+from swapper.modules.models import refuse_scripted
 from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
@@ -27,22 +27,22 @@ from swapper.train.updates.sweep import NO_GROUP, Trainable
 MASTER = "master"
 """The kind of an fp32 master."""
 KINDS = ("param", MASTER, "grad")
-"""What a tensor can be besides a key of the optimizer's state."""
+"""Kinds of a tensor in addition to the keys of the optimizer's state."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """A model's groups and units, and the sections that hold everything.
+    """A model's groups and units, and the sections of all tensors.
 
     Attributes:
         plans: sections of parameters and optimizer state, in the order of the container.
         grad_plans: sections of gradients.
-        settings: for the id of each parameter that the optimizer has, the index of its group in `param_groups`.
-        forms: for the name of each parameter that is trained, what the optimizer keeps for it.
-        discovery: finds out what the optimizer keeps.
+        settings: for the id of each parameter in the optimizer, the index of its group in `param_groups`.
+        forms: for the name of each trained parameter, the form of its state.
+        discovery: finds the forms of the optimizer's state.
         master_dtype: dtype of master weights, or None.
-        staying_state: groups whose optimizer state stays on a device. Nobody knows before all of it is placed.
-        frozen: the user's files that have frozen parameters, if they stay there.
+        staying_state: groups whose optimizer state stays on a device; unknown before everything is placed.
+        frozen: the user's files of frozen parameters, if they stay there.
     """
 
     groups: list[Group]
@@ -58,17 +58,17 @@ class Inventory:
 
     @property
     def external(self) -> frozenset[str]:
-        """Names of the parameters that are read from files of the user's."""
+        """Names of the parameters that are read from the user's files."""
         return frozenset(slot.spec.owner for plan in self.plans if plan.external is not None for slot in plan.slots)
 
     def check_files(self) -> None:
-        """Raise CheckpointError if a file of the user's that frozen parameters are read from is not what it was."""
+        """Raise CheckpointError if an external file of frozen parameters has changed."""
         if self.frozen is not None:
             self.frozen.check_unchanged()
 
     @property
     def unchanging(self) -> frozenset[int]:
-        """Which of `plans` have nothing that is trained: parameters that were frozen when they were offloaded."""
+        """Indices of the `plans` without trained tensors: parameters that were frozen at `offload`."""
         trained = {slot.spec.owner for plan in self.grad_plans for slot in plan.slots}
         return frozenset(
             number
@@ -89,19 +89,20 @@ def take_inventory(
     device: torch.device | None = None,
     frozen: FrozenFiles | None = None,
 ) -> Inventory:
-    """List what is to be placed.
+    """List everything to be placed.
 
     Args:
         model, optimizer: the user's.
         master_weights: torch.float32, or None.
         may_be_meta: parameters may be on the meta device: their values come later.
-        before: what there is, where the model is offloaded already and its optimizer gets more to train: all that was trained
-            is trained still, frozen or not, and so is all that has joined a group since.
-        device: where the model is to run, if not on the CPU; it may be there already.
-        frozen: files that have what is not trained, which stays there.
+        before: the present inventory, if the model is offloaded already and more is to be trained: everything trained
+            so far stays trained, frozen or not, and so does everything that has joined a group since.
+        device: of the model, if not the CPU; it may be there already.
+        frozen: files of the frozen parameters, which stay there.
 
     Raises:
-        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and all is trained.
+        ConfigError: master_weights is not None or torch.float32; or there are `frozen` files, and everything is
+            trained.
         CheckpointError: `frozen` does not fit the model.
         UnsupportedError: the model or the optimizer cannot be offloaded exactly.
         StateError: the model is offloaded already.
@@ -155,14 +156,14 @@ def _find_external(
     wanted = {name: p for group in groups for name, p in group.parameters if name not in with_gradient}
     if not wanted and not may_be_none:
         raise ConfigError(
-            f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: requires_grad_(False) comes "
+            f"external= ({str(frozen.source.path)!r}) has frozen parameters, and the model has none: call requires_grad_(False) "
             "before manager.offload"
         )
     return frozen.find(model, wanted)
 
 
 def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: Inventory | None) -> frozenset[str]:
-    """Return the names of the parameters that have, had or are to have gradients. See `take_inventory`."""
+    """Return the names of the parameters that have, had or will have gradients. See `take_inventory`."""
     had = {slot.spec.owner for plan in before.grad_plans for slot in plan.slots} if before is not None else set()
     joined = settings.keys() - before.settings.keys() if before is not None else set()
     return frozenset(
@@ -182,20 +183,20 @@ def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> 
         changed = sorted({name for name in {*ours, *theirs} if ours.get(name) is not theirs.get(name)})
         raise StateError(
             f"the model has other parameters than when it was offloaded ({', '.join(changed[:3])}): what is trained can be "
-            "changed after manager.offload, what the model consists of cannot"
+            "changed after manager.offload, the set of its parameters cannot"
         )
 
 
 def _by_training(
     parameters: Sequence[tuple[str, nn.Parameter]], with_gradient: frozenset[str]
 ) -> list[list[tuple[str, nn.Parameter]]]:
-    """Return those that are trained and those that are not, in order of first appearance: what never changes lies apart."""
+    """Return trained and frozen ones, in order of first appearance: unchanging ones are separate."""
     kinds = dict.fromkeys(name in with_gradient for name, _ in parameters)
     return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
 
 
 def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
-    """Return the place of each tensor by (parameter's name, kind)."""
+    """Return the location of each tensor by (parameter's name, kind)."""
     return {
         (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)
         for section in sections
@@ -204,7 +205,7 @@ def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple
 
 
 def find_trainables(inventory: Inventory, places: dict[tuple[str, str], TensorLocation]) -> list[Trainable]:
-    """Return, for each group with trainable parameters, where their state lies."""
+    """Return, for each group with trainable parameters, the locations of their state."""
     trainables = []
     for group in inventory.groups:
         found = Trainable(group.index, [], [], [])
@@ -237,7 +238,7 @@ def make_sections(
     page_bytes: int,
     first_page: int = 0,
 ) -> list[Section]:
-    """Return sections without memory; the pages of those that are not `resident` are numbered through from `first_page`."""
+    """Return sections without memory; pages of those that are not `resident` are numbered from `first_page`."""
     sections = []
     for plan, offset in zip(plans, file_offsets, strict=True):
         section = Section(plan, offset, None if resident(plan) else page_bytes, first_page)
@@ -253,17 +254,17 @@ def _check_model(model: nn.Module, may_be_meta: bool, device: torch.device | Non
     refuse_scripted(model, "manager.offload")
     for name, parameter in model.named_parameters():
         if is_cold(parameter) or is_guarded(parameter):
-            raise StateError(f"parameter {name} is offloaded already: one manager at a time can have a model")
+            raise StateError(f"parameter {name} is offloaded already: a model can belong to only one manager")
         if nn.parameter.is_lazy(parameter):
             raise UnsupportedError(f"parameter {name} is not initialised yet: run one forward before manager.offload")
         if parameter.is_meta and not may_be_meta and (parameter.requires_grad or not frozen_may_be):
             raise UnsupportedError(
-                f"parameter {name} is on the meta device and has no values: say where they come from, "
+                f"parameter {name} is on the meta device and has no values: pass their source, "
                 "manager.offload(..., init=function_of_a_module or the path of a checkpoint), or build the model on the CPU"
             )
         if parameter.device.type not in ("cpu", "meta") and parameter.device != device:
             raise UnsupportedError(
-                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: say "
+                f"parameter {name} is on {parameter.device}, and the model is to run on {device or 'the CPU'}: pass "
                 f"manager.offload(..., device={str(parameter.device)!r}), or call model.to('cpu') before the optimizer is built"
             )
         if type(parameter) is not nn.Parameter or parameter.layout is not torch.strided:
@@ -285,7 +286,7 @@ def _check_modules(model: nn.Module) -> None:
 
 
 def _check_disjoint(model: nn.Module) -> None:
-    """Refuse parameters that are different objects on the same memory: offload would part them, plain torch changes both."""
+    """Refuse different parameters on the same memory: offload would separate them, while plain torch changes both."""
     places = sorted(
         (p.data_ptr(), p.data_ptr() + _span(p), name)
         for name, p in model.named_parameters()
@@ -300,7 +301,7 @@ def _check_disjoint(model: nn.Module) -> None:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Return how many bytes there are from the first element to the end of the last, of any strides."""
+    """Return the bytes from the first element to the end of the last, for any strides."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 
@@ -308,7 +309,7 @@ def _span(tensor: torch.Tensor) -> int:
 def _check_state(
     name: str, parameter: nn.Parameter, state: dict[str, Any], form: StateForm, updated: torch.dtype
 ) -> None:
-    """Raise UnsupportedError unless what the optimizer has for a parameter already is what a trial of it has kept."""
+    """Raise UnsupportedError unless the optimizer's existing state of a parameter has the form of the trial's."""
     known = {key.name: key for key in form.keys}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -320,7 +321,7 @@ def _check_state(
             shape = f" of {value.dtype} and shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
             raise UnsupportedError(
                 f"the optimizer's state of {name} has {sorted(state)}, of which {key!r} (a {type(value).__name__}{shape}) is "
-                f"nothing that it would keep by itself ({sorted(known)}): offload it with the state that it made, or with none"
+                f"not its own ({sorted(known)}): offload it with the state that it made, or with none"
             )
 
 
@@ -339,7 +340,7 @@ def _settings(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
 
 
 def updated_dtype(parameter: nn.Parameter, master_weights: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of the tensor that the optimizer updates: the master's, where there is one."""
+    """Return the dtype of the tensor that the optimizer updates: the master's, if there is one."""
     narrow = master_weights is not None and parameter.dtype in (torch.bfloat16, torch.float16)
     return torch.float32 if narrow else parameter.dtype
 
@@ -349,7 +350,7 @@ def _spec(name: str, kind: str, parameter: nn.Parameter, padded_numel: int = 0) 
 
 
 def _state_specs(name: str, parameter: nn.Parameter, updated: torch.dtype, form: StateForm) -> list[TensorSpec]:
-    """State of one parameter in the order of its section: what is not of its shape, master, then what is."""
+    """Return one parameter's state in its section's order: other shapes, master, then its own shape."""
     shape = tuple(parameter.shape)
     for key in form.keys:
         if key.name in KINDS:

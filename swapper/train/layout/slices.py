@@ -1,12 +1,13 @@
-"""What the optimizer updates together. Pure planning over a group's slots.
+"""Plans slices: the parts of a group that the optimizer updates together. Pure.
 
-A *slice* is a run of elements of a group's parameters whose state is brought in, updated and written back as one. Small
-parameters share a slice; a parameter whose state is larger than a few pages is cut, where the optimizer allows it, at page
-boundaries of its first state tensor, so that neighbouring slices share few pages.
+A *slice* is a run of elements of a group's parameters whose state is read, updated and written back as one. Small
+parameters share a slice; a parameter whose state is larger than a few pages is cut, if the optimizer allows it, at page
+boundaries of its first state tensor, so that neighboring slices share few pages.
 
 [Note: where a parameter may be cut] Element-wise optimizers give the same bits for a parameter cut at multiples of 64
-elements as for the whole one: the vectorised kernels work in runs that divide 64, so no element changes between a kernel's
-vector body and its scalar tail. Which optimizers are element-wise is found out by a trial (train/optimizer/optimizer_probe.py).
+elements as for the whole one: the vectorized kernels work in runs that divide 64, so no element changes between a
+kernel's vector body and its scalar tail. A trial finds out which optimizers are element-wise
+(train/optimizer/optimizer_probe.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
 
 CUT_ELEMENTS = 64
-"""[Note: where a parameter may be cut]"""
+"""Elements. See [Note: where a parameter may be cut]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorLocation:
-    """A tensor's section and slot in it. Equal to itself only: it is looked up many times a step."""
+    """A tensor's section and slot in it. Compared by identity, for fast lookups."""
 
     section: Section
     slot: Slot
 
     def pages(self, begin: int, end: int) -> list[int]:
-        """Return the indices of the pages that elements [begin, end) lie on."""
+        """Return the indices of the pages of elements [begin, end)."""
         itemsize = self.slot.spec.dtype.itemsize
         at = self.slot.offset
         return [page.index for page in self.section.pages_of(at + begin * itemsize, at + end * itemsize)]
@@ -39,16 +40,16 @@ class TensorLocation:
 
 @dataclass(frozen=True, slots=True)
 class ParameterLocations:
-    """Where everything that belongs to one trainable parameter lies.
+    """The locations of one trainable parameter's tensors.
 
     Attributes:
         name: qualified name.
         param: the parameter itself.
-        state: state tensors of the parameter's shape by key, the fp32 master (key "master") first where there is one.
+        state: state tensors of the parameter's shape by key, the fp32 master (key "master") first if there is one.
         others: state tensors of other shapes by key ("step", factors): they belong to the parameter as a whole.
-        may_cut: whether its elements may be updated in pieces.
-        grad: its gradient, where that is on NVMe.
-        state_stays: all of the state is on a device, and its places are not needed for an update.
+        may_cut: its elements may be updated in pieces.
+        grad: its gradient, if that is on NVMe.
+        state_stays: all of the state is on a device, and an update does not need its locations.
     """
 
     name: str
@@ -79,7 +80,7 @@ class SlicePiece:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """What is updated together, and the pages that this needs."""
+    """A part that is updated together, and the pages that it needs."""
 
     pieces: tuple[SlicePiece, ...]
     access: Access
@@ -90,14 +91,14 @@ def plan_slices(
 ) -> list[Slice]:
     """Return the slices of one group, in the order of its layout.
 
+    No slice needs more pages than the largest one of a step in which all parameters have gradients: the divided budget
+    suffices for every step.
+
     Args:
         group: index of the group.
         parameters: its trainable parameters, in the order of their slots.
-        active: for each, whether it has a gradient in this step: those that have none are left out.
+        active: for each, True if it has a gradient in this step; the others are skipped.
         page_bytes: size of a page.
-
-    No slice needs more pages than the largest one of a step in which all parameters have gradients: what the budget was
-    divided for is enough for every step.
     """
     most_pages = sys.maxsize
     if not all(active):
@@ -115,7 +116,8 @@ def plan_slices(
 def _runs(
     parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int, most_pages: int
 ) -> Iterator[tuple[SlicePiece, ...]]:
-    """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a time."""
+    """Yield the pieces of each slice: whole small parameters together, large ones cut one page of a state tensor at a
+    time."""
     run: list[SlicePiece] = []
     run_bytes = 0
     run_pages: set[int] = set()
@@ -161,7 +163,7 @@ def _cuts(places: ParameterLocations, page_bytes: int) -> list[int]:
 
 
 def _pages_made_anew(parameters: Sequence[ParameterLocations], active: Sequence[bool]) -> set[int]:
-    """Parameter pages that need not be read: every parameter on them is written from its master."""
+    """Return parameter pages that need not be read: every parameter on them is written from its master."""
     pages: set[int] = set()
     keep: set[int] = set()
     sections = {places.param.section: None for places in parameters}
@@ -178,7 +180,7 @@ def _pages_made_anew(parameters: Sequence[ParameterLocations], active: Sequence[
 
 
 def _state_pages(places: ParameterLocations, begin: int, end: int) -> list[int]:
-    """Return the pages that the state of elements [begin, end) lies on. The first piece has what is not of their shape."""
+    """Return the pages of the state of elements [begin, end). The first piece includes state of other shapes."""
     if places.state_stays:
         return []
     others = (

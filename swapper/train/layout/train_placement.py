@@ -1,12 +1,11 @@
-"""Where each family of tensors lives, and how the budget is divided. Pure: "auto" is decided here."""
+"""Places each family of tensors, and divides the budget. Pure: resolves "auto"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from swapper.device.device_budget import DeviceBudget
-from swapper.device.device_placement import DevicePlacement, place_on_device
+from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
 from swapper.device.downloads import MOST_BYTES
 from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
 from swapper.device.registered_frames import STAGING_BYTES
@@ -20,13 +19,14 @@ from swapper.train.layout.expected import StepKind, frames_needed
 from swapper.train.layout.inventory import Inventory
 
 PREFERENCES = (("host", "host"), ("host", "nvme"), ("nvme", "nvme"), ("nvme", "host"))
-"""Places of (parameters, optimizer state), best first: what is used twice a step comes before what is used once.
+"""Places of (parameters, optimizer state), best first: tensors used twice a step come before those used once.
 
-Gradients are on the host unless the user says "nvme", which changes what can be done with `parameter.grad`.
+Gradients are on the host unless the user chooses "nvme", which limits operations on `parameter.grad`.
 """
 
 DOWN_SHARE = 16
-"""Of a device's budget, for gradients on their way down."""
+"""The divisor of a device's budget for gradients in flight to the host: 1/16, a choice.
+"""
 
 
 def choose_placement(
@@ -38,17 +38,17 @@ def choose_placement(
     page_bytes: int | None,
     step: StepKind,
 ) -> tuple[dict[str, str], Budget]:
-    """Return where "param", "state" and "grad" live, and the division of the budget.
+    """Return the places of "param", "state" and "grad", and the division of the budget.
 
     Args:
-        inventory: what is to be placed.
-        params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory what the budget can hold.
+        inventory: to be placed.
+        params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory as much as fits the budget.
         host_bytes: the budget.
-        page_bytes: the size of a page where a run goes on; None to choose it.
-        step: how it goes.
+        page_bytes: the size of a page of a resumed run; None to choose it.
+        step: its variant.
 
     Raises:
-        BudgetError: the budget is too small; says the smallest that works.
+        BudgetError: the budget is too small; names the smallest that works.
     """
     error: BudgetError | None = None
     for choice in PREFERENCES:
@@ -60,12 +60,12 @@ def choose_placement(
         except BudgetError as too_small:
             error = error if choice == ("nvme", "host") and error is not None else too_small
     if error is None:
-        raise ConfigError(f"params={params!r} with optimizer_state={optimizer_state!r} cannot be had")
+        raise ConfigError(f"params={params!r} with optimizer_state={optimizer_state!r} is not supported")
     raise error
 
 
 def is_resident(plan: SectionPlan, places: dict[str, str]) -> bool:
-    """What is placed on the host, and what is too small for a frame of its own, stays in memory."""
+    """Return True for sections on the host, and those too small for a frame, which stay in memory."""
     return places[plan.family] == "host" or plan.nbytes <= SMALL_SECTION_BYTES
 
 
@@ -103,19 +103,20 @@ def _divide(
 def place_on_accelerator(
     inventory: Inventory, budget: DeviceBudget, buffer_bytes: int, params: str, gradients: str, optimizer_state: str
 ) -> DevicePlacement:
-    """Return which groups stay on a device from forward to backward, and of which gradients and optimizer state stay there.
+    """Return the groups that stay on a device from forward to backward, and those whose gradients and state stay there.
 
-    Parameters come first: with "auto", gradients and then state stay of as many groups as there is room for where all of them do.
+    Parameters have priority: with "auto", gradients and then state stay for as many groups as fit after all of the
+    former.
 
     Args:
         inventory: of the model.
         budget: of the device.
-        buffer_bytes: what else is on the device: the model's buffers, slices that are updated.
+        buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
-        gradients, optimizer_state: "device" if all of it must stay, "auto" if it may, else nothing does.
+        gradients, optimizer_state: "device" if all must stay, "auto" if they may, else none does.
 
     Raises:
-        BudgetError: the budget is too small; says the smallest that works.
+        BudgetError: the budget is too small; names the smallest that works.
     """
     images = {g.index: place_in_storage(p.nbytes for _, p in g.parameters)[1] for g in inventory.groups}
     units = [sorted(groups) for groups in working_sets(inventory.units)]
@@ -130,8 +131,8 @@ def place_on_accelerator(
     if params == "device" and len(placement.resident_set) < len(images):
         all_bytes = other_bytes + sum(images.values())
         raise BudgetError(
-            f"params='device' needs all parameters on {budget.device} at one time: at least {format_bytes(all_bytes)} "
-            f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or say params='auto'"
+            f"params='device' needs all parameters on {budget.device} at once: at least {format_bytes(all_bytes)} "
+            f"({all_bytes} bytes); raise device_memory={format_bytes(budget.nbytes)}, or pass params='auto'"
         )
     left = placement.image_bytes
     for number, (wish, sizes) in enumerate(wishes):
@@ -142,18 +143,18 @@ def place_on_accelerator(
 
 
 def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:
-    """Return what is set aside for gradients on their way down: room for one, while another comes."""
+    """Return the bytes reserved for gradients in flight to the host: one in flight, while another arrives."""
     largest = max((slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots), default=0)
     return max(2 * largest, min(MOST_BYTES, budget.nbytes // DOWN_SHARE))
 
 
 def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:
-    """Return what has a place in host memory or on the drive, where the gradients of these groups have not."""
+    """Return the inventory without these groups' gradients, which are neither in host memory nor on the drive."""
     return replace(inventory, grad_plans=[plan for plan in inventory.grad_plans if plan.group not in groups])
 
 
 def state_bytes(inventory: Inventory) -> dict[int, int]:
-    """Return what the optimizer state of each group takes on a device, all that is of its parameter's shape."""
+    """Return the bytes of each group's optimizer state on a device, for state of the parameter's shape."""
     shapes = {slot.spec.owner: slot.spec.shape for plan in inventory.grad_plans for slot in plan.slots}
     return _bytes_by_group(
         [plan for plan in inventory.plans if plan.family == "state"],

@@ -1,1 +1,1 @@
-"""The optimizer that `offload` returns, the user's own behind it, and its state as torch shows it."""
+"""Defines the optimizer that `offload` returns, applies the user's own, and presents its state as torch does."""

@@ -1,4 +1,5 @@
-"""What must hold of a step, so that taken slice by slice it gives what plain torch gives: gradients, settings, and whose it is."""
+"""Checks that a step, taken slice by slice, gives plain torch's results: gradients, settings, and the stepping
+optimizer."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
 class Conditions:
-    """Looks at gradients and settings before anything of a step is done.
+    """Checks gradients and settings before a step begins.
 
     Args:
-        inventory: what the model and the optimizer consist of.
-        trainables: what is trained.
-        membership: has their `settings` follow the optimizer's groups.
-        entries: what the optimizer keeps for each parameter.
+        inventory: the contents of the model and the optimizer.
+        trainables: the trained parameters.
+        membership: updates their `settings` to the optimizer's groups.
+        entries: the optimizer's state of each parameter.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class Conditions:
         self._look_at_groups()
 
     def _look_at_groups(self) -> None:
-        """Find out what kinds of parameters there are, by group."""
-        # For each kind the forms that parameters of it have room for, each with the name of one of them.
+        """Collect the kinds of parameters, by group."""
+        # For each kind the forms for which its parameters have space, each with the name of one of them.
         self._kinds: dict[tuple[int, torch.dtype, int], dict[StateForm, str]] = {}
         self._of_kind: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, ParameterLocations]]] = {}
         for trainable in self._trainables:
@@ -63,10 +64,10 @@ class Conditions:
         }
 
     def check_step(self) -> None:
-        """Raise StateError if the optimizer would do something else to a slice than to all parameters at one time.
+        """Raise StateError if the optimizer would treat a slice differently from all parameters together.
 
-        Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its first
-        gradient where they must have it together.
+        Its settings were changed so that it would keep other state, or need whole parameters; or a parameter has its
+        first gradient later than others and must not.
         """
         self.check_settings()
         for kind in self._starts_together:
@@ -79,7 +80,7 @@ class Conditions:
                 )
 
     def check_settings(self) -> None:
-        """The part of `check_step` that needs no gradients."""
+        """Do the part of `check_step` that needs no gradients."""
         self._membership.follow()
         if self._edits != self._membership.edits:
             self._look_at_groups()
@@ -89,7 +90,7 @@ class Conditions:
             for form, name in forms.items():
                 if now is not form and (set(now.keys) - set(form.keys) or (form.may_cut and not now.may_cut)):
                     raise StateError(
-                        f"parameter {name} is in the optimizer's group {settings}, which keeps other state than there is room for "
+                        f"parameter {name} is in the optimizer's group {settings}, which keeps other state than there is space for "
                         f"({sorted(key.name for key in now.keys)} instead of {sorted(key.name for key in form.keys)}) or may not "
                         "update parameters in pieces: the group's settings were changed, or the parameter was in another group. "
                         "Do that before manager.offload"
@@ -97,7 +98,7 @@ class Conditions:
 
     @property
     def all_gradients_matter(self) -> bool:
-        """Whether no parameter may be updated before it is known which ones have a gradient in this step."""
+        """Return True if no parameter may be updated before it is known which ones have a gradient in this step."""
         return any(
             not self._entries[places.name] for kind in self._starts_together for _, places in self._of_kind[kind]
         )
@@ -109,18 +110,18 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
     Args:
         update: "step", "deferred" or "backward".
         model: to be offloaded.
-        forms: what its optimizer keeps.
+        forms: of its optimizer's state.
         optimizer: its kind, for people.
     """
     names = sorted({name for form in forms for name in form.sets})
     if update == "deferred" and names:
         raise UnsupportedError(
             f"{optimizer} changes its own settings ({', '.join(names)}) in a step, which update='deferred' would show only when "
-            "the next forward is over: offload with update='step'"
+            "after the next forward: offload with update='step'"
         )
     if update == "backward" and any(isinstance(module, DistributedDataParallel) for module in model.modules()):
         raise UnsupportedError(
-            "DistributedDataParallel averages gradients over processes while backward goes on, and update='backward' would use "
+            "DistributedDataParallel averages gradients over processes during backward, and update='backward' would use "
             "them before that: offload with update='step' or update='deferred'"
         )
 
@@ -129,11 +130,11 @@ SAY = "`model, optimizer = manager.offload(model, optimizer)`"
 
 
 class OtherOptimizers:
-    """Refuses, until `remove`, steps of optimizers that know nothing of the manager, on parameters that it has.
+    """Refuses, until `remove`, steps of other optimizers on the manager's parameters.
 
-    Such a step would change parameters past the manager, keep its own state outside of the budget, and be in no commit: that of an
-    optimizer that was never given to `manager.offload` (a Trainer's default), of a second one beside it, and of the user's own,
-    whose place another one has taken.
+    Such a step would change parameters past the manager, keep its own state outside of the budget, and be in no commit.
+    It may be a step of an optimizer that was never given to `manager.offload` (a Trainer's default), of a second one,
+    or of the user's own, whose state another one has taken over.
 
     Args:
         optimizer: the user's, which was given to `offload`.
@@ -165,7 +166,7 @@ class OtherOptimizers:
         for group in stepping.param_groups:
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                # Without a gradient it would be left as it is; but a closure is yet to make some.
+                # Without a gradient it would leave the parameter unchanged; but a closure may still make some.
                 if name is not None and (parameter.grad is not None or (has_closure and parameter.requires_grad)):
                     raise StateError(self._refusal(type(stepping).__name__, name))
 
@@ -186,7 +187,7 @@ class OtherOptimizers:
 
 
 def _is_ours(stepping: Optimizer) -> bool:
-    """Whether it is the one that `offload` returned, or one that wraps that (accelerate's, Lookahead)."""
+    """Return True if it is the one that `offload` returned, or a wrapper of that (accelerate's, Lookahead)."""
     return isinstance(stepping, PagedOptimizer) or any(
         isinstance(value, PagedOptimizer) for value in vars(stepping).values()
     )

@@ -1,11 +1,10 @@
-"""Tensors of `state_dict()`, model's and optimizer's, that take no memory: they are mapped from the swap files, or alias what is
-resident.
+"""Makes the tensors of `state_dict()`, model's and optimizer's, without memory: mapped from swap files, or aliases.
 
-They show the state of the moment when they were made. What they are mapped from is written to by later steps, so before the state
-changes next they *expire*: from then on an operation that needs their data raises an error instead of showing a mix of two steps.
-Code that goes past that check (`torch.tensor(t)`, torch's C++) finds what a plain state_dict would have then, which aliases:
-the new values. Until then they can be looked at, copied, and saved by torch.save, which writes plain tensors; writing to them would
-change nothing, and is refused. What has its own memory, as the result of clone(), `.to()`, numpy() or deepcopy, stays.
+They show the state at the call. Later steps write to the mapped files, so before the state changes next they *expire*:
+from then on an operation on their data raises an error instead of showing a mix of two steps. Code that bypasses that
+check (`torch.tensor(t)`, torch's C++) finds the new values, as a plain state_dict, which aliases, would show them.
+Until then they can be read, copied, and saved by torch.save, which writes plain tensors. Writing to them would change
+nothing, and is refused. The result of clone(), `.to()`, numpy() or deepcopy has its own memory and stays.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from swapper.train.layout.slices import TensorLocation
 from swapper.train.optimizer.state_view import ShownState
 
 COPIED_BYTES = 1 << 16
-"""Tensors smaller than this are copied."""
+"""Bytes. Smaller tensors are copied, so that they need no mapping each: a choice."""
 
 MAP_NORESERVE = 0x4000
-"""A mapping larger than memory is no promise to fill it (Linux; Python's mmap names it from 3.13 on)."""
+"""A mapping larger than memory must not reserve it (Linux; Python's mmap names it from 3.13 on)."""
 
-MAP_FIXED = 0x10
+MAP_FIXED = 0x10  # of mmap(2)
 MAP_FAILED = ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -47,7 +46,7 @@ _shown: weakref.WeakSet[MappedState] = weakref.WeakSet()
 
 
 class StateTensor(torch.Tensor):
-    """A tensor that shows a part of the state until that changes. Never made by anyone: a tensor's class is set to it."""
+    """A tensor that shows a part of the state until that changes. Never constructed: a tensor's class is set to it."""
 
     shown_by: MappedState
     shown_place: TensorLocation
@@ -63,11 +62,11 @@ class StateTensor(torch.Tensor):
                 tensor.shown_by.check()
             _check_not_written(func, args or tuple(kwargs.values()), kwargs)  # torch.nn.init passes its tensor by name
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _ARRAYS:  # an array does not expire: it gets memory of its own, where nothing is lost
+            if func in _ARRAYS:  # an array cannot expire: it gets memory of its own
                 return _array(func, args, kwargs)
             result = func(*args, **kwargs)
             if func is torch.Tensor.to and any(result is tensor for tensor in shown):
-                return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
+                return result.detach().as_subclass(torch.Tensor).clone()  # the new owner of the state may change it
             for tensor in shown:
                 tensor.shown_by.watch_views(tensor, result)
         return result
@@ -90,11 +89,11 @@ class StateTensor(torch.Tensor):
 
 
 class MappedState:
-    """What one state_dict shows.
+    """The content of one state_dict.
 
     Args:
-        pager: all it has is in the store, or in resident sections.
-        made_by: for errors: whose tensors these are.
+        pager: all its content is in the store, or in resident sections.
+        made_by: the function that made these tensors, for errors.
     """
 
     def __init__(self, pager: Pager, made_by: str) -> None:
@@ -107,7 +106,7 @@ class MappedState:
         _shown.add(self)
 
     def tensor(self, place: TensorLocation) -> torch.Tensor:
-        """Return the tensor at `place`, with a storage of its own: torch.save writes storages whole."""
+        """Return the tensor at `place`, with a storage of its own: torch.save writes whole storages."""
         spec = place.slot.spec
         pages = place.section.pages_of(place.slot.offset, place.slot.end)
         if spec.nbytes < COPIED_BYTES:
@@ -116,7 +115,7 @@ class MappedState:
             flat = own_storage(place.section.memory[place.slot.offset : place.slot.end])
         elif len({(page.location, page.drive) for page in pages}) == 1 or all(p.location == EXTERNAL for p in pages):
             at = pages[0].stored_offset - pages[0].offset + place.slot.offset
-            if at % spec.dtype.itemsize:  # a file of the user's may have it anywhere
+            if at % spec.dtype.itemsize:  # an external file may have it at any offset
                 return self._copy(place, pages)
             flat = torch.frombuffer(self._map(pages[0]), dtype=torch.uint8, count=spec.nbytes, offset=at)
         elif any(page.stored_offset % SECTOR_BYTES for page in pages):
@@ -134,17 +133,17 @@ class MappedState:
         """Raise StateError if the state has changed."""
         if self.expired:
             raise StateError(
-                f"a tensor of {self.made_by} is used after {self.expired}: it showed the state of before, and has no "
+                f"a tensor of {self.made_by} is used after {self.expired}: it showed an earlier state, and has no "
                 "memory of its own to keep it. Call state_dict() again, or copy.deepcopy it while it holds, or use "
                 "manager.snapshot(path)"
             )
 
     def place_of(self, tensor: torch.Tensor) -> TensorLocation | None:
-        """Return the place that `tensor` shows from its beginning."""
+        """Return the location that `tensor` shows from its beginning."""
         return self._places.get(tensor.data_ptr())
 
     def watch_views(self, tensor: StateTensor, result: Any) -> None:
-        """A view of `tensor` expires with it."""
+        """Make a view of `tensor` expire with it."""
         storage = tensor.untyped_storage().data_ptr()
         for view in tensors_among(result):
             plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
@@ -152,7 +151,7 @@ class MappedState:
                 self._watch(view, tensor.shown_place)
 
     def expire(self, why: str) -> None:
-        """What is shown is about to change: for operations it has expired, and what goes past them finds the sections' memory."""
+        """Expire all tensors before the state changes; accesses past the check then find the sections' memory."""
         if self.expired:
             return
         self.expired = why
@@ -168,27 +167,30 @@ class MappedState:
         self._tensors[id(tensor)] = tensor
 
     def _map(self, page: Page) -> mmap.mmap:
-        path = self._pager.file_of(page).path
+        path = self._path_of(page)
         if path not in self._mappings:
             with Path(path).open("rb") as file:
                 flags = mmap.MAP_PRIVATE | MAP_NORESERVE
                 self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         return self._mappings[path]
 
+    def _path_of(self, page: Page) -> str:
+        file = self._pager.file_of(page)
+        assert file is not None
+        return file.path
+
     def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:
-        """Map pages that lie in several files side by side."""
+        """Map pages of several files side by side."""
         nbytes = pages[-1].offset + pages[-1].nbytes - pages[0].offset
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         patchwork = mmap.mmap(-1, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(patchwork))
         for page in pages:
-            _map_over(
-                base + page.offset - pages[0].offset, page.nbytes, self._pager.file_of(page).path, page.stored_offset
-            )
+            _map_over(base + page.offset - pages[0].offset, page.nbytes, self._path_of(page), page.stored_offset)
         return patchwork
 
     def _copy(self, place: TensorLocation, pages: Iterable[Page]) -> torch.Tensor:
-        """A small tensor, or one that cannot be mapped."""
+        """Copy a small tensor, or one that cannot be mapped."""
         section, slot = place.section, place.slot
         if section.resident:
             return self._only_shown(section.tensor(slot).clone())
@@ -201,7 +203,7 @@ class MappedState:
         return self._only_shown(copied.view(slot.spec.dtype).view(slot.spec.shape))
 
     def _only_shown(self, copied: torch.Tensor) -> torch.Tensor:
-        """Have a copy not be written to. Single numbers may: plain optimizers take a state_dict's step counters as they are."""
+        """Make a copy read-only, except single numbers: plain optimizers use a state_dict's step counters directly."""
         made_by = self.made_by
         if not copied.dim():
             return copied
@@ -213,7 +215,7 @@ class MappedState:
 
 
 def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
-    """Have bytes of a file at `address`, in place of what was mapped there."""
+    """Map bytes of a file at `address`, replacing the mapping there."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         flags = mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
@@ -226,13 +228,13 @@ def _map_over(address: int, nbytes: int, path: str, offset: int) -> None:
 
 
 def expire(shown: Iterable[MappedState], why: str) -> None:
-    """The state is about to change: what `shown` shows must not be looked at any more."""
+    """Expire `shown` before the state changes."""
     for state in list(shown):
         state.expire(why)
 
 
 def _same_part(tensor: torch.Tensor, place: TensorLocation) -> torch.Tensor:
-    """Return the part of the section at `place` that `tensor`, whose storage begins with that place's tensor, has of it."""
+    """Return `tensor`'s part of the section at `place`; its storage begins with that place's tensor."""
     flat = place.section.own_tensor(place.slot).view(-1).view(tensor.dtype)
     return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -248,7 +250,7 @@ def _array(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def steady(value: Any, place: TensorLocation | None) -> Any:
-    """Return `value`, which is to be put at `place`; a copy if it is the state of another place, which may be overwritten first."""
+    """Return `value`, to be stored at `place`; a copy if it shows another place, which may be overwritten first."""
     is_other = type(value) is StateTensor and value.shown_by.place_of(value) != place
     return value.clone() if is_other else value
 

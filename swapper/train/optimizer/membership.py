@@ -1,8 +1,8 @@
-"""Which group of the optimizer each parameter is in: `param_groups` may be edited between two steps, as in plain torch.
+"""Tracks the optimizer's group of each parameter: `param_groups` may be edited between two steps, as in plain torch.
 
-What is trained was found out when the model was offloaded. The user may since have taken a parameter out of its group, moved it to
-another one, or removed, inserted, reordered and replaced groups: that is followed at the next step, and wherever parameters are
-numbered. What cannot be followed is refused by name before anything is changed, and can be undone.
+The trained parameters were found at `offload`. Since then the user may have taken a parameter out of its group, moved
+it, or removed, inserted, reordered and replaced groups. The next step follows such edits, and so does every numbering
+of parameters. An edit that cannot be followed is refused by name before anything changes, and can be undone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
 class Membership:
-    """Keeps `settings` of what is trained as the optimizer's groups are now.
+    """Keeps `settings` of the trained parameters equal to the optimizer's groups.
 
     Args:
         optimizer: the user's.
-        trainables: what is trained.
+        trainables: the trained parameters.
         names: of all parameters of the model, by id.
 
     Attributes:
         edits: how often `follow` found that the groups had changed.
-        untrained: parameters that are in a group, and were frozen or in none when the model was offloaded.
-        numbers: by id of a parameter that is in a group, its number in torch's state_dict.
+        untrained: parameters in a group that were frozen or in no group at `offload`.
+        numbers: by id of a parameter in a group, its number in torch's state_dict.
     """
 
     def __init__(self, optimizer: Optimizer, trainables: Sequence[Trainable], names: Mapping[int, str]) -> None:
@@ -37,14 +37,16 @@ class Membership:
         self._trainables = trainables
         self._names = names
         self._trained = {id(parameter) for trainable in trainables for parameter in trainable.parameters}
-        self._settings = set.intersection(*(set(group) for group in optimizer.param_groups))  # that each group has
+        self._settings = set.intersection(
+            *(set(group) for group in optimizer.param_groups)
+        )  # settings that every group has
         self._known: list[list[int]] | None = None
         self.edits = 0
         self.untrained: list[nn.Parameter] = []
         self.numbers: dict[int, int] = {}
 
     def follow(self) -> None:
-        """Have everything here as the groups are now. No step is open.
+        """Update everything here to the present groups. Requires that no step is open.
 
         Raises:
             StateError: an edit cannot be followed. Nothing has changed then.
@@ -63,14 +65,14 @@ class Membership:
         self.edits += 1
 
     def _check(self, members: Sequence[Sequence[int]]) -> None:
-        """Raise StateError unless each parameter is the model's, and in one group only, and each group has all settings."""
+        """Raise StateError unless each parameter is the model's, in one group only, and each group has all settings."""
         seen: dict[int, int] = {}
         for index, keys in enumerate(members):
             group = self._optimizer.param_groups[index]
             for setting in sorted(self._settings - group.keys()):
                 raise StateError(
                     f"group {index} of the optimizer has no {setting!r}: add groups with optimizer.add_param_group(), which "
-                    "fills in what is not given"
+                    "fills in defaults"
                 )
             for number, key in enumerate(keys):
                 if key not in self._names:
@@ -99,7 +101,7 @@ def members_of(group: Mapping[str, Any], index: int) -> list[int]:
 
 
 def names_by_group(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """Return the names of the parameters that each group has, in order; what has none is refused at the next step.
+    """Return the names of each group's parameters, in order; one without a name is refused at the next step.
 
     Args:
         names: of the model's parameters, by id.

@@ -1,7 +1,7 @@
-"""PagedOptimizer: the optimizer that `SwapManager.offload` returns, a drop-in for the user's own.
+"""Defines PagedOptimizer: the optimizer that `SwapManager.offload` returns, a drop-in for the user's own.
 
-It has the original's `param_groups`, the very same objects, so that learning-rate schedulers made before or after act on
-both; its `step` is the sweep over the paged state.
+It has the original's `param_groups`, the very same objects, so that learning-rate schedulers made before or after act
+on both; its `step` is the sweep over the paged state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swapper.train.optimizer.state_view import StateView
 
 
 class StateOwner(Protocol):
-    """Who has the optimizer's state."""
+    """Owns the optimizer's state."""
 
     @property
     def view(self) -> StateView:
@@ -28,7 +28,7 @@ class StateOwner(Protocol):
         """Return the state in torch's form, {index of parameter: {key: tensor}}."""
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """Take the same."""
+        """Load the same."""
 
 
 class PagedOptimizer(Optimizer):
@@ -37,7 +37,7 @@ class PagedOptimizer(Optimizer):
     Args:
         original: the user's optimizer. Its settings and param_groups are shared.
         run_step: does the update.
-        train_more: called with what adds a group to the original; does it, and has the group trained.
+        train_more: called with a function that adds a group to the original; calls it, and trains the group.
     """
 
     _owner: StateOwner | None = None
@@ -46,15 +46,15 @@ class PagedOptimizer(Optimizer):
         self, original: Optimizer, run_step: Callable[[], None], train_more: Callable[[Callable[[], None]], None]
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in original.param_groups], original.defaults)
-        del self.defaults  # what the original has is the original's: see `__setattr__`
+        del self.defaults  # the original's attributes are used: see `__setattr__`
         self._original = original
         self._run_step = run_step
         self._train_more = train_more
-        for name in [name for name in vars(self) if name.endswith("_hooks")]:  # those that the user has put in go on
+        for name in [name for name in vars(self) if name.endswith("_hooks")]:  # the user's hooks still run
             setattr(self, name, getattr(original, name))
 
     def bind(self, owner: StateOwner | None) -> None:
-        """From now on `owner` has the state; None: nobody has it for the moment, and nobody is kept by us."""
+        """Set the owner of the state; None: there is none now, and none is kept alive."""
         self._owner = owner
 
     @property
@@ -73,7 +73,7 @@ class PagedOptimizer(Optimizer):
         return getattr(self._original_with(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """An attribute that the user's optimizer has (`defaults`, an option of its class) acts where it is read."""
+        """Set attributes of the user's optimizer (`defaults`, an option of its class) on that."""
         if name not in vars(self) and not hasattr(type(self), name) and self._is_shared(name):
             setattr(self._original, name, value)
         else:
@@ -85,13 +85,16 @@ class PagedOptimizer(Optimizer):
         return self._original
 
     def _is_shared(self, name: str) -> bool:
-        """Whether it is an option of the original. Not its methods, which look for the state where it is no more; nor what torch
-        notes of its `step` (`_step_supports_amp_scaling`), which is not ours."""
+        """Return True for an option of the original.
+
+        Not for its methods, which expect the state in place; nor for torch's marks of its `step`
+        (`_step_supports_amp_scaling`), which is not ours.
+        """
         return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The original's: to be edited as in plain torch, see train/optimizer/membership.py."""
+        """The original's: edit it as in plain torch, see train/optimizer/membership.py."""
         return self._original.param_groups if hasattr(self, "_original") else vars(self)["param_groups"]
 
     @param_groups.setter
@@ -104,7 +107,7 @@ class PagedOptimizer(Optimizer):
     @property
     def _bound(self) -> StateOwner:
         if self._owner is None:
-            raise StateError("the optimizer's state is nowhere: the manager failed, and can only be closed")
+            raise StateError("the optimizer has no state: the manager failed, and can only be closed")
         return self._owner
 
     def __repr__(self) -> str:
@@ -112,16 +115,16 @@ class PagedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "an offloaded optimizer cannot be copied or pickled (torch.save, copy.deepcopy), because its state lies where the "
-            "manager has it: save or copy optimizer.state_dict(), or keep everything with manager.snapshot(path)"
+            "an offloaded optimizer cannot be copied or pickled (torch.save, copy.deepcopy), because its state lies in the "
+            "manager's files: save or copy optimizer.state_dict(), or keep everything with manager.snapshot(path)"
         )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient.
 
-        Ctrl-C takes effect when the update is whole; a second Ctrl-C at once. A step that fails half-way is undone where the
-        one before is committed, and can be taken again; where it is not, the manager can then only be closed.
+        Ctrl-C takes effect when the update is complete; a second Ctrl-C at once. A step that fails half-way is undone
+        if the step before is committed, and can be taken again; if not, the manager can then only be closed.
 
         Raises:
             IoError: a transfer failed.
@@ -133,16 +136,18 @@ class PagedOptimizer(Optimizer):
                 loss = closure()
         with defer_sigint:
             self._run_step()
-        self._original._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before asks for it
+        self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's state_dict, its tensors mapped from the swap files: without memory, to be read until the next step.
+        """Return torch's state_dict, its tensors mapped from the swap files: without memory, readable until the next
+        step.
 
-        torch.save writes them as plain tensors; copy.deepcopy makes plain ones that last. See train/optimizer/mapped_state.py.
+        torch.save writes them as plain tensors; copy.deepcopy makes plain ones that last. See
+        train/optimizer/mapped_state.py.
 
         Raises:
-            IoError: what is changed in memory could not be written.
+            IoError: changes in memory could not be written.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -154,7 +159,7 @@ class PagedOptimizer(Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state_dict of plain torch's optimizer, or of this one.
+        """Load a state_dict of plain torch's optimizer, or of this one.
 
         Raises:
             ValueError: its groups, parameters or state differ from this optimizer's. Nothing has changed then.
@@ -181,13 +186,14 @@ class PagedOptimizer(Optimizer):
             after(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Have more of the offloaded model trained, as torch's does. Where that fails, nothing has changed.
+        """Train more of the offloaded model's parameters, as torch's method does. If it fails, nothing has changed.
 
-        The run gets a new layout, with room for the gradients and the state: it is copied once, from old swap files to new ones.
+        The run gets a new layout, with space for the gradients and the state: it is copied once, from old swap files to
+        new ones.
 
         Raises:
-            BudgetError: the budget is too small for it; says the smallest that works.
-            DirectoryError: the drive has no room for new swap files beside the old.
+            BudgetError: the budget is too small for it; names the smallest that works.
+            DirectoryError: the drive has no space for new swap files in addition to the old.
             UnsupportedError: the group has parameters that are not of the offloaded model.
             StateError: in the middle of a forward, a backward or a gather.
             ValueError, TypeError: torch refuses the group.
@@ -200,7 +206,7 @@ class PagedOptimizer(Optimizer):
 
 
 class NoOptimizer(Optimizer):
-    """Stands in where nothing is trained."""
+    """Stands in if nothing is trained."""
 
     def __init__(self) -> None:
         super().__init__([{"params": []}], {})
@@ -210,12 +216,12 @@ class NoOptimizer(Optimizer):
 
 
 def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `param_groups` as torch's state_dict has them: parameters by number, in order of appearance."""
+    """Return `param_groups` as in torch's state_dict: parameters by number, in order of appearance."""
     packed = []
     start = 0
     for group in param_groups:
         members = group.get("params")
-        count = len(members) if isinstance(members, list | tuple) else 0  # what is neither is refused at the step
+        count = len(members) if isinstance(members, list | tuple) else 0  # anything else is refused at the step
         settings = {key: value for key, value in group.items() if key != "params"}
         packed.append({**settings, "params": list(range(start, start + count))})
         start += count

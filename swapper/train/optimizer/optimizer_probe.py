@@ -1,25 +1,25 @@
-"""What an optimizer keeps for a parameter, and whether a parameter may be cut: found out by real steps on small tensors.
+"""Finds out an optimizer's state for a parameter, and whether a parameter may be cut, by real steps on small tensors.
 
-Nothing about any optimizer is listed here, with the exceptions that cannot be found by trying. Two tensors of the parameter's
-dtype and number of dimensions take a few steps with the user's own settings: together, each by itself, and one of them cut into
-flat pieces; everything is compared bit for bit.
+It lists no optimizer, except for properties that a trial cannot find. Two tensors of the parameter's dtype and number
+of dimensions take a few steps with the user's own settings: together, each alone, and one of them cut into flat pieces;
+everything is compared bit for bit.
 
-[Note: what the trial decides] *Together and apart differ*: the optimizer couples parameters, and a sweep that updates them slice
-after slice would give other values; refused. *Whole and cut differ*: parameters are updated whole (Adafactor, Muon). The pieces of
-the trial are shorter than a run of torch's vector code, so equality means that an element's place does not matter at all.
-torch's fused kernels do depend on it, within runs of 8 (fp32) or 16 (bf16, fp16) elements: they are cut at multiples of 64
-(train/layout/slices.py), in the trial too.
+[Note: what the trial decides] *Together and apart differ*: the optimizer couples parameters, and a sweep slice by slice
+would give other values; refused. *Whole and cut differ*: parameters are updated whole (Adafactor, Muon). The pieces of
+the trial are shorter than a run of torch's vector code, so equality means that an element's position does not matter at
+all. torch's fused kernels do depend on it, within runs of 8 (fp32) or 16 (bf16, fp16) elements: they are cut at
+multiples of 64 (train/layout/slices.py), in the trial too.
 
-[Note: bf16 and fp16] There torch's vector and scalar code round differently in most operations that unfused optimizers use, in one
-element of a few thousand: plain torch itself then depends on the number of threads. A short trial may miss that, so besides
-passing it an optimizer must be one of those whose operations were looked at: AdamW, Adam without weight decay, Rprop; fused
-AdamW, Adam and Adagrad. All others are updated whole there.
+[Note: bf16 and fp16] There torch's vector and scalar code round differently in most operations that unfused optimizers
+use, in one element of a few thousand: plain torch itself then depends on the number of threads. A short trial may miss
+that, so in addition to passing it an optimizer must be one whose operations were inspected: AdamW, Adam without weight
+decay, Rprop; fused AdamW, Adam and Adagrad. All others are updated whole there.
 
-[Note: shapes of state] A tensor of state has its shape by the parameter's: each of its dimensions is one of the parameter's or a
-constant (Adafactor's factors). Which, is read off two tensors all of whose dimensions have different sizes.
+[Note: shapes of state] The shape of a state tensor follows from the parameter's: each of its dimensions is one of the
+parameter's or a constant (Adafactor's factors). Two tensors with different sizes in all dimensions show which.
 
-[Note: tried once] What a class of torch's own does follows from its settings, and from torch's default dtype (counters): one trial
-of them serves all of its instances. What anybody else's does may depend on the instance, and each has trials of its own.
+[Note: tried once] The behavior of torch's own classes follows from their settings, and from torch's default dtype
+(counters): one trial serves all instances. Other classes may depend on the instance, and each has trials of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop, Spar
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
 
-STEPS = 4
+STEPS = 4  # of the trial: state that appears later is not seen
 SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((), ()),
     ((1031,), (613,)),
@@ -48,22 +48,22 @@ SHAPES: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 """By number of dimensions, two shapes for the trial; no dimension of one is the same in the other."""
 LR_NAMES = frozenset({"lr", "initial_lr", "max_lr", "min_lr"})
 TRIAL_LR = 1e-2
-"""Instead of a rate of zero, as at the start of a warm-up: nothing would be seen."""
+"""Replaces a learning rate of zero, as at the start of a warm-up, which would show nothing."""
 CUT_NARROW: tuple[type[Optimizer], ...] = (AdamW, Adam, Rprop)
 CUT_NARROW_FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, Adagrad)
-"""[Note: bf16 and fp16]"""
+"""See [Note: bf16 and fp16]."""
 
 PLAIN = (int, float, bool, str, type(None))
 
 _of_torch: dict[Any, StateForm] = {}
-"""[Note: tried once]"""
+"""See [Note: tried once]."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateKey:
     """A tensor that an optimizer keeps for a parameter.
 
-    `axes` has for each of its dimensions the parameter's dimension that has the same size, or -n-1 for a constant n.
+    `axes` has for each of its dimensions the parameter's dimension of the same size, or -n-1 for a constant n.
     """
 
     name: str
@@ -74,20 +74,20 @@ class StateKey:
         return tuple(parameter[axis] if axis >= 0 else -axis - 1 for axis in self.axes)
 
     def is_like(self, ndim: int) -> bool:
-        """Has it the parameter's own shape?"""
+        """Return True if it has the parameter's own shape."""
         return self.axes == tuple(range(ndim))
 
 
 @dataclass(frozen=True, slots=True)
 class StateForm:
-    """What an optimizer keeps for parameters of one kind.
+    """An optimizer's state for parameters of one kind.
 
     Attributes:
-        keys: the tensors that it keeps, after some step or other.
-        always: names, of tensors and of what else it keeps, that were there after every step of the trial.
+        keys: the tensors that it keeps, after any step.
+        always: names, of tensors and other entries, that were there after every step of the trial.
         may_cut: see [Note: what the trial decides].
-        starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16 rounds
-            in another way in a step in which any of them is new.
+        starts_together: parameters must get their first gradients in one step: SGD(foreach=True, momentum=...) in bf16
+            rounds differently in a step in which any of them is new.
         sets: names of settings in its groups that a step changes.
     """
 
@@ -102,7 +102,7 @@ class StateForm:
 
 
 class OptimizerProbe:
-    """Finds out the forms of one optimizer's state, each once."""
+    """Finds the forms of one optimizer's state, each once."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -113,7 +113,7 @@ class OptimizerProbe:
         """Return the form for parameters (or masters) of `dtype` with `ndim` dimensions in group `settings`.
 
         Raises:
-            UnsupportedError: the optimizer cannot be paged; says why.
+            UnsupportedError: the optimizer cannot be paged; gives the reason.
         """
         group = self._optimizer.param_groups[settings]
         chosen = sorted(
@@ -133,7 +133,7 @@ class OptimizerProbe:
 
 
 class _Trial:
-    """A few steps on two small tensors, in several ways. The optimizer itself is not touched: clones take them."""
+    """A few steps on two small tensors, in several ways, taken by clones of the optimizer."""
 
     def __init__(
         self, optimizer: Optimizer, settings: int, dtype: torch.dtype, shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -181,7 +181,8 @@ class _Trial:
             return False
 
     def _take_steps(self, calls: list[list[int]], start: int = 0) -> Any:
-        """Take the steps, in calls with these tensors; returns tensors with their state, and the optimizer's own changes.
+        """Take the steps, in calls with these tensors; return tensors with their state, and the optimizer's own
+        changes.
 
         The second tensor has its first gradient in step `start`.
         """
@@ -206,7 +207,7 @@ class _Trial:
         return list(zip(tensors, states, strict=True)), clone.param_groups, own
 
     def _try(self, shadow: OptimizerProxy, works: list[Work]) -> None:
-        """Update; where there must be state before the first step (Adagrad makes it in __init__), begin with such."""
+        """Update; begin with existing state if it must exist before the first step (Adagrad makes it in __init__)."""
         kept = [(work.tensor.clone(), dict(work.state)) for work in works]
         try:
             shadow.update(works)
@@ -228,11 +229,11 @@ class _Trial:
     def _refusal(self, error: BaseException) -> UnsupportedError:
         return UnsupportedError(
             f"{self._kind} cannot be paged: a step of it on a tensor of shape {list(self._shapes[0])} and "
-            f"{self._dtype}, as swapper would take it, failed with {type(error).__name__}: {error}"
+            f"{self._dtype}, as in swapper's sweep, failed with {type(error).__name__}: {error}"
         )
 
     def _template(self) -> Callable[[tuple[int, ...]], dict[str, Any]] | None:
-        """State as the optimizer has it for one of its parameters already, for any shape."""
+        """Return the optimizer's present state for one of its parameters, as a function of the shape."""
         for parameter in self._optimizer.param_groups[self._settings]["params"]:
             state = self._optimizer.state.get(parameter)
             if not state or any(
@@ -278,7 +279,7 @@ class _Trial:
         return StateKey(name, one[0].dtype, axes)
 
     def _may_cut(self, keys: tuple[StateKey, ...], whole: tuple[torch.Tensor, dict[str, Any]]) -> bool:
-        """Update flat pieces of the first tensor, and compare with what became of the whole one."""
+        """Update flat pieces of the first tensor, and compare the result with the whole one's."""
         numel = self._values[0].numel()
         group = self._optimizer.param_groups[self._settings]
         if numel < 2 or not _may_depend_on_its_elements_only(type(self._optimizer), group, self._dtype):
@@ -303,7 +304,7 @@ class _Trial:
                 shadow.update(works)
                 parts, states = [work.tensor for work in works], [work.state for work in works]
                 shadow.end_step()
-        except Exception:  # it wants whole parameters, whatever it says
+        except Exception:  # it needs whole parameters
             return False
         tensor, state = whole
         if not is_same(torch.cat(parts), tensor.reshape(-1)) or any(s.keys() != state.keys() for s in states):
@@ -317,7 +318,7 @@ class _Trial:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether `value` can be kept beside the tensors of an optimizer's state."""
+    """Return True if `value` can be stored next to the tensors of an optimizer's state."""
     if isinstance(value, list | tuple):
         return all(is_plain(item) for item in value)
     if isinstance(value, dict):
@@ -326,10 +327,10 @@ def is_plain(value: Any) -> bool:
 
 
 def copy_for_trial(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer with the same settings and attributes, no parameters, no state, and a rate that is not zero."""
+    """Return a copy of the optimizer without parameters and state, with a nonzero learning rate."""
     clone: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
-        with contextlib.suppress(Exception):  # what cannot be copied is shared
+        with contextlib.suppress(Exception):  # attributes that cannot be copied are shared
             value = value if name in ("state", "param_groups", "step") else copy.deepcopy(value)
         clone.__dict__[name] = value
     clone.param_groups = [
@@ -363,7 +364,7 @@ def _random(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 def _axes(
     one: torch.Size, other: torch.Size, shapes: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[int, ...] | None:
-    """[Note: shapes of state]"""
+    """See [Note: shapes of state]."""
     if one == shapes[0] and other == shapes[1]:
         return tuple(range(len(one)))
     if len(one) != len(other):
@@ -385,7 +386,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 
 def check_supported(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError unless a trial of `optimizer` tells all that matters, and why it fails."""
+    """Raise UnsupportedError unless a trial of `optimizer` can tell everything that matters."""
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedError(f"offload takes a torch.optim.Optimizer; {type(optimizer).__name__} is not supported")
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -413,12 +414,12 @@ def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dty
     if isinstance(optimizer, SGD) and group.get("fused") and group.get("momentum") and dtype in NARROW:
         raise UnsupportedError(
             f"SGD(fused=True, momentum={group['momentum']}) gives wrong values for {dtype} from its second step on in torch "
-            "itself: leave out fused=True, or say master_weights=torch.float32"
+            "itself: leave out fused=True, or pass master_weights=torch.float32"
         )
 
 
 def _check_attributes(kind: str, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that reaches parameters by another way than its groups: its shadow would update those, and not slices."""
+    """Refuse an optimizer that reaches parameters past its groups: its proxy would update those, and not slices."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     pending = [
         (name, value, 0)
@@ -430,11 +431,11 @@ def _check_attributes(kind: str, optimizer: Optimizer) -> None:
         if isinstance(value, Optimizer):
             raise UnsupportedError(
                 f"{kind} cannot be paged: its attribute {name!r} is an optimizer of its own, which would update parameters that "
-                "are away. Offload that one, and do what the wrapper does in the training loop"
+                "are cold. Offload that one, and do what the wrapper does in the training loop"
             )
         if id(value) in own:
             raise UnsupportedError(
-                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be away when it uses them; "
+                f"{kind} cannot be paged: its attribute {name!r} holds parameters, which may be cold when it uses them; "
                 "an optimizer must find them in its param_groups"
             )
         if isinstance(value, dict) and depth < 3:

@@ -1,14 +1,14 @@
-"""The user's own optimizer, applied to views.
+"""Applies the user's own optimizer to views.
 
-A *shadow* is an object of the optimizer's class that shares its settings but has parameters and state of its own: those of
-one slice, set anew for each call. So the arithmetic is exactly what plain torch would do with this instance, `fused` or
-`foreach` as the user chose, and none of it is written down here.
+A *proxy* is an object of the optimizer's class that shares its settings but has its own parameters and state: those of
+one slice, set for each call. So the arithmetic is exactly plain torch's with this instance, `fused` or `foreach` as the
+user chose, and none of it is written down here.
 
-[Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. What an optimizer
-counts outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not with
-each call: every call of a step begins with copies of the same settings and attributes, those that `begin_step` found,
-and `end_step` hands the last call's back to the user's. So a step may go on (train/updates/at_step.py) while the user's
-settings are those of the next one already.
+[Note: one step, many calls] In plain torch one `step()` updates everything; here it takes many calls. Counters of an
+optimizer outside of its parameters' state, in its groups (`group["k"] += 1`) or on itself, must advance once and not
+with each call. So every call of a step begins with copies of the same settings and attributes, those of `begin_step`,
+and `end_step` copies the last call's back to the user's. So a step may continue (train/updates/at_step.py) while the
+user's settings are already those of the next one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from torch.optim import Optimizer
 from swapper.errors import UnsupportedError
 
 NAMES = "param_names"
-"""Of a group's parameters, where the optimizer was built from named ones. As many as parameters, and for people only."""
+"""Settings of named parameters. As many as parameters, and only for people."""
 
 
 @dataclass(slots=True)
 class Work:
-    """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same dtype.
+    """One tensor to update: a parameter, its fp32 master, or elements of one, with gradient and state of the same
+    dtype.
 
-    `settings` is the index of the parameter's group in `optimizer.param_groups`. `state` is what the optimizer finds in
-    `self.state[tensor]`, and after the update what it left there: perhaps other tensors than those that it was given.
+    `settings` is the index of the parameter's group in `optimizer.param_groups`. `state` is `self.state[tensor]` before
+    the update, and afterwards what the optimizer left there: possibly other tensors.
     """
 
     settings: int
@@ -48,22 +49,22 @@ class OptimizerProxy:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._step = _unhooked_step(type(optimizer))
-        # The groups and attributes that the step has.
+        # The groups and attributes of the step.
         self._begun: tuple[list[_Settings], dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] = []  # of the optimizer when the step began
-        self._attributes: dict[str, Any] = {}  # that a call of this step left changed
+        self._attributes: dict[str, Any] = {}  # changed by a call of this step
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
     def begin_step(self) -> None:
-        """Whatever becomes of the optimizer's settings now: until `end_step`, updates have those of this moment."""
+        """Fix the optimizer's settings for updates until `end_step`."""
         self._groups = list(self._optimizer.param_groups)
         self._begun = [_Settings(group) for group in self._groups], self._own_attributes()
         self._settings, self._attributes = {}, {}
 
     def update(self, works: Sequence[Work]) -> None:
-        """Update the tensors of `works` and their state. A tensor may have another memory afterwards (`p.data = ...`).
+        """Update the tensors of `works` and their state. A tensor may have other memory afterwards (`p.data = ...`).
 
-        The step begins here, if it has not.
+        Begins the step, if it has not begun.
 
         Raises:
             UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
@@ -91,7 +92,7 @@ class OptimizerProxy:
         self._note_changes(shadow, groups, before)
 
     def changed_setting(self) -> str | None:
-        """Return which setting the user has changed since `begin_step`, in words; None if none."""
+        """Return the setting that the user has changed since `begin_step`, in words; None if none."""
         begun = self._begun[0] if self._begun is not None else []
         if self._begun is not None and len(begun) != len(self._optimizer.param_groups):
             return "the number of the optimizer's groups"
@@ -104,18 +105,18 @@ class OptimizerProxy:
         return None
 
     def settings(self, number: int) -> Mapping[str, Any]:
-        """Return what a group of the optimizer is set to in this step. Not to be changed."""
+        """Return the settings of a group of the optimizer in this step. Do not change them."""
         if self._begun is not None:
             return self._begun[0][number].values
         return self._optimizer.param_groups[number]
 
     def counts_on_device(self, settings: int) -> bool:
-        """Whether a group's update wants their counters, which are single numbers, where its parameters are."""
+        """Return True if a group's update needs its counters, which are single numbers, on the parameters' device."""
         group = self.settings(settings)
         return bool(group.get("fused") or group.get("capturable"))
 
     def end_step(self) -> None:
-        """Give the optimizer what the step changed of its own settings and attributes. [Note: one step, many calls]"""
+        """Copy the step's changes of settings and attributes to the optimizer. See [Note: one step, many calls]."""
         self._begun = None
         changed, self._settings = self._settings, {}
         for index, values in changed.items():
@@ -159,7 +160,7 @@ class _Settings:
     """A copy of a group's settings, without its parameters.
 
     Attributes:
-        values: by key. Not to be changed.
+        values: by key. Do not change them.
         members: ids of its parameters.
     """
 
@@ -182,7 +183,7 @@ class _Settings:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two values are the same, tensors bit for bit, in lists and dictionaries too."""
+    """Return True if two values are the same, tensors bit for bit, in lists and dictionaries too."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return (
             isinstance(one, torch.Tensor)
@@ -203,6 +204,6 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _unhooked_step(cls: type[Optimizer]) -> Callable[[Any], Any]:
-    """Return the class's `step` without torch's wrapper, which calls hooks: those are for the user's instance, once a step."""
+    """Return the class's `step` without torch's wrapper, whose hooks are for the user's instance, once a step."""
     step: Any = cls.step
     return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]

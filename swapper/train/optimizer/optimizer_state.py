@@ -1,7 +1,7 @@
-"""The optimizer's state of one model, as it is looked at and given from outside: `optimizer.state`, state dicts, checkpoints.
+"""Presents the optimizer's state of one model: `optimizer.state`, state dicts, checkpoints.
 
-It lies in its sections; that of some groups stays on the device, and then what is there counts, not what is at its place. Whoever
-looks has the last step finished first, and has brought to its place what stays on the device, or a copy of that.
+It lies in its sections. State of some groups stays on the device; then that is valid, and not the section. An access
+first finishes the last step, and copies state on the device, or a part of it, to the host.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from swapper.train.updates.sweep import Trainable
 
 
 class OptimizerState:
-    """Owns what each parameter's state has, and what of it stays on the device.
+    """Owns each parameter's state entries, and the state that stays on the device.
 
     Args:
-        membership: which parameters the optimizer's groups have.
-        inventory: what it and the model consist of.
-        trainables: what is trained.
-        places: where everything lies, by name of a parameter and key.
+        membership: of parameters in the optimizer's groups.
+        inventory: contents of the optimizer and the model.
+        trainables: the trained parameters.
+        places: of everything, by name of a parameter and key.
         sections: of the state.
-        pager: what leases go to.
-        entrance: where the user comes in.
-        finish_update: has the updates done that the last step has left.
-        on_device: where forwards and backwards run on an accelerator.
+        pager: makes the leases.
+        entrance: called at each use by the user.
+        finish_update: finishes the last step's updates.
+        on_device: the accelerator of forwards and backwards, if any.
 
     Attributes:
-        entries: what each parameter's state has, as plain torch would have it.
-        kept: what stays on the device, where updates are made there.
+        entries: each parameter's state entries, as plain torch would have them.
+        kept: state that stays on the device, if updates run there.
         view: shows the state of each parameter.
     """
 
@@ -79,20 +79,21 @@ class OptimizerState:
         self.view = StateView(self)
 
     def close(self) -> None:
-        """Nobody wants what is on the device any more. No copy is on its way."""
+        """Release state on the device. Requires that no copy is in flight."""
         if self.kept is not None:
             self.kept.close()
 
     def let_go(self) -> None:
-        """After `close`: keep nothing, and refuse everything. The user's optimizer has this one."""
+        """After `close`: release everything and refuse every call. The user's optimizer refers to this object."""
         session_guard = self._session_guard
         vars(self).clear()
         self._session_guard, self._finish_update = session_guard, session_guard.check
 
-    # --- what stays on the device ---------------------------------------------------------------------------------
+    # --- state on the device
+    # --------------------------------------------------------------------------------------------
 
     def sync_to_host(self) -> None:
-        """Somebody looks at the places of the state: have there what stays on the device.
+        """Copy state that stays on the device to its sections, for an access there.
 
         Raises:
             IoError, DeviceError: it could not be copied.
@@ -101,17 +102,19 @@ class OptimizerState:
             self.kept.sync_to_host()
 
     def forget_kept(self) -> None:
-        """What is at its place is what counts."""
+        """Discard state on the device: the sections are valid."""
         if self.kept is not None:
             self.kept.forget()
 
-    # --- state dicts ----------------------------------------------------------------------------------------------
+    # --- state dicts
+    # ----------------------------------------------------------------------------------------------------
 
     def save(self) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its places until it changes.
+        """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
+        changes.
 
         Raises:
-            IoError: what is changed in memory could not be written.
+            IoError: changes in memory could not be written.
         """
         with self._session_guard.turns.turn():
             self._session_guard.check()
@@ -120,7 +123,7 @@ class OptimizerState:
             return self._dicts.show()
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
-        """Take the same.
+        """Load the same.
 
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
@@ -134,41 +137,42 @@ class OptimizerState:
                 self.forget_kept()
 
     def at_its_place(self) -> dict[int, dict[str, Any]]:
-        """Return the state in torch's form; its tensors alias the sections, whose data may be away."""
+        """Return the state in torch's form; its tensors alias the sections, whose data may be cold."""
         return self._dicts.in_torch_order(self._alias)
 
     @property
     def packed_entries(self) -> dict[str, Any]:
-        """What each parameter's state has, for a commit."""
+        """Return each parameter's state entries, for a commit."""
         return self.entries.pack()
 
     def expire(self, why: str) -> None:
-        """The state is about to change: what `save` has shown is not to be looked at any more."""
+        """Expire the tensors of `save` before the state changes."""
         self._dicts.expire(why)
 
     def _alias(self, name: str, key: str) -> torch.Tensor:
         place = self._places[name, key]
         return place.section.tensor(place.slot)
 
-    # --- one parameter's state: see StateStore -------------------------------------------------------------------
+    # --- one parameter's state: see StateStore
+    # -------------------------------------------------------------------------
 
     def with_state(self) -> list[torch.Tensor]:
-        """Return the parameters that the optimizer keeps something for, in the order of its groups."""
+        """Return the parameters that have state, in the order of the optimizer's groups."""
         self._finish_update()
         self._membership.follow()
         numbers = self._membership.numbers
         found = [p for p, places in self._trained if self.entries[places.name]]
-        return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those that are in no group are the last
+        return sorted(found, key=lambda p: numbers.get(id(p), len(numbers)))  # those in no group are last
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
-        """Return what there is for a parameter."""
+        """Return the keys of a parameter's state."""
         self._session_guard.check()
         self._finish_update()
         name = self._names.get(id(parameter))
         return [] if name is None else list(self.entries[name])
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
-        """Return one of that: a copy of a tensor, or the value itself."""
+        """Return one entry: a copy of a tensor, or the value itself."""
         name = self._names[id(parameter)]
         value = self.entries[name][key]
         if value is not PAGED:
@@ -187,7 +191,7 @@ class OptimizerState:
         return shown.tensor()
 
     def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take these parameters' state over.
+        """Take over these parameters' state.
 
         Raises:
             StateError: it is not what the optimizer keeps. Nothing has changed then.
@@ -206,10 +210,10 @@ class OptimizerState:
         self._change(lambda: self._dicts.take_some(named, "a replacement in optimizer.state"))
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Do what changes the state at its places.
+        """Make a change of the state in its sections.
 
         Raises:
-            StateError: it cannot be done.
+            StateError: it cannot be made.
         """
         self._session_guard.check_to_write()
         self._finish_update()
@@ -223,7 +227,7 @@ class OptimizerState:
             self.forget_kept()
 
     def _check_dtypes(self, name: str, state: Mapping[str, Any]) -> None:
-        """Raise StateError if a tensor has another dtype than the one that is kept: plain torch would go on with that."""
+        """Raise StateError if a tensor has another dtype than the stored one: plain torch would continue with that."""
         for key, value in state.items():
             place = self._places.get((name, key))
             if isinstance(value, torch.Tensor) and place is not None and value.dtype != place.slot.spec.dtype:
@@ -233,7 +237,7 @@ class OptimizerState:
                 )
 
     def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
-        """Return what has a copy that was changed written. A copy that the user keeps must not keep us."""
+        """Return a function that writes back a changed copy. A copy that the user keeps must not keep us alive."""
         owner, generation, place = weakref.ref(self), self._dicts.generation, self._places[name, key]
 
         def write(value: torch.Tensor, how: str) -> None:

@@ -1,4 +1,4 @@
-"""`optimizer.state_dict` and `load_state_dict` of one model: from the places of the state to torch's form and back."""
+"""Implements `optimizer.state_dict` and `load_state_dict` of one model: between sections and torch's form."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from swapper.train.optimizer.optimizer_probe import StateForm
 
 
 class StateDicts:
-    """Makes state_dicts, and takes them.
+    """Makes and loads state_dicts.
 
     Args:
-        trained: parameters whose state has a place.
+        trained: parameters whose state has a location.
         membership: has the parameters' numbers in torch's form.
-        entries: what the optimizer keeps for each.
-        forms: by name of a parameter, what it may keep.
-        places: by name of a parameter and key, where.
+        entries: the optimizer's state of each.
+        forms: by name of a parameter, its possible state.
+        places: by name of a parameter and key.
         sections: of the state.
-        pager: what leases go to.
+        pager: makes the leases.
 
     Attributes:
         generation: how often the state has changed as a whole.
@@ -61,7 +61,7 @@ class StateDicts:
         """Return the state in torch's form; its tensors show it until `expire` is called, and take no memory.
 
         Raises:
-            IoError: what is changed in memory could not be written.
+            IoError: changes in memory could not be written.
         """
         self._pager.flush()
         shown = MappedState(self._pager, "optimizer.state_dict()")
@@ -69,25 +69,25 @@ class StateDicts:
         return self.in_torch_order(lambda name, key: shown.tensor(self._places[name, key]))
 
     def expire(self, why: str) -> None:
-        """The state is about to change: what was shown is not to be looked at any more."""
+        """Expire returned tensors before the state changes."""
         self.generation += 1
         expire(self._shown, why)
 
     def read(self, place: TensorLocation) -> torch.Tensor:
-        """Return a copy of what is at a place."""
+        """Return a copy of the tensor at a location."""
         copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
         for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
             copied.view(-1)[begin:end] = view
         return copied
 
     def write(self, place: TensorLocation, value: torch.Tensor, why: str) -> None:
-        """Put `value` at a place. State dicts that were shown expire."""
+        """Store `value` at a location. Returned state dicts expire."""
         for _, begin, end, view in iter_section_pages(place.section, self._pager, write=True, only=[place.slot]):
             view.copy_(value.reshape(-1)[begin:end])
         expire(self._shown, why)
 
     def in_torch_order(self, find: Callable[[str, str], torch.Tensor]) -> dict[int, dict[str, Any]]:
-        """Return the optimizer's state as its state_dict has it: by number of parameter, keys as the optimizer makes them.
+        """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.
 
         Args:
             find: returns the tensor for a name of a parameter and a key.
@@ -103,7 +103,7 @@ class StateDicts:
         return dict(sorted(state.items()))
 
     def take(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Put what a state_dict has at its places.
+        """Store a state_dict.
 
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.
@@ -111,10 +111,10 @@ class StateDicts:
         self.take_some({of.name: {} if number is None else state.get(number, {}) for number, of in self._numbered()})
 
     def take_some(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
-        """Put the state of some parameters, by name, at its places.
+        """Store the state of some parameters, by name.
 
         Args:
-            why: for errors of who looks at what was shown before.
+            why: the reason why earlier tensors expire, for their errors.
 
         Raises:
             ValueError: it is not what the optimizer keeps. Nothing has changed then.

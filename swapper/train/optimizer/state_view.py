@@ -1,8 +1,8 @@
-"""`optimizer.state` of the returned optimizer: looked at and changed as plain torch's.
+"""Makes `optimizer.state` of the returned optimizer readable and writable as in plain torch.
 
-What lies on the drive or in a frame is replaced by every step, so a tensor is a copy, read when it is asked for, and stays what
-it is. Until the next step it stands for the state: an operation that writes to it, or to a view of it, has it written to its place
-at once. After that step a write to it would be lost, and is refused.
+Every step replaces the state on the drive or in a frame, so a tensor is a copy, read on access, and keeps its values.
+Until the next step it stands for the state: an operation that writes to it, or to a view of it, writes to the state at
+once. After that step a write to it would be lost, and is refused.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from swapper.modules.cold import tensors_among
 
 
 class StateStore(Protocol):
-    """Who has the state."""
+    """Has the state."""
 
     def with_state(self) -> list[torch.Tensor]:
-        """Return the parameters that have any, in the order of the optimizer's groups."""
+        """Return the parameters that have state, in the order of the optimizer's groups."""
 
     def keys(self, parameter: torch.Tensor) -> list[str]:
-        """Return what there is for a parameter."""
+        """Return the keys of a parameter's state."""
 
     def read(self, parameter: torch.Tensor, key: str) -> Any:
-        """Return one of that: a ShownState's tensor, or a value."""
+        """Return one entry: a ShownState's tensor, or a value."""
 
     def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Take these parameters' state over.
+        """Take over these parameters' state.
 
         Raises:
             StateError: it is not what the optimizer keeps. Nothing has changed then.
@@ -39,7 +39,7 @@ class StateStore(Protocol):
 
 
 class StateView(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
-    """The state of each parameter that has any. What is set is copied to its place.
+    """The state of each parameter that has any. Assigned state is copied.
 
     Args:
         store: has it.
@@ -89,7 +89,7 @@ class StateView(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
         self.replace({})
 
     def replace(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Have this and nothing else, as `optimizer.state = states` does."""
+        """Replace all state, as `optimizer.state = states` does."""
         kept = {parameter: dict(state) for parameter, state in states.items()}
         self._store.put({**{parameter: {} for parameter in self}, **kept})
 
@@ -98,7 +98,7 @@ class StateView(MutableMapping[torch.Tensor, MutableMapping[str, Any]]):
 
 
 class ParameterState(MutableMapping[str, Any]):
-    """One parameter's state, as it is when it is looked at."""
+    """One parameter's state, read on access."""
 
     def __init__(self, store: StateStore, parameter: torch.Tensor) -> None:
         self._store = store
@@ -134,11 +134,11 @@ class ParameterState(MutableMapping[str, Any]):
         return repr(dict(self))
 
     def __reduce__(self) -> Any:
-        return OrderedDict, (), None, None, iter(dict(self).items())  # which torch.load(weights_only=True) knows
+        return OrderedDict, (), None, None, iter(dict(self).items())  # torch.load(weights_only=True) knows this class
 
 
 class StateCopy(torch.Tensor):
-    """A copy of a part of the state. Never made by anyone: a tensor's class is set to it."""
+    """A copy of a part of the state. Never constructed: a tensor's class is set to it."""
 
     shown: ShownState
 
@@ -153,7 +153,7 @@ class StateCopy(torch.Tensor):
             result = func(*args, **kwargs)
             written = [copied for copied, version in zip(copies, versions, strict=True) if copied._version != version]
             if func is torch.Tensor.to and any(result is copied and copied.shown.is_taken_over for copied in copies):
-                return result.detach().as_subclass(torch.Tensor).clone()  # whoever takes the state over may change it
+                return result.detach().as_subclass(torch.Tensor).clone()  # the new owner of the state may change it
             for copied in copies:
                 copied.shown.watch_views(result)
         if func in (torch.Tensor.numpy, torch.Tensor.__array__):
@@ -174,12 +174,12 @@ class StateCopy(torch.Tensor):
 
 
 class ShownState:
-    """A copy of one tensor of the state, which all that is shown of it shares.
+    """A copy of one tensor of the state, shared by all views of it.
 
     Args:
         memory: the copy.
-        write: has it written to its place, or refuses that; given the copy and what the user did, in a word.
-        is_taken_over: what `.to()` gives is another optimizer's, with memory of its own.
+        write: writes it to the state, or refuses; called with the copy and the user's operation, in a word.
+        is_taken_over: the result of `.to()` belongs to another optimizer, with memory of its own.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class ShownState:
         self._tensor: weakref.ref[torch.Tensor] | None = None
 
     def tensor(self) -> torch.Tensor:
-        """Return what the user is given; the same one for as long as anybody has it."""
+        """Return the user's tensor; the same one as long as anybody holds it."""
         tensor = None if self._tensor is None else self._tensor()
         if tensor is None:
             tensor = self._show(self.memory.detach())
@@ -199,7 +199,7 @@ class ShownState:
         return tensor
 
     def watch_views(self, result: Any) -> None:
-        """What of `result` has the same memory stands for the state too."""
+        """Make views in `result` that share the memory stand for the state too."""
         storage = self.memory.untyped_storage().data_ptr()
         for view in tensors_among(result):
             plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
@@ -207,7 +207,8 @@ class ShownState:
                 self._show(view)
 
     def was_written(self, how: str) -> None:
-        """
+        """Write the copy back.
+
         Raises:
             StateError: it is not the state any more.
         """
@@ -220,7 +221,7 @@ class ShownState:
 
 
 def outdated(name: str, key: str, how: str) -> StateError:
-    """Return the error for a write to a copy that the state has gone on from."""
+    """Return the error for a write to an outdated copy of the state."""
     return StateError(
         f"{how} would change {key!r} of {name} as it was before the last step, load_state_dict or replacement of the state, and "
         f"have no effect: read it again, optimizer.state[parameter][{key!r}]"

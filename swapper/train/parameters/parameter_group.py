@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.cold import FaultHandler, guard, leave_cold, materialize, set_cold, unguard
+from swapper.modules.cold import FaultHandler, guard, materialize, set_cold, unguard
 from swapper.modules.groups import Group
+from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -18,22 +19,14 @@ from swapper.paging.store.external_files import checksum_of
 from swapper.train.layout.content import SectionSource, compare, fill
 
 
-def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return what all tensors on one storage have in common, wherever it is; None for a tensor that has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped
-        return None
-
-
-class GroupParameters:
+class GroupParameters(LeasedGroup):
     """Owns the placement of one group's parameters.
 
     Args:
         group: the group; its parameters' data is moved to their slots by `adopt`.
         places: for each parameter, its section and slot.
         pager: None if all sections are resident.
-        keeper: who is asked when a cold parameter is touched.
+        fault_handler: who is asked when a cold parameter is touched.
         expire: told, with a reason, before changed parameters can be on their way to the drive: what shows them as they were
             there is over.
     """
@@ -46,6 +39,7 @@ class GroupParameters:
         fault_handler: FaultHandler,
         expire: Callable[[str], None],
     ) -> None:
+        super().__init__(group.index, group.parameters)
         self.group = group
         self.places = places
         self._pager = pager
@@ -57,27 +51,19 @@ class GroupParameters:
         self._read_access = Access(None, tuple(pages))
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
-        self._leases = 0  # of passes; they share one lease of the pager's
         self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
         self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
         self._external: list[dict[Page, int]] = []  # of each hold to write: checksums of the pages that are lent
         self._addresses: list[int] = []
-        self._versions: list[int] = []  # of the parameters when they were leased
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self.group.parameters]
-
-    @property
-    def homes(self) -> set[int]:
-        """Storages that parameters go away with, as `storage_of` gives them."""
+    def storages(self) -> set[int]:
         with torch._C.DisableTorchFunctionSubclass():
             return {int(p.untyped_storage()._cdata) for p in self.parameters} if self.paged else set()
 
     @property
-    def is_leased(self) -> bool:
-        """Whether a pass leases it."""
-        return self._leases > 0
+    def kept_accesses(self) -> Sequence[Access]:
+        return self.holds
 
     def adopt(self, content: SectionSource | None) -> None:
         """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
@@ -86,16 +72,19 @@ class GroupParameters:
         """
         if content is not None:
             self._fill(content)
-        for (_, parameter), (section, slot) in zip(self.group.parameters, self.places, strict=True):
+        for parameter, place in zip(self.parameters, self._tensors_at_places(), strict=True):
             if parameter.is_meta:
-                home = nn.Parameter(section.own_tensor(slot), requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, on the CPU
+                home = nn.Parameter(place, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, elsewhere
             else:
-                parameter.data = section.own_tensor(slot)
+                parameter.data = place
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
         if self.paged:
             self._dematerialize()
+
+    def _tensors_at_places(self) -> Iterable[torch.Tensor]:
+        return (section.own_tensor(slot) for section, slot in self.places)
 
     def _fill(self, content: SectionSource) -> None:
         for section in self._sections:
@@ -128,48 +117,25 @@ class GroupParameters:
         keys = self._pager.expected_before(self.access.key)
         return [group for kind, group, *_ in keys if kind == "param"]
 
-    def lease(self) -> None:
-        """Bring the parameters in for a forward or backward, if they are not, and keep them until `release`."""
-        if self._leases == 0:
-            self._bring_in()
-        self._leases += 1
-        try:
-            self._materialize()
-        except BaseException:
-            self.release()
-            raise
-        if self._leases == 1:
-            self._versions = [parameter._version for parameter in self.parameters]
-
-    def wait_on_current_stream(self) -> None:
-        """It is leased, and kernels on the current stream use it too, which need not be the one that it was leased on."""
-
     def check_graph_of_backward(self) -> None:
         """A backward with `create_graph=True` begins to use the group: what autograd makes of it will, unannounced.
 
         Such reads are answered from the file (csrc/memory/fault.h).
         """
 
-    def _bring_in(self) -> None:
-        """A pass begins to lease the group."""
+    def _bring_in(self) -> bool:
         if self.catch_up is not None:
             self.catch_up(self.access if self.paged else None)
         elif self.paged:
             self._pager.acquire(self.access)
+        return True
 
-    def release(self) -> None:
-        self._leases -= 1
-        if self._leases:
-            return
-        changed = self._changed()
-        try:
-            if self.paged:
-                self._give_back(bool(changed))
-        finally:
-            if changed:
-                self._fault_handler.note_change(self, changed)
+    def _note_change(self, names: list[str]) -> None:
+        self._fault_handler.note_change(self, names)
 
     def _give_back(self, changed: bool) -> None:
+        if not self.paged:
+            return
         may_write = False
         try:
             if changed:
@@ -183,13 +149,7 @@ class GroupParameters:
                 self._pager.release(self._write_access, self._write_access.writes)
 
     def _changed(self) -> list[str]:
-        """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
-        versions, self._versions = self._versions, []
-        changed = [
-            name
-            for (name, parameter), version in zip(self.group.parameters, versions, strict=False)
-            if parameter._version != version
-        ]
+        changed = super()._changed()
         return changed + [name for name in self.written() if name not in changed]
 
     def written(self) -> list[str]:
@@ -223,7 +183,7 @@ class GroupParameters:
         try:
             if write:
                 self._expire("the parameter was changed, by gather(..., write=True) or load_state_dict")
-                self._fault_in_deferred()
+                self._copy_back()
                 now = self._external_pages()
                 same = {page.index for page, checksum in before.items() if now.get(page) == checksum}
         finally:
@@ -244,7 +204,7 @@ class GroupParameters:
             self._pager.take_in_written()  # or it would count as changed by who takes hold
             self._pager.acquire(access)
 
-    def _fault_in_deferred(self) -> None:
+    def _copy_back(self) -> None:
         """What was changed is to be at its place: that is where it was changed."""
 
     def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
@@ -253,39 +213,26 @@ class GroupParameters:
             self._dematerialize()
             self._pager.release(access, changed)
 
-    def forget_leases(self) -> None:
-        """The passes that held leases are gone; the pager drops its own count by itself. Holds stay."""
-        self._leases = 0
-        if self.paged:
-            self._dematerialize()
-
-    def abandon(self, keep_cold: bool) -> None:
-        """The manager closes. Resident parameters stay usable; paged ones stay cold for good if `keep_cold`."""
-        for parameter in self.parameters:
-            if self.paged and keep_cold:
-                leave_cold(parameter)
-            else:
-                unguard(parameter)
-
     def _materialize(self) -> None:
         if self.paged:
-            for parameter in self.parameters:
-                materialize(parameter)
+            super()._materialize()
         self._check_places()
 
     def _check_places(self) -> None:
         """Raise StateError unless the parameters are where they were put."""
-        for (name, parameter), (_, slot), address in zip(
-            self.group.parameters, self.places, self._addresses, strict=True
-        ):
-            same = parameter.data_ptr() == address or slot.spec.numel == 0
-            if not same or parameter.shape != slot.spec.shape or parameter.dtype != slot.spec.dtype:
+        for number, (parameter, (_, slot)) in enumerate(zip(self.parameters, self.places, strict=True)):
+            spec = slot.spec
+            is_same = spec.numel == 0 or self._is_at_place(number, parameter)
+            if not is_same or parameter.shape != spec.shape or parameter.dtype != spec.dtype:
                 raise StateError(
-                    f"parameter {name} was replaced or resized behind the manager's back: expected "
-                    f"{slot.spec.dtype} {list(slot.spec.shape)} at its place, found {parameter.dtype} "
-                    f"{list(parameter.shape)}. Change values inside `with manager.gather(..., write=True)`; "
-                    "change shapes, dtypes or devices before manager.offload"
+                    f"parameter {self.names[number]} was replaced or resized behind the manager's back: expected {spec.dtype} "
+                    f"{list(spec.shape)} at its place, found {parameter.dtype} {list(parameter.shape)} on {parameter.device}. "
+                    "Change values inside `with manager.gather(..., write=True)`; change shapes, dtypes or devices before "
+                    "manager.offload"
                 )
+
+    def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
+        return parameter.data_ptr() == self._addresses[number]
 
     def part(self) -> None:
         """The memory is about to go: leave the parameters warm and without data, until they are adopted again."""
@@ -297,7 +244,5 @@ class GroupParameters:
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
     def _dematerialize(self) -> None:
-        if self._leases or self.holds:
-            return
-        for parameter in self.parameters:
-            set_cold(parameter)
+        if not self._leases and not self.holds:
+            super()._dematerialize()

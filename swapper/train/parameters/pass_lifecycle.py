@@ -35,8 +35,8 @@ class PassLifecycle:
         updates: told what passes do.
         sweep: its leases go with those of a pass that is abandoned.
         pager: what leases go to.
-        keeper: brings parameters in for the forward that runs.
-        entrance: where the user comes in.
+        fault_handler: brings parameters in for the forward that runs.
+        session_guard: where the user comes in.
         clock: told what phase of a step begins.
         on_device: where forwards and backwards run on an accelerator.
         check_files: raises where files that parameters are read from were changed.
@@ -114,7 +114,7 @@ class PassLifecycle:
     def forget_leases(self) -> None:
         """As `abandon`; and the pager and the device forget what was leased, whether a pass is open or not. Gathered ones stay."""
         self.abandon()
-        self._drop_leases([access for parameters in self._groups for access in parameters.holds])
+        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
 
     def enter_forward(self) -> None:
         """A forward begins: raise if the manager cannot be used."""

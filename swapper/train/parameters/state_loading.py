@@ -11,13 +11,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from swapper.modules.cold import is_aliasing
+from swapper.modules.cold import aliases, is_aliasing
 from swapper.modules.groups import Unit
+from swapper.modules.leased_group import storage_of
+from swapper.modules.models import Models
 from swapper.modules.own_hook import OwnHook
 from swapper.runtime.teardown import close_all
-from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+from swapper.train.parameters.parameter_group import GroupParameters
 
 
 class LoadHooks:
@@ -42,7 +45,7 @@ class LoadHooks:
         self._written = written
         self._open: list[tuple[nn.Module, list[GroupParameters]]] = []  # what is being loaded and held, outermost first
         self._handles: list[Any] = []
-        self._homes = {home for group in groups for home in group.homes}
+        self._storages = {storage for group in groups for storage in group.storages}
         for owner in {owner: None for unit in units for owner in unit.module.modules()}:
             copy = OwnHook(self._copy)
             self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
@@ -92,5 +95,33 @@ class LoadHooks:
             tensor = state_dict.get(prefix + name)
             if tensor is None or tensor is parameter:  # keep_vars: the guarded parameter itself
                 continue
-            if storage_of(tensor) in self._homes:
+            if storage_of(tensor) in self._storages:
                 state_dict[prefix + name] = tensor.clone()
+
+
+Placed = Callable[[int], torch.Tensor | None]
+"""Returns the tensor at the place of the parameter of that id; None for what is no such parameter."""
+
+
+def state_dict_of(model: nn.Module, placed: Placed | None) -> dict[str, Any]:
+    """Return the model's state dict, or those of several by name, of tensors that are elsewhere: a checkpoint's form.
+
+    A parameter is shown by the tensor at its place, which has no data unless its pages are in memory: who writes the
+    checkpoint looks at the place. Where kernels run on an accelerator the parameter is not at its place.
+
+    Args:
+        placed: where parameters are not at their places.
+    """
+    with aliases():
+        if isinstance(model, Models):
+            return {name: _state_dict(child, placed) for name, child in model.named_children()}
+        return _state_dict(model, placed)
+
+
+def _state_dict(model: nn.Module, placed: Placed | None) -> dict[str, Any]:
+    content: dict[str, Any] = model.state_dict(keep_vars=placed is not None)
+    for key, value in list(content.items()):
+        if placed is not None and isinstance(value, torch.Tensor):
+            there = placed(id(value))
+            content[key] = value.detach().cpu() if there is None else there
+    return content

@@ -15,7 +15,7 @@ backward is over.
 
 [Note: what a graph holds] Autograd's nodes hold their hooks, and Python's collector does not look through nodes for cycles. A
 module that keeps a tensor with a graph on itself (RecurrentGemma its state) would so keep itself, and the memory of a run that
-is closed. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `Call`, which only names what it means.
+is closed. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `TrainingCall`, which only names what it means.
 
 [Note: turns] A model's books (calls, leases, phases) are one thread's at a time: a forward has the turn from its first hook to its
 last, a backward from its first hook to autograd's final callback; a step, a snapshot, `gather` at its two ends, and closing take it
@@ -38,35 +38,33 @@ from torch.nn.utils import stateless
 from swapper.errors import StateError
 from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Unit
+from swapper.modules.module_hooks import Call, ModuleHooks
 from swapper.modules.outputs import tensors_of
 from swapper.modules.own_hook import OwnHook
 from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.heap import note_used
-from swapper.runtime.interrupts import defer_sigint
-from swapper.runtime.teardown import close_all
-from swapper.train.parameters.parameter_group import GroupParameters, storage_of
+from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
 
 
-class Call:
-    """One forward of one unit, and the groups that it leases: by name and by index, see [Note: what a graph holds]."""
+class TrainingCall(Call):
+    """A call whose groups are leased again when its backward comes. See [Note: what a graph holds]."""
 
-    __slots__ = ("backward_task", "end", "given", "groups", "is_functional", "module", "start", "use")
+    __slots__ = ("backward_task", "end", "given", "is_functional", "start", "use")
 
-    def __init__(self, module: str, groups: list[int], start: int) -> None:
-        self.module = module
-        self.groups = groups
+    def __init__(self, module: str, start: int) -> None:
+        super().__init__(module)
         self.start = start
         self.end = -1
         self.backward_task: int | None = None  # while its groups are leased for backward
-        self.use = -1  # see Uses
+        self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
         self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
 
 
-class TrainingHooks:
+class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     """Owns the hooks of one model and the leases that they hold.
 
     Args:
@@ -92,26 +90,18 @@ class TrainingHooks:
         updates: Updates,
         turns: Turns,
     ) -> None:
+        units = list(units)
+        super().__init__(units, groups, drop_leases, turns)
         self.check_inputs: Callable[[nn.Module, Any], None] = lambda module, inputs: None
-        self._groups = groups
-        self._turns = turns
-        self._is_removed = False
         self._updates = updates
         self._check_usable = check_usable
-        self._drop_leases = drop_leases
         self._enter_phase = enter_phase
         self._clock = 0
-        self._forward: list[Call] = []  # the stack of running forwards
-        self._backward: list[Call] = []  # calls whose groups are leased for backward
-        self._held: list[Call] = []  # calls whose outputs show no gradient to wait for: leased until a backward is over
+        self._backward: list[TrainingCall] = []  # calls whose groups are leased for backward
+        self._held: list[TrainingCall] = []  # calls whose outputs show no gradient: leased until a backward is over
         self._tasks: set[int] = set()  # backwards that run, one within the other
-        self._handles: list[Any] = []
-        self._group_of = {id(p): group for group in groups for p in group.parameters}
-        self._homes = {home for group in groups for home in group.homes}
-        self._modules: dict[str, nn.Module] = {}  # by the unit's name, as the next
-        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}
+        self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         for unit in units:
-            self._modules[unit.name] = unit.module
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
             self._members[unit.name] = [
                 (owner, name, parameter)
@@ -119,45 +109,27 @@ class TrainingHooks:
                 for name, parameter in owner._parameters.items()
                 if parameter is not None and id(parameter) in needed
             ]
-            before, after = OwnHook(self._before_forward(unit)), OwnHook(self._after_forward(unit))
-            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            self._handles.append(unit.module.register_forward_hook(after, always_call=True))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._is_removed = True
 
     @property
     def pass_is_open(self) -> bool:
         """True while a forward or a backward holds leases."""
-        return bool(self._forward or self._backward or self._held)
+        return bool(self._running or self._backward or self._held)
 
     def abandon_pass(self) -> None:
-        """Forget a forward or backward that an exception or Ctrl-C went through, with its leases. Gathered ones stay."""
         if self.pass_is_open:
-            self._forward.clear()
             self._backward.clear()
             self._held.clear()
             self._updates.uses.clear()
-            for group in self._groups:
-                group.forget_leases()
-            self._drop_leases([access for group in self._groups for access in group.holds])
+            super().abandon_pass()
 
-    def bring(self, parameter: nn.Parameter) -> bool:
-        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
-        group = self._group_of[id(parameter)]
-        if not self._forward or _in_backward():
-            return False
-        for call in reversed(self._forward):
-            if any(parameter is inside for inside in self._modules[call.module].parameters()):
-                with defer_sigint, outside_transforms():
-                    group.lease()
-                    call.groups.append(group.group.index)
-                    self._updates.uses.brought(call, group.group.index)
-                return True
-        return False
+    @property
+    def _is_inside(self) -> bool:
+        return not _in_backward()
+
+    def _lease_more(self, call: TrainingCall, group: GroupParameters) -> None:
+        group.lease()
+        call.groups.append(group.index)
+        self._updates.uses.brought(call, group.index)
 
     def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
         """Return what `run` returns, an operation outside of the modules that contain `parameters`, which are there.
@@ -166,8 +138,8 @@ class TrainingHooks:
         """
         if not torch.is_grad_enabled():
             return run()
-        groups = dict.fromkeys(self._group_of[id(parameter)].group.index for parameter in parameters)
-        call = Call("an operation", list(groups), self._tick())
+        call = TrainingCall("an operation", self._tick())
+        call.groups += dict.fromkeys(self._group_of[id(parameter)].index for parameter in parameters)
         output = run()
         call.end = self._tick()
         watched = [tensor for tensor in tensors_among(output) if tensor.requires_grad and tensor.grad_fn is not None]
@@ -179,71 +151,60 @@ class TrainingHooks:
 
     # --- forward --------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            with outside_transforms():
-                before(module, args, kwargs)
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        with outside_transforms():
             self._take_turn()
             self._check_usable()
             is_functional = self._has_other_members(unit, module)
             if self._is_stale(unit):
                 self.abandon_pass()
-            if any(call.module == unit.name for call in self._held) and not _in_backward():
-                self._let_go_of_held()  # that forward was never followed by a backward
             in_backward = _in_backward()
+            if any(call.module == unit.name for call in self._held) and not in_backward:
+                self._let_go_of_held()  # that forward was never followed by a backward
             if in_backward:
                 self._note_backward()
                 self._updates.backward_goes_on()
-            elif not self._forward:
-                self._tasks.clear()
-                self.check_inputs(module, args)
-                self._enter_phase("forward")
-            if not in_backward:
+            else:
+                if not self._running:
+                    self._tasks.clear()
+                    self.check_inputs(module, args)
+                    self._enter_phase("forward")
                 self._updates.forward_reaches(unit.groups)
-            call = Call(unit.name, [], self._tick())
+            call = TrainingCall(unit.name, self._tick())
             call.is_functional = is_functional
             if torch.is_grad_enabled():
                 call.given = [tensor.grad_fn for tensor in tensors_among((args, kwargs)) if tensor.grad_fn is not None]
-            self._forward.append(call)
+            self._running.append(call)
             for index in unit.groups:
                 self._groups[index].lease()
                 call.groups.append(index)
             count = self._updates.uses.called_again if in_backward else self._updates.uses.called
             count(call, torch.is_grad_enabled())
 
-        return hook
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._turns.is_mine and not _in_thread_of_autograd():
+            return None  # the pre-hook itself failed
+        try:
+            call = self._end(unit)
+            return None if call is None else self._leave(call, output)
+        finally:
+            self._give_turn()
 
-    def _after_forward(self, unit: Unit) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if not self._turns.is_mine and not _in_thread_of_autograd():
-                return None  # the pre-hook itself failed
-            try:
-                return after(output)
-            finally:
-                self._give_turn()
-
-        def after(output: Any) -> Any:
-            if all(call.module != unit.name for call in self._forward):
-                return None  # the pre-hook itself failed, or the pass was abandoned
-            while (call := self._forward.pop()).module != unit.name:
-                self._release(call)  # stopped by an exception that went past its hooks
-            call.end = self._tick()
-            try:
-                if output is not None and call.groups:
-                    output = self._watch(call, output)
-                if output is not None and not self._homes and not self._forward:
-                    self._check_at_backward(output)
-            finally:
-                call.given = []
-                with outside_transforms():
-                    self._release(call)
-                    if not self._forward and not _in_backward():
-                        self._enter_phase("between")
-            return output
-
-        return hook
+    def _leave(self, call: TrainingCall, output: Any) -> Any:
+        """The forward of `call` is over: give back what it leases. Returns what it is to return."""
+        call.end = self._tick()
+        try:
+            if output is not None and call.groups:
+                output = self._watch(call, output)
+            if output is not None and not self._storages and not self._running:
+                self._check_at_backward(output)
+        finally:
+            call.given = []
+            with outside_transforms():
+                self._release(call)
+                if not self._running and not _in_backward():
+                    self._enter_phase("between")
+        return output
 
     def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
         """Return whether torch.func.functional_call gives the unit other parameters for this one forward.
@@ -268,9 +229,9 @@ class TrainingHooks:
         """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
         if _in_backward():
             return False
-        return bool(self._backward) or any(call.module == unit.name for call in self._forward)
+        return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
-    def _watch(self, call: Call, output: Any) -> Any:
+    def _watch(self, call: TrainingCall, output: Any) -> Any:
         """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
         tensors, rebuild = tensors_of(output)
         groups = self._leased_by(call)
@@ -288,7 +249,8 @@ class TrainingHooks:
                 and not call.is_functional
                 and any(p.requires_grad for group in groups for p in group.parameters)
             ):
-                held = Call(call.module, list(call.groups), call.start)
+                held = TrainingCall(call.module, call.start)
+                held.groups += call.groups
                 for group in groups:
                     group.lease()
                 self._held.append(held)
@@ -301,9 +263,7 @@ class TrainingHooks:
                 tensor.register_hook(_when_backward_reaches(weakref.ref(self)))  # type: ignore[no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
-        is_plain = not tensor.is_sparse and type(tensor) is not nn.Parameter
-        return tensor.clone() if is_plain and storage_of(tensor) in self._homes else tensor
+        return tensor if type(tensor) is nn.Parameter else super()._own(tensor)
 
     # --- backward -------------------------------------------------------------------------------------------------
 
@@ -313,7 +273,7 @@ class TrainingHooks:
         self._check_usable()
         self._note_backward()
 
-    def backward_reaches(self, call: Call) -> None:
+    def backward_reaches(self, call: TrainingCall) -> None:
         """A gradient of one of the call's outputs is there: the first one leases its groups."""
         self._take_turn()
         groups = self._leased_by(call)
@@ -377,7 +337,7 @@ class TrainingHooks:
         finally:
             self._give_turn()
 
-    def _end_call(self, call: Call) -> None:
+    def _end_call(self, call: TrainingCall) -> None:
         self._backward.remove(call)
         call.backward_task = None
         self._updates.uses.end(call)
@@ -395,7 +355,7 @@ class TrainingHooks:
             return
         if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
             self._tasks.clear()
-            if self._forward or self._backward:
+            if self._running or self._backward:
                 self.abandon_pass()  # somebody left it without giving the turn
         if self._is_removed:
             self._give_turn()
@@ -406,16 +366,13 @@ class TrainingHooks:
 
     def _give_turn(self) -> None:
         """A forward or backward is over: if it is the outermost one, so is the turn."""
-        if self._turns.is_mine and not self._forward and not self._tasks:
+        if self._turns.is_mine and not self._running and not self._tasks:
             self._turns.give()
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _leased_by(self, call: Call) -> list[GroupParameters]:
+    def _leased_by(self, call: TrainingCall) -> list[GroupParameters]:
         return [self._groups[index] for index in call.groups]
-
-    def _release(self, call: Call) -> None:
-        close_all(group.release for group in self._leased_by(call))
 
     def _tick(self) -> int:
         self._clock += 1
@@ -423,7 +380,7 @@ class TrainingHooks:
 
 
 def _when_backward_reaches(
-    hooks: weakref.ref[TrainingHooks], call: Call | None = None
+    hooks: weakref.ref[TrainingHooks], call: TrainingCall | None = None
 ) -> Callable[[torch.Tensor], None]:
     """A hook on a tensor: on an output of `call`, or of a model of which nothing is paged. [Note: what a graph holds]"""
 

@@ -326,49 +326,42 @@ def plan_run(
     Raises:
         BudgetError: the budget is too small; says the smallest that works.
     """
-    host_side = _HostSide(request, places)
-    on_device = _always_on_device(request, inventory)
-    found, budget = host_side.divide(inventory, on_device, page_bytes)
+    options, device = request.options, request.device
+    params, state = places or (options.params, options.optimizer_state)  # of what is on a device: its place beside that
+    wishes = "auto" if params == "device" else params, "nvme" if state == "device" else state, options.gradients
+    step = StepKind(options.update, device is not None, request.updates_there)
+    stays = _stays_on_device(request)
+
+    def divide(on_device: DevicePlacement, page_bytes: int | None) -> tuple[dict[str, str], Budget]:
+        left = replace(without_gradients(inventory, on_device.gradients), staying_state=on_device.state)
+        return choose_placement(left, *wishes, request.manager.host_bytes, page_bytes, step)
+
+    always = DevicePlacement(
+        0,
+        frozenset(),
+        gradients=frozenset(plan.group for plan in inventory.grad_plans if stays[0] == "device"),
+        state=frozenset(group for group in state_bytes(inventory) if stays[1] == "device"),
+    )
+    found, budget = divide(always, page_bytes)
     layout = ContainerLayout.plan([plan.nbytes for plan in inventory.plans])
-    inventory = replace(inventory, staying_state=on_device.state)
+    inventory = replace(inventory, staying_state=always.state)
     sections = _make_sections(inventory, found, budget, layout)
-    placement = None
-    if request.device is not None:
-        placement = _divide_device(request, inventory, sections, budget.page_bytes)
-        inventory = replace(inventory, staying_state=placement.state)
-        if (placement.gradients, placement.state) != (on_device.gradients, on_device.state):
-            found, budget = host_side.divide(inventory, placement, budget.page_bytes)  # what they leave is for others
-            sections = _make_sections(inventory, found, budget, layout)
+    on_device = None
+    if device is not None:
+        other_bytes = sum(buffer.nbytes for buffer in request.model.buffers())
+        if request.updates_there:
+            other_bytes += ring_bytes(find_trainables(inventory, find_places(inventory, sections)), budget.page_bytes)
+        on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)
+        if (on_device.gradients, on_device.state) != (always.gradients, always.state):
+            found, budget = divide(on_device, budget.page_bytes)  # what they leave is for others
+        inventory = replace(inventory, staying_state=on_device.state)
+        sections = _make_sections(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
     turns = max(TURNS if every else 1, len(existing_files))
     return Plan(
         request=request, inventory=inventory, places=found, budget=budget, layout=layout, turns=turns, commit_every=every,
-        tuning=tuning, on_device=placement,
+        tuning=tuning, on_device=on_device,
     )  # fmt: skip
-
-
-class _HostSide:
-    """Divides host memory; what has a place on a device has one here, or on NVMe, beside that.
-
-    Args: as of `plan_run`.
-    """
-
-    def __init__(self, request: Request, places: tuple[str, str] | None) -> None:
-        options = request.options
-        params, state = places or (options.params, options.optimizer_state)
-        self._wishes = (
-            "auto" if params == "device" else params,
-            "nvme" if state == "device" else state,
-            options.gradients,
-        )
-        self._host_bytes = request.manager.host_bytes
-        self._step = StepKind(options.update, request.device is not None, request.updates_there)
-
-    def divide(
-        self, inventory: Inventory, on_device: DevicePlacement, page_bytes: int | None
-    ) -> tuple[dict[str, str], Budget]:
-        left = replace(without_gradients(inventory, on_device.gradients), staying_state=on_device.state)
-        return choose_placement(left, *self._wishes, self._host_bytes, page_bytes, self._step)
 
 
 def _stays_on_device(request: Request) -> tuple[str, str]:
@@ -376,26 +369,6 @@ def _stays_on_device(request: Request) -> tuple[str, str]:
     options, there = request.options, request.updates_there
     state = options.optimizer_state if there and options.update == "step" else "host"
     return options.gradients if there else "host", state
-
-
-def _always_on_device(request: Request, inventory: Inventory) -> DevicePlacement:
-    """Return what must stay there, however much fits."""
-    gradients, state = _stays_on_device(request)
-    return DevicePlacement(
-        0,
-        frozenset(),
-        gradients=frozenset(plan.group for plan in inventory.grad_plans if gradients == "device"),
-        state=frozenset(group for group in state_bytes(inventory) if state == "device"),
-    )
-
-
-def _divide_device(request: Request, inventory: Inventory, sections: list[Section], page_bytes: int) -> DevicePlacement:
-    assert request.device is not None
-    other_bytes = sum(buffer.nbytes for buffer in request.model.buffers())
-    if request.updates_there:
-        other_bytes += ring_bytes(find_trainables(inventory, find_places(inventory, sections)), page_bytes)
-    params = request.options.params
-    return place_on_accelerator(inventory, request.device, other_bytes, params, *_stays_on_device(request))
 
 
 def _make_sections(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from swapper.device.device import Device
-from swapper.device.device_budget import DeviceBudget
+from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import Drives
 from swapper.modules.models import as_one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from swapper.durability.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
@@ -62,15 +63,22 @@ class SessionFactory:
 
     # --- planning ---------------------------------------------------------------------------------------------------
 
-    def plan(self, request: Request, may_be_meta: bool) -> Plan:
+    def plan(self, request: Request, may_be_meta: bool, made: Plan | None = None) -> Plan:
         """Return what `open` does: of a new run, or of the one that is gone on from, which stays as it was divided.
 
         Args:
             request: what the user asks for.
             may_be_meta: parameters may be on the meta device: their values come later, or are the run's.
+            made: a plan of this request, which was made some time ago.
+
+        Raises:
+            StateError: the model or the optimizer is not as it was then.
         """
         record, frozen = self._record, request.frozen
         inventory = request.inventory(may_be_meta or record is not None)
+        if made is not None:
+            _check_same_inventory(made.inventory, inventory)
+            return made
         tuning = find_tuning_of(self._directory.drives)
         if record is None:
             return plan_run(request, inventory, tuning=tuning)
@@ -83,51 +91,20 @@ class SessionFactory:
         places, page_bytes = follow_placement(record, *wishes), page_bytes_of(record)
         return plan_run(request, inventory, places, tuning=tuning, page_bytes=page_bytes, existing_files=record.files)
 
-    def check_fresh(self, plan: Plan, may_be_meta: bool) -> Plan:
-        """Return `plan`, which was made some time ago.
-
-        Raises:
-            StateError: the model or the optimizer is not as it was then.
-        """
-        before, now = plan.inventory, plan.request.inventory(may_be_meta or self._record is not None)
-        for what, planned, found in (
-            ("parameters", _names(before), _names(now)),
-            ("optimizer's groups", before.settings, now.settings),
-            ("shapes, dtypes or requires_grad", [*before.plans, *before.grad_plans], [*now.plans, *now.grad_plans]),
-        ):
-            if planned != found:
-                raise StateError(f"the model's {what} have changed since manager.plan: plan again, and offload by that")
-        return plan
-
-    def agree(self, make: Callable[[], Plan]) -> Plan:
-        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
-        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
-        if len(set(every)) > 1:
-            steps = ["never" if n is None else f"every {n} steps" for n in every]
-            commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
-            raise ConfigError(
-                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
-                "CommitPolicy, placements and host_memory"
-            )
-        return plan
-
     # --- opening ----------------------------------------------------------------------------------------------------
 
-    def open(self, plan: Plan, init: Any) -> PagedOptimizer:
+    def open(self, make: Callable[[], Plan], init: Any) -> PagedOptimizer:
         """Open the run and have the model in it. Where that fails, `give_up`.
 
         Args:
-            plan: where everything shall live.
+            make: returns its plan.
             init: where first values come from, or None.
 
         Returns:
             What takes the place of the user's optimizer.
         """
+        plan = self._agree(lambda: self._with_buffers(make(), init is not None))
         request, record = plan.request, self._record
-        if record is not None:
-            check_buffers(request.model, "what a run goes on from")
-        elif request.frozen is not None and init is None:
-            check_buffers(request.model, "external")
         self._given_members = names_by_group(request.optimizer, _names(plan.inventory))
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
@@ -136,7 +113,8 @@ class SessionFactory:
         if record is not None:
             self._clock.counters.step = record.step
         run.adopt(GivenSource(request.optimizer) if record is None else None)
-        self._optimizer = PagedOptimizer(request.given_optimizer, self._take_step, self._train_more)
+        take_step = partial(self._current.take_step, partial(self._train_more, lambda: None))
+        self._optimizer = PagedOptimizer(request.given_optimizer, take_step, self._train_more)
         self._optimizer.bind(state_for(request, run))
         self._user.begin_rng()
         if record is None:
@@ -161,6 +139,26 @@ class SessionFactory:
         """Remove what a run that ended has left in the directory beside its commit. No run is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
 
+    def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
+        """Return `plan`. Raise UnsupportedError if the model has buffers without values, and nothing gives them any."""
+        if self._record is not None:
+            check_buffers(plan.request.model, "what a run goes on from")
+        elif plan.request.frozen is not None and not has_init:
+            check_buffers(plan.request.model, "external")
+        return plan
+
+    def _agree(self, make: Callable[[], Plan]) -> Plan:
+        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
+        plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
+        if len(set(every)) > 1:
+            steps = ["never" if n is None else f"every {n} steps" for n in every]
+            commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
+            raise ConfigError(
+                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
+                "CommitPolicy, placements and host_memory"
+            )
+        return plan
+
     def _open_run(self, plan: Plan, origin: Origin) -> TrainingSession:
         current, request = self._current, plan.request
         guard = SessionGuard(current.check, current.check_to_write, current.turns, request.manager.operates)
@@ -182,9 +180,6 @@ class SessionFactory:
         return None if members == self._given_members else members
 
     # --- training -----------------------------------------------------------------------------------------------------
-
-    def _take_step(self) -> None:
-        self._current.take_step(lambda: self._train_more(lambda: None))
 
     def _train_more(self, add: Callable[[], None]) -> None:
         """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
@@ -221,3 +216,13 @@ def state_for(request: Request, run: TrainingSession) -> StateOwner:
 
 def _names(inventory: Inventory) -> dict[int, str]:
     return {id(parameter): name for group in inventory.groups for name, parameter in group.parameters}
+
+
+def _check_same_inventory(planned: Inventory, found: Inventory) -> None:
+    for what, before, now in (
+        ("parameters", _names(planned), _names(found)),
+        ("optimizer's groups", planned.settings, found.settings),
+        ("shapes, dtypes or requires_grad", [*planned.plans, *planned.grad_plans], [*found.plans, *found.grad_plans]),
+    ):
+        if before != now:
+            raise StateError(f"the model's {what} have changed since manager.plan: plan again, and offload by that")

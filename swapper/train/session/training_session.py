@@ -1,9 +1,8 @@
-"""TrainingSession: what one offloaded model has at run time (its resources, pager, the model's own part), opened and closed as one.
+"""What one offloaded model has at run time: its resources, publisher, committer and the model's own part, opened and closed as one.
 
-[Note: order of opening and closing] Opened: the manager's directory and lock; then the resources (arena, engine, store, scratch
-file, pool), publisher, pager, the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that
-nobody asks for pages; then snapshots and the pager wait for all transfers; engine; files; arenas; at the very end the manager's
-lock. The arenas' memory goes back; what tensors still show of resident sections becomes ordinary memory (paging/host_memory.py).
+[Note: order of opening and closing] Opened: the manager's directory and lock; then the resources (modules/resources.py), publisher,
+the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that nobody asks for pages; then
+snapshots; the resources; at the very end the manager's lock.
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, StateError, SwapperError, UnsupportedError
-from swapper.paging.pager import Pager
+from swapper.io.engines import Engine
+from swapper.modules.resources import Resources
 from swapper.paging.planning.schedule import Schedule
-from swapper.paging.section import Section
-from swapper.paging.store.scratch import Stores
+from swapper.paging.section import Page, Section, pieces_of
+from swapper.paging.store.scratch import ScratchFile, Stores
+from swapper.paging.store.swap_files import Store
 from swapper.runtime.heap import Watch, watch_free_memory
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
@@ -46,7 +47,6 @@ from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks
-from swapper.train.session.session_resources import SessionResources, stored_pieces
 from swapper.train.sharded.shards import Shards
 
 log = logging.getLogger("swapper")
@@ -114,14 +114,13 @@ class TrainingSession:
         self._manager = manager
         self._clock = clock
         self._counters = clock.counters
-        self._bytes_before = self._counters.bytes_read, self._counters.bytes_written
         self._directory = directory
         self.plan = plan
-        self._backing = SessionResources()
+        self._resources = Resources[Stores](self._counters)
         self.sections = plan.make_sections()
         self._grad_sections = plan.make_grad_sections(sum(len(section.pages) for section in self.sections))
         try:
-            self._open_backing(plan, origin)
+            self._open_resources(plan, origin)
             self._open_model(plan, origin)
             self._note_sizes(plan)
             if origin.record is not None:
@@ -132,51 +131,63 @@ class TrainingSession:
             self.close()
             raise
 
-    def _open_backing(self, plan: Plan, origin: Origin) -> None:
-        paged_grads = [section for section in self._grad_sections if section.pages]
-        files, first_file = origin.files, origin.first_file
-        needed = None if origin.record is None else files_of(origin.record)
-        options = plan.request.manager
-        self._backing.open(
-            plan, self._directory, self.sections, paged_grads, files, needed, first_file, options.backend, options.check_reads
-        )  # fmt: skip
-        retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
-        self.publisher = Publisher(
-            self.sections, plan.layout, self._backing.engine, self._backing.store, retention, unchanging,
-            plan.inventory.check_files,
-        )  # fmt: skip
-
-    def _open_model(self, plan: Plan, origin: Origin) -> None:
-        inventory, fsync = plan.inventory, plan.request.manager.fsync
-        everything = [*self.sections, *self._grad_sections]
-        trainables = find_trainables(inventory, find_places(inventory, everything))
-        self.pager = Pager(
-            [page for section in everything for page in section.pages],
-            self._backing.pool,
-            Stores(self._backing.store, self._backing.scratch),
+    def _open_resources(self, plan: Plan, origin: Origin) -> None:
+        everything, options = [*self.sections, *self._grad_sections], plan.request.manager
+        trainables = find_trainables(plan.inventory, find_places(plan.inventory, everything))
+        directory, device = self._directory, plan.request.device
+        directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
+        self._resources.open(
+            [*self.sections, *(section for section in self._grad_sections if section.pages)],
+            plan.budget,
+            directory.drives.directories,
+            options.backend,
+            partial(self._open_stores, plan, origin, options.check_reads),
             Schedule(plan.cycle(everything, trainables), plan.order_tolerance),
-            self._counters,
+            None if device is None else device.device,
             window_pages=plan.window_pages,
             lazy=plan.lazy,
             max_deferred_writes=plan.max_deferred_writes,
         )
+        self.pager, self._store = self._resources.pager, self._resources.store.swap_files
+        retention, unchanging = Retention(self._directory.path), plan.inventory.unchanging
+        self.publisher = Publisher(
+            self.sections,
+            plan.layout,
+            self._resources.engine,
+            self._store,
+            retention,
+            unchanging,
+            plan.inventory.check_files,
+        )
+
+    def _open_stores(self, plan: Plan, origin: Origin, check_reads: bool, engine: Engine) -> Stores:
+        drives, layout = self._directory.drives, plan.layout
+        needed = None if origin.record is None else files_of(origin.record)
+        store = Store(
+            engine, drives, layout.headers(), layout.tail_offset, origin.files, plan.turns, stored_pieces(self.sections),
+            origin.first_file, needed, check_reads,
+        )  # fmt: skip
+        pages = [page for section in self._grad_sections for page in section.pages]
+        return Stores(store, ScratchFile(engine, drives, pages, check_reads) if pages else None)
+
+    def _open_model(self, plan: Plan, origin: Origin) -> None:
+        fsync = plan.request.manager.fsync
         model_part = OffloadedModel(
             plan, self.sections, self._grad_sections, self.pager, self._clock, self._manager, self._open_on_device(plan)
         )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         ranks = self._directory.ranks if plan.commit_every is not None else None
-        way_back = WayBack(self._directory.path, fsync, self._backing.store, ranks, last, origin.fallback)
+        way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
         self.committer = Committer(
-            self._directory.path, plan.commit_every, fsync, self.sections, self.pager, self._backing.store,
-            self._manager.describe, model_part, model_part.optimizer_state, self.publisher, origin.committed, way_back,
+            model_part, self.sections, self.pager, self.publisher, way_back, self._manager.describe, plan.commit_every,
+            origin.committed,
         )  # fmt: skip
         self.committer.edits = origin.edits
         model_part.fault_handler.changed_in_pass = self.committer.changed_in_pass
         self._model = model_part
 
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
-        host_side = self._backing.host_side
-        request = plan.request
+        host_side, request = self._resources.host_side, plan.request
         if request.device is not None and plan.on_device is not None and host_side is not None:
             self.on_device = TrainingDevice(
                 request.device, plan.on_device, host_side, self.pager, self._counters, request.updates_there, request.kernel
@@ -191,12 +202,12 @@ class TrainingSession:
         self._counters.state_bytes = inventory.family_bytes("param") + inventory.family_bytes("state")
         log.info(
             "offload: parameters on %s, optimizer state on %s; %d frames of %s; %s",
-            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._backing.describe(),
+            places["param"], places["state"], budget.frame_count, format_bytes(budget.page_bytes), self._resources.describe(),
         )  # fmt: skip
 
     def _restore(self, record: CommitRecord) -> None:
         """Go on from a commit: sections and settings have what it says."""
-        restore(record, self.sections, self._backing.store, self._backing.pool)
+        restore(record, self.sections, self._store, self._resources.pool)
         self.pager.back_cold_pages()
         try:
             self.model.restore_groups(record.param_groups, record.members)
@@ -210,7 +221,7 @@ class TrainingSession:
     @property
     def engine(self) -> Any:
         """Does the transfers; None when closed."""
-        return self._backing.engine
+        return self._resources.engine
 
     @property
     def model(self) -> OffloadedModel:
@@ -226,7 +237,7 @@ class TrainingSession:
     def adopt(self, content: SectionSource | None) -> None:
         """Move the model to its places, which `content` fills; None where they have theirs already."""
         for section in [s for s in self.sections if content is not None and s.resident and s.plan.external is not None]:
-            crc32 = self._backing.store.read_now(section.piece, section.memory.data_ptr())
+            crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
             section.piece.crc32 = section.piece.committed_crc32 = crc32
         self.model.adopt(content)
         self.pager.flush()
@@ -235,7 +246,7 @@ class TrainingSession:
 
     def carried(self, optimizer: Optimizer) -> CarriedSource:
         """Return what all sections have, from the files that it is in. Call when everything is written."""
-        return CarriedSource(optimizer, self.sections, self._backing.store.paths)
+        return CarriedSource(optimizer, self.sections, self._store.paths)
 
     @property
     def file_names(self) -> set[str]:
@@ -245,7 +256,7 @@ class TrainingSession:
     @property
     def origin(self) -> Origin:
         """What a run of the same plan has to be given to `take_up` what this one leaves."""
-        names = {number: paths[0].name for number, paths in self._backing.store.paths.items()}
+        names = {number: paths[0].name for number, paths in self._store.paths.items()}
         return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
 
     def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
@@ -255,7 +266,7 @@ class TrainingSession:
             earlier: that run's sections.
             entries: what its optimizer's state of each parameter had.
         """
-        self._backing.store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
+        self._store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
         self._read_resident()
         self.pager.back_cold_pages()
         self.model.adopt(None)
@@ -264,13 +275,13 @@ class TrainingSession:
     def _read_resident(self) -> None:
         for section in self.sections:
             if section.resident:
-                self._backing.store.read_now(section.piece, section.memory.data_ptr())
+                self._store.read_now(section.piece, section.memory.data_ptr())
 
     def part(self, why: str) -> None:
         """Close, and leave the model without data for another run to adopt. Everything must be written."""
         self.model.part(why)
         self._close(keep_cold=False)
-        del self.pager, self.committer, self.publisher
+        del self.pager, self.committer, self.publisher, self._store
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -278,7 +289,7 @@ class TrainingSession:
         """The model is at its places: gradients get their memory, and a model without values its first ones."""
         # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
         self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
-        self._backing.add_memory([section for section in self._grad_sections if section.resident])
+        self._resources.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:
             self.model.initialise(values)
@@ -326,7 +337,7 @@ class TrainingSession:
         """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""
         if not self.committer.can_roll_back(step):
             return False
-        if sections is None and self._backing.scratch is not None:
+        if sections is None and self._resources.store.scratch is not None:
             return False  # gradients on NVMe are gone as soon as they are used
         with defer_sigint, suppress(SwapperError):
             if self.on_device is not None:
@@ -353,10 +364,7 @@ class TrainingSession:
 
     def count_bytes(self) -> None:
         """Bring the counters up to date."""
-        if self.engine is not None:
-            read_bytes, written_bytes = self._bytes_before
-            self._counters.bytes_read = read_bytes + self.engine.bytes_read
-            self._counters.bytes_written = written_bytes + self.engine.bytes_written
+        self._resources.count_bytes()
 
     def _make_describe(self) -> Callable[[], str]:
         """Return what makes the watchdog's dump. The watchdog's thread must not keep the run alive."""
@@ -379,16 +387,18 @@ class TrainingSession:
             endings.append(self._watchdog.stop)
         if self._model is not None:
             endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
-            endings.append(self.pager.discard)
-        endings += [self.count_bytes, self._detach, *self._backing.endings]
+        endings += [self._let_go, self._resources.close]
         if self._free_memory is not None:
             endings.append(self._free_memory.end)
         close_all(endings)
 
-    def _detach(self) -> None:
+    def _let_go(self) -> None:
         """Let go of all that keeps memory or the model: whoever has this run still, as a traceback may, shall not."""
         if self._model is not None:
             self._model.let_go()
-        for section in (*self.sections, *self._grad_sections):
-            section.detach()
         self._model = self.on_device = None
+
+
+def stored_pieces(sections: Sequence[Section]) -> list[Page]:
+    """Return all that is stored."""
+    return [piece for section in sections for piece in pieces_of(section)]

@@ -1,1 +1,1 @@
-"""When and how parameters are updated: in `step()`, in the next forward, or during backward."""
+"""Updates parameters: in `step()`, in the next forward, or during backward."""

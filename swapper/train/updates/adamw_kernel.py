@@ -1,8 +1,9 @@
-"""The update by swapper's own AdamW (kernels/adamw.py), where the user chose it: one pass over a slice instead of torch's many.
+"""Updates with swapper's own AdamW (kernels/adamw.py), if the user chose it: one pass over a slice instead of torch's
+many.
 
-Its order of operations is not torch's, so it is never chosen for anybody. The state is torch.optim.AdamW's, under the same keys:
-`state_dict` shows it, and a run may go on with the one or the other. Gradients come as torch's own clipping and unscaling have left
-them, in their dtype, wherever they have been until then: what comes out does not depend on where anything lives.
+Its order of operations is not torch's, so it is never chosen automatically. The state is torch.optim.AdamW's, with the
+same keys: `state_dict` shows it, and a run may resume with either. It reads gradients after torch's own clipping and
+unscaling, in their dtype, wherever they were: results do not depend on where anything lives.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from swapper.errors import ConfigError, UnsupportedError
 from swapper.train.updates.sweep import Update
 
 OTHER_ARITHMETIC = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
-"""Settings of torch.optim.AdamW that the kernel does not know."""
+"""Settings of torch.optim.AdamW that the kernel does not support."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdamWKernel:
-    """How it rounds.
+    """The kernel's rounding.
 
     Attributes:
         seed: of stochastic rounding of the parameters; None rounds to nearest.
@@ -35,11 +36,11 @@ class AdamWKernel:
     seed: int | None = None
 
     def check(self, optimizer: Optimizer, master_weights: torch.dtype | None, device: torch.device) -> None:
-        """Raises: ConfigError, UnsupportedError: this run cannot be updated by it."""
+        """Raise ConfigError or UnsupportedError if the kernel cannot update this run."""
         if type(optimizer) is not torch.optim.AdamW:
             raise ConfigError(f"update_with='kernel' does what torch.optim.AdamW does, not {type(optimizer).__name__}")
         if master_weights is not torch.float32:
-            raise ConfigError("update_with='kernel' updates fp32 masters: say master_weights=torch.float32 with it")
+            raise ConfigError("update_with='kernel' updates fp32 masters: pass master_weights=torch.float32 too")
         AdamWStep(1, seed=self.seed)
         for group in optimizer.param_groups:
             _check_settings(group)
@@ -47,7 +48,7 @@ class AdamWKernel:
             kernel("adamw")
 
     def check_parameters(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raises: ConfigError: it knows no such parameters; `dtypes` has those that are trained, by name."""
+        """Raise ConfigError for parameters of an unsupported dtype; `dtypes` has the trained ones, by name."""
         known = (torch.float32, *(PARAMETERS if self.seed is None else (torch.bfloat16,)))
         for name, dtype in dtypes.items():
             if dtype not in known:
@@ -62,14 +63,14 @@ class AdamWKernel:
             settings: returns those of the step, by number of the optimizer's group.
 
         Raises:
-            UnsupportedError: one of them has been changed to what the kernel does not know.
+            UnsupportedError: one of them was changed to an unsupported value.
         """
         for one in updates:
             work = one.work
             group = settings(work.settings)
             _check_settings(group)
             before = work.state.get("step", torch.zeros(()))
-            first, second = one.homes["exp_avg"], one.homes["exp_avg_sq"]  # zeros where there is no state yet
+            first, second = one.homes["exp_avg"], one.homes["exp_avg_sq"]  # zeros if there is no state yet
             part = AdamWSlice(
                 work.tensor.view(-1),
                 first.view(-1),
@@ -87,11 +88,11 @@ class AdamWKernel:
                 self.seed_of(one.places.name),
             )
             update_(part, step)
-            one.rounded = None  # it is done
+            one.rounded = None  # done
             work.state = {"step": before + 1, "exp_avg": first, "exp_avg_sq": second}
 
     def seed_of(self, name: str) -> int | None:
-        """Return the seed of a parameter: with the same one, elements of the same number would all be rounded alike."""
+        """Return the seed of a parameter: with one seed for all, elements of the same number would be rounded alike."""
         return None if self.seed is None else (self.seed + zlib.crc32(name.encode())) % (1 << 63)
 
 
@@ -99,6 +100,6 @@ def _check_settings(group: Mapping[str, Any]) -> None:
     for name in OTHER_ARITHMETIC:
         if group.get(name):
             raise UnsupportedError(
-                f"update_with='kernel' does not know {name}={group[name]!r} of the optimizer's groups: leave it out, or say "
+                f"update_with='kernel' does not support {name}={group[name]!r} of the optimizer's groups: leave it out, or pass "
                 "update_with='optimizer'"
             )

@@ -1,8 +1,8 @@
-"""When parameters are updated: all of them in `optimizer.step()`, which is what stands here; or elsewhere, in a form of this.
+"""Updates all parameters in `optimizer.step()`, and defines the interface of the other update times.
 
-`deferred.py` has them updated in the forward after the step, `during_backward.py` in the backward before it. Whoever
-runs passes (hooks.py) and whoever looks at parameters or state (fault_handler.py, optimizer_state.py) tells what
-happens, and does not ask which of the three it is.
+`deferred.py` updates in the forward after the step, `during_backward.py` in the backward before it. Code that runs
+passes (hooks.py), and code that reads parameters or state (fault_handler.py, optimizer_state.py), notifies this
+interface and does not ask which of the three it is.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from swapper.runtime.interrupts import defer_sigint
 from swapper.train.updates.sweep import Sweep
 
 Undo = Callable[[Collection[int], BaseException], bool]
-"""Given groups and the error that their updates ended with: forgets all leases, has the groups as they were before the step, and
-returns whether it could. With no group only leases are forgotten."""
+"""Called with groups and the error of their updates: drops all leases, restores the groups to the state before the
+step, and returns True if it could. Without groups it only drops leases."""
 
 
 class Updates:
-    """Everything is updated in `optimizer.step()`.
+    """Updates everything in `optimizer.step()`.
 
     Args:
-        sweep: what updates.
+        sweep: does the updates.
 
     Attributes:
-        in_order: whether the updates of the last step were done where those of the next one will be.
-        uses: which groups a backward may still need; kept by whoever runs passes.
-        ahead: how many steps after the last one that was counted an update belongs to.
-        follows_backward: whether it must be known when a backward has done with a group, though the group stays in memory.
+        in_order: the updates of the last step were done where those of the next one will be.
+        uses: groups that a backward may still need; maintained by the code that runs passes.
+        ahead: an update belongs to the step this many after the last counted one.
+        follows_backward: the end of a group's backward must be known, even if the group stays in memory.
     """
 
     in_order = True
@@ -45,48 +45,51 @@ class Updates:
         self.uses = PendingUses()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take note of the gradients of `parameters`, all that are trained, as they come."""
+        """Observe the gradients of `parameters`, all trained ones, as they arrive."""
 
     def remove(self) -> None:
-        """Take the hooks out, and forget a step that is still open."""
+        """Remove the hooks, and forget an open step."""
 
     @property
     def is_open(self) -> bool:
-        """Whether some groups are updated by a step and others are not yet."""
+        """True if some groups are updated by a step and others are not yet."""
         return False
 
     @property
     def has_begun_early(self) -> bool:
-        """Whether the step that is about to be taken has updated groups already."""
+        """True if the next step has updated groups already."""
         return False
 
     def take_step(self) -> None:
-        """`optimizer.step()`: see to it that every parameter that has a gradient is updated."""
-        self._sweep.run()
+        """`optimizer.step()`: update every parameter that has a gradient. Writes may still be in flight on return."""
+        self._sweep.begin()
+        self._sweep.update_all(self._sweep.fix_all())
+        self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
-        """Somebody is about to look at what a step changes.
+        """Finish the step before an access to anything that it changes.
 
         Args:
-            in_order: it belongs to the order of a step that this happens here.
+            in_order: this access is part of the order of a step.
         """
 
     def check_clipping(self) -> None:
-        """Gradients are about to be clipped."""
+        """Check that gradients may be clipped now."""
         self.finish()
 
     def drop(self) -> None:
-        """The step that is open will not be finished: have everything as it was before it, if that can be."""
+        """Drop the open step: restore the state before it, if possible."""
 
     def forget(self) -> None:
-        """All groups have been put back to what they were before the step that is open: there is none."""
+        """Forget the open step: all groups have been restored to the state before it."""
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backwards within the context are not the last ones of their step."""
+        """Mark backwards within the context as not the last ones of their step."""
         yield
 
-    # --- what passes tell -----------------------------------------------------------------------------------------
+    # --- notifications by passes
+    # ----------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         """Something begins outside of any backward; if one was running, it has failed."""
@@ -98,25 +101,25 @@ class Updates:
         """A backward, autograd's graph task `task`, has begun, perhaps within another one."""
 
     def backward_goes_on(self) -> None:
-        """A backward has come to where it may have done with some groups."""
+        """A backward has reached a point where it may have finished with some groups."""
 
     def backward_ends(self, task: int) -> None:
-        """The backward `task` has come to its end."""
+        """The backward `task` has ended."""
 
 
 @contextmanager
 def apart_from_pass() -> Iterator[None]:
-    """What runs here, in the middle of a forward or a backward, knows nothing of the pass around it."""
+    """Run the context, in the middle of a forward or a backward, without the modes of the pass around it."""
     with defer_sigint, torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
 class Caller(Protocol):
-    """A call of a module, as far as it matters here.
+    """The relevant part of a module's call.
 
     Attributes:
-        use: in which period it was counted as a use; -1 if it is not.
-        groups: the indices of those that it uses.
+        use: the period in which it was counted as a use; -1 if it is not.
+        groups: the indices of the groups that it uses.
     """
 
     use: int
@@ -127,17 +130,17 @@ class Caller(Protocol):
 
 
 class PendingUses:
-    """Counts the uses of each group since the last `clear`: which groups a backward may still need.
+    """Counts the uses of each group since the last `clear`: the groups that a backward may still need.
 
-    Each call of a module in a forward is one use of its groups, until a backward has done with that call: what it saved may be
-    needed until then ([Note: when a backward lease ends], train_hooks.py). A call without autograd saves nothing; but reentrant
-    checkpointing runs each forward so at first, and again, with autograd, in backward: until that second call's backward is
-    over, the first one is a use; beyond it, where the graph stays: the next backward runs it once more. It may also have been
-    an evaluation, after which no backward comes: then its groups stay in use until `clear`. So no use is ever forgotten too
-    early, and some are kept too long.
+    Each call of a module in a forward is one use of its groups, until a backward has finished with that call: its saved
+    tensors may be needed until then ([Note: when a backward lease ends], train_hooks.py). A call without autograd saves
+    nothing. But reentrant checkpointing first runs each forward so, and again, with autograd, in backward: until that
+    second call's backward is over, the first one is a use; and beyond it if the graph is retained, as the next backward
+    runs it once more. It may also have been an evaluation, without a backward: then its groups stay in use until
+    `clear`. So no use is forgotten too early, and some are kept too long.
 
     Attributes:
-        graph_stays: the backward that runs can be followed by another one over the same graph.
+        graph_stays: another backward over the same graph may follow the running one.
     """
 
     graph_stays = False
@@ -148,11 +151,11 @@ class PendingUses:
         self._without_graph: Counter[Hashable] = Counter()  # by module: its calls without autograd
 
     def has(self, group: int) -> bool:
-        """Whether a backward may still need `group`."""
+        """Return True if a backward may still need `group`."""
         return self._of_group[group] > 0
 
     def clear(self) -> None:
-        """A step is over: what was called before it will not be gone back to, or fails as in plain torch."""
+        """Forget all uses: a step is over, and a backward of an earlier call fails as in plain torch."""
         self._period += 1
         self._of_group.clear()
         self._without_graph.clear()
@@ -164,7 +167,7 @@ class PendingUses:
             self._without_graph[call.module] += 1
 
     def called_again(self, call: Caller, with_graph: bool) -> None:
-        """A forward begins within a backward: with autograd it takes the place of one that had none."""
+        """A forward begins within a backward: with autograd it replaces one that had none."""
         if with_graph and not self.graph_stays and self._without_graph[call.module] > 0:
             self._without_graph[call.module] -= 1
             call.use = self._period
@@ -175,13 +178,13 @@ class PendingUses:
             self._of_group[group] += 1
 
     def begin(self, call: Caller) -> None:
-        """A use begins, if it has not: a call, or the backward of one that is from before the last `clear`."""
+        """Begin a use, if it has not begun: a call, or the backward of a call from before the last `clear`."""
         if call.use != self._period:
             call.use = self._period
             self._of_group.update(call.groups)
 
     def end(self, call: Caller) -> None:
-        """A backward has done with a call."""
+        """A backward has finished with a call."""
         if call.use == self._period:
             call.use = -1
             self._of_group.subtract(call.groups)

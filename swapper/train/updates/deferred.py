@@ -1,18 +1,23 @@
-"""Deferred updates: `optimizer.step()` only fixes what the step is; each group is updated when it is needed next.
+"""Defers updates: `optimizer.step()` only fixes the step; each group is updated when it is needed next.
 
-Fixed are the optimizer's settings, which parameters have a gradient, and the gradients. The next forward then updates each group
-when it leases it and uses the fresh parameters at once, so that they need not be read back: the optimizer's sweep is spread over
-the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 are left. What the forward passes over
-(layerdrop) is updated in passing, for it was read ahead; what it does not reach, before the next backward.
+A step fixes the optimizer's settings, the set of parameters with gradients, and the gradients. The next forward then
+updates each group at its lease and uses the new parameters at once, so that they need not be read back: the optimizer's
+sweep is spread over the forward, and of 16 bytes a parameter that a step reads (fp32 masters, AdamW) 14 remain. Groups
+that the forward skips (layerdrop) are updated in passing, since they were prefetched; groups that it does not reach,
+before the next backward.
 
-[Note: who may not see an open step] Between `step()` and the last update there are parameters, state and gradients that plain torch
-would show otherwise. So whoever looks finishes the step first:
-- parameters on NVMe are cold, and to lease them is to update them; those that stay in memory are made cold until they are updated;
-- a fixed gradient is a FixedGradient until it is used: an operation on it that needs or changes its data finishes the step first.
-  `zero_grad` (to None) only takes it from its parameter;
-- autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward comes;
-- the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait for it.
-Versions of parameters are counted up at `step()`: an old graph finds out as in plain torch.
+[Note: who may not see an open step] Between `step()` and the last update, parameters, state and gradients differ from
+plain torch's. So any access finishes the step first:
+- parameters on NVMe are cold, and leasing them updates them; those that stay in memory are made cold until they are
+  updated;
+- a fixed gradient is a FixedGradient until it is used: an operation that needs or changes its data finishes the step
+  first. `zero_grad` (to None) only removes it from its parameter;
+- autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward
+  arrives;
+- the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait
+  for it.
+
+Versions of parameters increase at `step()`, so that an old graph raises as in plain torch.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from swapper.train.updates.sweep import GroupUpdate, Sweep
 
 
 class FixedGradient(torch.Tensor):
-    """A gradient that a step which is still open will use. Never made by anyone: a tensor's class is set to it and back."""
+    """A gradient that an open step will use. Never constructed: a tensor's class is set to it and back."""
 
     finish: Callable[[], None]
 
@@ -66,12 +71,12 @@ class FixedGradient(torch.Tensor):
 
 
 class DeferredStep(Updates):
-    """The step that was taken last and counted, as far as it is still to be done.
+    """The last counted step, as far as it is not done.
 
     Args:
-        sweep: what updates.
+        sweep: does the updates.
         groups: all groups, by index.
-        undo: called with a group whose update failed, or with none where it is none of a group's.
+        undo: called with a group whose update failed, or with none if it was no group's.
     """
 
     ahead = 0
@@ -87,8 +92,8 @@ class DeferredStep(Updates):
         self.in_order = False
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Have the step finished before any of `parameters` gets a gradient. See Updates; so for the rest."""
-        step = weakref.ref(self)  # hooks are not looked through for cycles
+        """Finish the step before any of `parameters` gets a gradient. For all methods see Updates."""
+        step = weakref.ref(self)  # the garbage collector does not traverse hooks
 
         def finish(gradient: torch.Tensor) -> None:
             if (alive := step()) is not None:
@@ -110,9 +115,9 @@ class DeferredStep(Updates):
         return bool(self._left)
 
     def take_step(self) -> None:
-        """From now on the step is open. The one before must not be.
+        """Open the step. The one before must be finished.
 
-        `in_order` is True from then on for as long as only forwards and backwards have updates done.
+        `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
         self._sweep.begin()
@@ -126,7 +131,7 @@ class DeferredStep(Updates):
             self._sweep.end()
 
     def finish(self, in_order: bool = False) -> None:
-        """Do what is left of the open step."""
+        """Do the rest of the open step."""
         if not self._left:
             return
         self.in_order = self.in_order and in_order
@@ -138,7 +143,7 @@ class DeferredStep(Updates):
     def forward_reaches(self, groups: Collection[int]) -> None:
         if not self._left:
             return
-        new = [group for group in groups if group not in self._reached]  # what is expected of others is a later use
+        new = [group for group in groups if group not in self._reached]  # other groups are expected at a later use
         self._reached.update(new)
         passed_over = [expected for group in new for expected in self._groups[group].expected_before()]
         for group in dict.fromkeys(passed_over):
@@ -146,17 +151,17 @@ class DeferredStep(Updates):
                 self.catch_up(group)
 
     def catch_up(self, group: int, then: Access | None = None) -> None:
-        """Update a group if it was not yet.
+        """Update a group if that was not done yet.
 
         Args:
-            then: what is leased next; it is leased before the last pages of the update are given back.
+            then: the next lease; it begins before the last pages of the update are released.
         """
         if group in self._left:
             self._update(group)
             with self._undoing_failure(None):
                 self._sweep.give_back(then)
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _update(self, group: int) -> None:
         with self._undoing_failure(group):
@@ -165,13 +170,13 @@ class DeferredStep(Updates):
             self._sweep.update(self._left[group])
             self._sweep.settle()
             self._groups[group].clear_deferred()
-            del self._left[group]  # and with it the gradients, whose room may be used now
+            del self._left[group]  # this frees the gradients, whose memory may be reused now
             if not self._left:
                 self._sweep.end()
                 self._versions.clear()
 
     def _put_off(self, group: int) -> None:
-        """Nobody shall see the group as it is. [Note: who may not see an open step]"""
+        """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
         self._groups[group].defer_update(partial(self.catch_up, group))
         for gradient in self._left[group].gradients:
             if type(gradient) is torch.Tensor:
@@ -187,7 +192,7 @@ class DeferredStep(Updates):
             )
 
     def _check_and_release(self, update: GroupUpdate) -> None:
-        """The group's gradients are about to be used: make them ordinary tensors, and see to it that nobody has changed them."""
+        """Turn the group's gradients into ordinary tensors before their use, and check that nobody has changed them."""
         for gradient, places in zip(update.gradients, update.trainable.places, strict=True):
             if gradient is None:
                 continue
@@ -210,7 +215,7 @@ class DeferredStep(Updates):
 
     @contextmanager
     def _undoing_failure(self, group: int | None) -> Iterator[None]:
-        """Where what runs here fails, the group's update is still to be done."""
+        """Keep the group's update pending if the context fails."""
         with apart_from_pass():
             try:
                 yield

@@ -1,28 +1,32 @@
-"""Updates during backward: a group is updated as soon as its gradients are complete and nothing will use its parameters any more.
+"""Updates during backward: a group is updated once its gradients are complete and nothing will use its parameters any
+more.
 
-The traffic of the optimizer's state is spread over backward; `optimizer.step()` updates the groups that are left, and counts.
+The traffic of the optimizer's state is spread over backward; `optimizer.step()` updates the remaining groups, and
+counts.
 
-[Note: when a group may be updated] Plain torch uses the old parameters for all of a backward, and updates with the whole
-gradients. So a group is updated in a backward when
-- each of its parameters that this backward gives a gradient to has got it. Autograd runs the node that accumulates a parameter's
-  gradient once in a graph task, when all that adds to it is there, and can say whether it will run that node at all. A node that
-  saved a parameter to compute with it gives that parameter a gradient in the same go, so it has run too;
-- every call of a module that used the group since the last step has been done with (`PendingUses`). That covers what
-  the first does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks
-  of its own, one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
-  Whatever else there may be (retained graphs, calls that no backward came to, a pass that only accumulates) leaves a
-  group for `step()`, which is always right. Where something uses or adds to a group all the same after its update, that
-  raises an error, by the version of the parameter at the latest.
+[Note: when a group may be updated] Plain torch uses the old parameters for all of a backward, and updates with the
+whole gradients. So a backward updates a group when
+- each of its parameters that this backward gives a gradient to has got it. Autograd runs the node that accumulates a
+  parameter's gradient once in a graph task, after everything that adds to it, and can tell whether it will run that
+  node at all. A node that saved a parameter to compute with it gives that parameter a gradient in the same run, so it
+  has run too;
+- every call of a module that used the group since the last step is finished (`PendingUses`). That covers what the first
+  does not: parameters that are used detached, and reentrant checkpointing, which accumulates in graph tasks of its own,
+  one for each segment. It is updated between nodes of the outermost backward, and not in the middle of one.
 
-[Note: one module behind] On an accelerator a gradient arrives when its kernels have run, long after they were queued. To wait
-for it at once would leave the device with nothing to do while the CPU updates. So a group whose gradients are on their way is
-updated when the backward has come one module further, whose kernels are queued by then.
+In all other cases (retained graphs, calls that no backward reached, a pass that only accumulates) `step()` updates the
+group, which is always right. If something uses or adds to a group after its update, that raises an error, by the
+version of the parameter at the latest.
 
-[Note: between backward and step] Until `step()` some groups are of the new step and others of the old one. Nobody sees that:
-parameters of updated groups are cold, and refuse to be leased or looked at; their gradients can be looked at and not changed
-(`UsedGradient`); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings are those that
-were used. Where it does not come to that, because the backward fails or the manager is closed, groups are put back to what they
-were, if the step before is committed; else the manager can only be closed.
+[Note: one module behind] On an accelerator a gradient arrives when its kernels have run, long after they were queued.
+An immediate wait would idle the device while the CPU updates. So a group whose gradients are in flight is updated when
+the backward is one module further, whose kernels are queued by then.
+
+[Note: between backward and step] Until `step()` some groups are of the new step and others of the old one. Nobody may
+see that: parameters of updated groups are cold, and refuse leases and accesses; their gradients can be read and not
+changed (`UsedGradient`); gather, state, snapshots and the like are refused. `step()` checks that gradients and settings
+are those that were used. Without a `step()`, because the backward fails or the manager is closed, groups are restored
+if the step before is committed; else the manager can only be closed.
 """
 
 from __future__ import annotations
@@ -54,15 +58,15 @@ REMEDY = (
 
 
 class StepInBackward(Updates):
-    """The step whose gradients are being made.
+    """The step whose gradients are being computed.
 
     Args:
-        sweep: what updates.
+        sweep: does the updates.
         groups: all groups, by index.
-        begin: called before the first update of a step; returns False where all of them must wait for `optimizer.step()`.
+        begin: called before the first update of a step; returns False if all of them must wait for `optimizer.step()`.
         undo: see Undo.
-        check_usable: raises StateError where undoing has failed.
-        have_arrived: whether gradients are at their places.
+        check_usable: raises StateError if undoing has failed.
+        have_arrived: returns True if gradients have arrived.
     """
 
     follows_backward = True
@@ -84,20 +88,18 @@ class StepInBackward(Updates):
         self._have_arrived = have_arrived
         self._trainables = {trainable.group: trainable for trainable in sweep.trainables}
         self._group_of = {id(p): t.group for t in sweep.trainables for p in t.parameters}
-        self._done: dict[int, GroupUpdate] = {}  # by group: what is updated of the step
-        self._versions: dict[int, int] = {}  # of the gradients that were used, by id
-        self._arrivals: dict[
-            int, dict[int, int]
-        ] = {}  # by group and id of a parameter: the task that its gradient came in
-        self._next: set[int] = set()  # groups that are updated when the backward goes on once more
+        self._done: dict[int, GroupUpdate] = {}  # by group: updates of the step
+        self._versions: dict[int, int] = {}  # of used gradients, by id
+        self._arrivals: dict[int, dict[int, int]] = {}  # by group and id of a parameter: the task of its gradient
+        self._next: set[int] = set()  # groups to be updated when the backward is one module further
         self._task: int | None = None  # the outermost backward that runs, or has failed
-        self._waits = False  # for `step`, whatever this backward brings
+        self._waits = False  # all wait for `step`, whatever this backward does
         self._accumulating = 0
         self._protected: list[torch.Tensor] = []  # gradients
         self._handles: list[Any] = []
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        step = weakref.ref(self)  # hooks are not looked through for cycles
+        step = weakref.ref(self)  # the garbage collector does not traverse hooks
 
         def note(parameter: torch.Tensor) -> None:
             if (alive := step()) is not None:
@@ -141,7 +143,7 @@ class StepInBackward(Updates):
         self.uses.clear()
 
     def finish(self, in_order: bool = False) -> None:
-        """Nothing can be finished before `optimizer.step()` is called.
+        """Refuse: nothing can be finished before `optimizer.step()` is called.
 
         Raises:
             StateError: the step is open.
@@ -153,11 +155,12 @@ class StepInBackward(Updates):
         if self._done:
             raise StateError(
                 "backward has updated a part of the parameters, and optimizer.step() has not been called: with update='backward' "
-                f"nothing of the model and the optimizer can be looked at between the two; {REMEDY}"
+                f"nothing of the model and the optimizer can be used between the two; {REMEDY}"
             )
 
     def check_clipping(self) -> None:
-        """
+        """Refuse clipping.
+
         Raises:
             UnsupportedError: always: gradients are used before.
         """
@@ -179,7 +182,8 @@ class StepInBackward(Updates):
         self._next.clear()
         self._task = None
 
-    # --- what passes tell -----------------------------------------------------------------------------------------
+    # --- notifications by passes
+    # ----------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         if self._task is not None:
@@ -187,7 +191,8 @@ class StepInBackward(Updates):
             self._check_usable()
 
     def backward_begins(self, task: int) -> None:
-        """
+        """Refuse a second backward after updates.
+
         Raises:
             StateError: this is a second backward, and the first has updated groups.
         """
@@ -201,18 +206,18 @@ class StepInBackward(Updates):
         self._next.clear()
         self.uses.graph_stays = torch._C._autograd._get_current_graph_task_keep_graph()
         self._waits = self._accumulating > 0 or self.uses.graph_stays
-        for group, tasks in list(self._arrivals.items()):  # some may have come before a module was asked for any
+        for group, tasks in list(self._arrivals.items()):  # some may arrive before any module is called
             self._arrivals[group] = {key: came_in for key, came_in in tasks.items() if came_in == task}
 
     def backward_goes_on(self) -> None:
-        """Update what may be. [Note: when a group may be updated]"""
+        """Update the groups that may be. See [Note: when a group may be updated]."""
         task = torch._C._current_graph_task_id()
         if self._waits or task != self._task or torch._C._len_torch_dispatch_stack():
-            return  # checkpointing that is selective has modes of its own, in which nothing else may be computed
+            return  # selective checkpointing has modes of its own, in which nothing else may be computed
         for group, came_in in self._arrivals.items():
             if came_in and group not in self._done and self._is_complete(group, task):
                 if group not in self._next and not self._have_arrived(self._trainables[group]):
-                    self._next.add(group)  # [Note: one module behind]
+                    self._next.add(group)  # see [Note: one module behind]
                     continue
                 if not self._done and not self._begin():
                     self._waits = True
@@ -231,7 +236,7 @@ class StepInBackward(Updates):
                         protect(parameter.grad, places.name)
                         self._protected.append(parameter.grad)
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _note_gradient(self, parameter: torch.Tensor) -> None:
         group = self._group_of[id(parameter)]
@@ -255,7 +260,7 @@ class StepInBackward(Updates):
                 update = self._sweep.fix(self._trainables[group])
                 if update is None:
                     return
-                self._done[group] = update  # from here on it must be put back if anything fails
+                self._done[group] = update  # from here on it must be restored if anything fails
                 self._sweep.update(update)
                 self._sweep.give_back()
                 self._shut(group, update)
@@ -264,13 +269,13 @@ class StepInBackward(Updates):
             raise
 
     def _shut(self, group: int, update: GroupUpdate) -> None:
-        """[Note: between backward and step]"""
+        """See [Note: between backward and step]."""
         names = list(self._names(group).values())
 
         def refuse(then: Access | None) -> None:
             raise StateError(
                 f"parameter {names[0]} was updated in backward, and optimizer.step() has not been called: until then with "
-                f"update='backward' it can be neither used nor looked at; {REMEDY}"
+                f"update='backward' it cannot be used; {REMEDY}"
             )
 
         self._groups[group].defer_update(refuse)
@@ -282,7 +287,8 @@ class StepInBackward(Updates):
         return {id(parameter): name for name, parameter in self._groups[group].group.parameters}
 
     def _put_back(self, error: BaseException) -> bool:
-        """Have all groups as they were before the step. Returns False where that cannot be; the manager knows it then."""
+        """Restore all groups to the state before the step. Return False if that is impossible; the manager knows it
+        then."""
         groups = list(self._done)
         self._sweep.rejoin()
         self.forget()
@@ -292,7 +298,8 @@ class StepInBackward(Updates):
         return is_undone
 
     def _check_as_used(self) -> None:
-        """
+        """Check that nothing has changed since the updates.
+
         Raises:
             StateError: gradients or settings are not those that updates in backward used.
         """
@@ -318,7 +325,7 @@ class StepInBackward(Updates):
 
 
 def _gets_gradient(parameter: nn.Parameter) -> bool:
-    """Whether the backward that runs accumulates a gradient of `parameter`, or has done so."""
+    """Return True if the running backward accumulates a gradient of `parameter`, or has done so."""
     if not parameter.requires_grad:
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -333,11 +340,11 @@ ADVICE = (
 
 
 class UsedGradient(torch.Tensor):
-    """A gradient that an update has used while the user may still think that there is time to change it.
+    """A gradient that an update has used while the user may still try to change it.
 
-    Until `step()` it can be looked at, and an operation that would write to it raises an error. Writes that this cannot see (an
-    alias from before) are found in `step()` by the gradient's version. Never made by anyone: a tensor's class is set to it and
-    back, by `protect` and `release`.
+    Until `step()` it can be read, and an operation that would write to it raises an error. `step()` detects other
+    writes (an earlier alias) by the gradient's version. Never constructed: `protect` and `release` set a tensor's class
+    to it and back.
     """
 
     swapper_name: str
@@ -348,7 +355,7 @@ class UsedGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.mul_ and _is_one(args[1]):
-            return args[0]  # torch's clip_grad_norm_ where nothing is to be clipped
+            return args[0]  # torch's clip_grad_norm_, if it clips nothing
         if func not in METADATA:
             for tensor in written_among(func, args, kwargs):
                 if type(tensor) is UsedGradient:
@@ -379,14 +386,14 @@ _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def protect(gradient: torch.Tensor, name: str) -> None:
-    """From now on `gradient`, that of the parameter `name`, can only be looked at."""
+    """Make `gradient`, that of the parameter `name`, read-only from now on."""
     if type(gradient) is torch.Tensor:
         gradient.__class__ = UsedGradient
         gradient.swapper_name = name  # type: ignore[attr-defined]
 
 
 def release(gradient: torch.Tensor) -> None:
-    """`gradient` is an ordinary tensor again."""
+    """Make `gradient` an ordinary tensor again."""
     if type(gradient) is UsedGradient:
         gradient.__class__ = torch.Tensor  # type: ignore[assignment]
         del gradient.swapper_name

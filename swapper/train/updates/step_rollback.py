@@ -1,7 +1,7 @@
-"""A step that failed half-way, or was never taken to its end, is undone: everything of the model as it was before it.
+"""Undoes a step that failed half-way, or was never finished: restores the model's state before it.
 
-Pages and sections go back by the last commit, which is the manager's part (train/session/session_slot.py). What is in no page
-goes back here: settings of the optimizer, which parameters have state, and what stays on a device.
+The manager restores pages and sections from the last commit (train/session/session_slot.py). The rest is restored here:
+settings of the optimizer, the set of parameters with state, and state on a device.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from swapper.train.session.session_guard import UndoSections
 
 
 class StepRollback:
-    """Owns what the optimizer's settings and entries were before the last step.
+    """Owns the optimizer's settings and entries from before the last step.
 
     Args:
         optimizer: the user's.
-        optimizer_state: of all that is trained.
+        optimizer_state: of all trained parameters.
         sections: of parameters and state.
         groups: all groups, by index; they may come later.
         undo_sections: see UndoSections.
@@ -46,16 +46,16 @@ class StepRollback:
         self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
 
     def note(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._before = self._settings(), self._state.entries.pack()
 
     def note_settings(self) -> None:
-        """A step that has begun in backward is taken: its settings may be others than they were at its first update."""
+        """Note that a step begun in backward is taken: its settings may differ from those at its first update."""
         if self._before is not None:
             self._before = self._settings(), self._before[1]
 
     def undo_step(self) -> None:
-        """All sections are as they were before the last step: so be the rest."""
+        """Restore the rest; all sections have been restored to the state before the last step."""
         self._state.forget_kept()
         if self._before is not None:
             settings, entries = self._before
@@ -63,10 +63,10 @@ class StepRollback:
             self._state.entries.unpack(entries)
 
     def undo_groups(self, groups: Collection[int], error: BaseException, ahead: int) -> bool:
-        """Updates of `groups` outside of `optimizer.step()` failed: have them as they were. Returns whether they are.
+        """Restore `groups` after updates outside of `optimizer.step()` failed. Return True if they are restored.
 
         Args:
-            ahead: their step is so many after the last one that was counted.
+            ahead: their step is this many after the last counted one.
         """
         sections = [section for section in self._sections if section.plan.group in groups]
         if self._before is None or not self._undo_sections(sections, error, ahead):
@@ -76,7 +76,7 @@ class StepRollback:
         return True
 
     def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
-        """Give the optimizer's groups the settings of an earlier time."""
+        """Restore earlier settings of the optimizer's groups."""
         for ours, saved in zip(self._optimizer.param_groups, param_groups, strict=True):
             ours.update({key: value for key, value in saved.items() if key != "params"})
 

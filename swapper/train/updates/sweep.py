@@ -1,12 +1,12 @@
-"""The optimizer's sweep over the state: read slice k+1, update slice k, write slice k-1, all at one time.
+"""Runs the optimizer's sweep over the state: read slice k+1, update slice k, write slice k-1, all at once.
 
-Slices are taken hand over hand: the next one is leased before the last one is released, so that a page which two slices
-share never leaves in between and is written once. The reads and writes themselves go on in the engine meanwhile.
+The next slice is leased before the last one is released, so that a page which two slices share is never evicted in
+between and is written once. The reads and writes continue in the engine meanwhile.
 
-[Note: small updates] A slice is updated in runs of UPDATE_ELEMENTS: what a run touches then stays in the processor's cache
-between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice. An
-optimizer that makes one pass (torch's fused ones, where no master has to be widened for and rounded) has the slice as one run:
-each run costs some 0.2 ms of Python, with caches that the one before has filled, while the other processors wait.
+[Note: small updates] A slice is updated in runs of UPDATE_ELEMENTS: a run's data then stays in the processor's cache
+between the optimizer's passes over it, which is several times faster than one pass after the other over a whole slice.
+An optimizer that makes one pass (torch's fused ones, without a master to upcast for and round) has the slice as one
+run: each run costs some 0.2 ms of Python, with caches filled by the previous one, while the other processors wait.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 
 UPDATE_ELEMENTS = 1 << 19
-"""[Note: small updates]"""
+"""Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
 
 
-NO_GROUP = -1
+NO_GROUP = -1  # the settings of a parameter in no group
 
 
 @dataclass
 class Trainable:
-    """One group's trainable parameters that the optimizer has, with where their state lies.
+    """One group's trainable parameters that the optimizer has, with the locations of their state.
 
-    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP where it is in none any more: then it is
-    not updated. See membership.py.
+    `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP if it is in none any more: then
+    it is not updated. See membership.py.
     """
 
     group: int
@@ -61,7 +61,7 @@ class Trainable:
 
 @dataclass(frozen=True, slots=True)
 class GroupUpdate:
-    """One group's part of a step: the gradients that its trainable parameters have, None where one has none."""
+    """One group's part of a step: the gradients of its trainable parameters, None for one without."""
 
     trainable: Trainable
     gradients: tuple[torch.Tensor | None, ...]
@@ -76,11 +76,11 @@ class Update:
     """The update of elements [begin, end) of a parameter.
 
     Attributes:
-        work: what the optimizer is given.
+        work: the optimizer's input.
         places: the parameter's.
-        homes: tensors in sections, by key: where what the optimizer leaves in the state belongs.
-        target: where the tensor that is updated belongs.
-        rounded: the parameter's elements, where `target` is a master.
+        homes: tensors in sections, by key: targets of the optimizer's new state.
+        target: of the updated tensor.
+        rounded: the parameter's elements, if `target` is a master.
     """
 
     work: Work
@@ -97,12 +97,13 @@ class Sweep:
 
     Args:
         trainables: all groups.
-        shadow: what updates.
-        entries: what the optimizer keeps for each parameter.
-        pager, page_bytes: what leases go to, and the size of its pages.
-        counters: to keep.
-        gradient: returns elements [begin, end) of a parameter's gradient, given both, flat; its pages, if it has any, are leased.
-        make_ready: called before a group is updated; has its gradients at their places, and nobody read those of its parameters.
+        shadow: runs the updates.
+        entries: the optimizer's state of each parameter.
+        pager, page_bytes: makes the leases, and the size of its pages.
+        counters: to update.
+        gradient: returns elements [begin, end) of a parameter's gradient, flat; its pages, if any, are leased.
+        make_ready: called before a group is updated; moves its gradients into place, and waits for readers of its
+            parameters.
     """
 
     def __init__(
@@ -126,12 +127,12 @@ class Sweep:
         self._counters = counters
         self._old: dict[
             str, dict[str, Any]
-        ] = {}  # of a parameter that is being updated in pieces: what all pieces begin with
-        self._new: dict[str, dict[str, Any]] = {}  # and its entries when it is done
-        # What was found at places and in parts of them: a new view is a few microseconds, and ten where no cache has torch's code.
+        ] = {}  # the common start of all pieces of a parameter that is being updated in pieces
+        self._new: dict[str, dict[str, Any]] = {}  # its entries when it is done
+        # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
-        self._last: Access | None = None  # of the slice that was updated last, leased still
+        self._last: Access | None = None  # of the last updated slice, still leased
         self._widening = UpcastBuffer(UPDATE_ELEMENTS)
 
     @property
@@ -139,33 +140,34 @@ class Sweep:
         return self._trainables
 
     def begin(self) -> None:
-        """Begin a step: it has the optimizer's settings of this moment."""
+        """Begin a step, with the optimizer's settings of this moment."""
         self._shadow.begin_step()
-        self.abandon()  # what is left of a step that failed
+        self.abandon()  # the rest of a failed step
 
     def take_in_written(self) -> None:
-        """What code past the guard wrote so far is of before the step. See Pager.take_in_written."""
+        """Treat writes past the guard so far as made before the step. See Pager.take_in_written."""
         self._pager.take_in_written()
 
     def fix(self, trainable: Trainable) -> GroupUpdate | None:
-        """Return the group's part of the step, with the gradients of this moment; None if it has none. Versions count up."""
+        """Return the group's part of the step, with the gradients of this moment; None if it has none. Increases
+        versions."""
         members = zip(trainable.parameters, trainable.settings, strict=True)
-        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not asked for
+        with torch._C.DisableTorchFunctionSubclass():  # many are cold, and their data is not needed
             update = GroupUpdate(trainable, tuple(None if at == NO_GROUP else p.grad for p, at in members))
             changed = [p for p, is_active in zip(trainable.parameters, update.active, strict=True) if is_active]
             torch.autograd.graph.increment_version(changed)
         return update if changed else None
 
     def fix_all(self) -> list[GroupUpdate]:
-        """Return what there is to update, with the gradients of this moment."""
+        """Return all updates, with the gradients of this moment."""
         return [update for trainable in self._trainables if (update := self.fix(trainable)) is not None]
 
     def changed_setting(self) -> str | None:
-        """Return which of the optimizer's settings is not what it was when the step began, in words; None if none is."""
+        """Return the optimizer's setting that has changed since the step began, in words; None if none has."""
         return self._shadow.changed_setting()
 
     def update(self, update: GroupUpdate) -> None:
-        """Update a group. What its last slice has leased is kept for the next update, until `give_back`."""
+        """Update a group. Its last slice stays leased for the next update, until `give_back`."""
         self._make_ready(update)
         for part in update.trainable.slices(update.active, self._page_bytes):
             self._hand_over(part.access)
@@ -174,40 +176,34 @@ class Sweep:
             self._counters.updated(started, part.access.key)
 
     def give_back(self, then: Access | None = None) -> None:
-        """No update follows soon: what the last one has leased still is given back, after `then`, if any, was leased."""
+        """Release the last update's leases, after leasing `then`, if any; no update follows soon."""
         self._hand_over(then)
         self._last = None
 
     def rejoin(self) -> None:
-        """What is queued from now on where the caller is comes behind the updates, wherever those were made."""
+        """Order work that the caller queues from now on behind the updates, wherever those ran."""
 
     def settle(self) -> None:
-        """What was updated is at its places when this returns, in memory: here it always is."""
+        """Wait until updates have reached memory; here they always have."""
 
     def end(self) -> None:
-        """All groups of the step are updated. Writes may still be in flight."""
+        """Note that all groups of the step are updated. Writes may still be in flight."""
         self._shadow.end_step()
 
     def abandon(self) -> None:
-        """Parameters may have been updated in part, and nothing is leased any more: all that is forgotten."""
+        """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
         self._old.clear()
         self._new.clear()
         self._last = None
 
-    def run(self) -> None:
-        """Take a whole step: update every parameter that has a gradient. Its writes may still be in flight on return."""
-        self.begin()
-        self.update_all(self.fix_all())
-        self.end()
-
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
-        """Update these groups one after the other."""
+        """Update these groups in order."""
         for update in updates:
             self.update(update)
         self.give_back()
 
     def refresh_masters(self, trainable: Trainable) -> None:
-        """The parameters were changed from outside: masters follow, except where they still round to the parameter."""
+        """Set masters to parameters that were changed from outside, except where they still round to the parameter."""
         for part in trainable.all_slices(self._page_bytes):
             changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
             access = Access(None, changed, writes=part.access.writes)
@@ -220,10 +216,10 @@ class Sweep:
                     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
             self._pager.release(access, access.writes)
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _hand_over(self, access: Access | None) -> None:
-        """Lease `access`, if any, before what the last slice has leased is given back."""
+        """Lease `access`, if any, before the last slice's lease is released."""
         if access is not None:
             self._pager.lease(access)
         last, self._last = self._last, access
@@ -249,7 +245,7 @@ class Sweep:
         self._apply(run)
 
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
-        """Return whether memory is gone through once when the slice is updated. [Note: small updates]"""
+        """Return True if the update of the slice reads memory once. See [Note: small updates]."""
         return all(
             self._shadow.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
@@ -280,7 +276,7 @@ class Sweep:
         return Update(work, places, begin, end, homes, target, None if master is None else param)
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
-        """Return elements [begin, end) of what is at `place`, flat; or all of it in its own shape, where nothing may be cut."""
+        """Return elements [begin, end) at `place`, flat; or all of it in its own shape, if it may not be cut."""
         if not places.may_cut:
             return self._at(place)
         part = self._parts.get((place, begin, end))
@@ -298,9 +294,10 @@ class Sweep:
     def _state(
         self, places: ParameterLocations, begin: int, end: int, homes: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
-        """Return what the optimizer shall find in its state, in its order.
+        """Return the optimizer's state in its order.
 
-        What belongs to the parameter as a whole is the same for all of its pieces: the old values; the first leaves the new.
+        State of the parameter as a whole is the same for all of its pieces: the old values; the first piece stores the
+        new.
         """
         entries = self._entries[places.name]
         if begin > 0:
@@ -317,11 +314,11 @@ class Sweep:
         }
 
     def _others(self, places: ParameterLocations) -> dict[str, torch.Tensor]:
-        """Return where the optimizer finds what belongs to a parameter as a whole."""
+        """Return the state that belongs to a parameter as a whole."""
         return {key: self._at(place) for key, place in places.others.items()}
 
     def _fault_in_deferred(self, update: Update) -> None:
-        """Put what the optimizer has made anew where it belongs, and note what it keeps."""
+        """Store new state tensors of the optimizer in their sections, and record its entries."""
         work, places = update.work, update.places
         if work.tensor.data_ptr() != update.target.data_ptr():
             update.target.copy_(work.tensor)
@@ -337,9 +334,9 @@ class Sweep:
             if home is None:
                 if key not in places.others:
                     raise UnsupportedError(
-                        f"{self._shadow.kind} keeps {key!r} for {places.name}, which it did not do when it was offloaded"
+                        f"{self._shadow.kind} keeps {key!r} for {places.name}, which it did not keep at manager.offload"
                     )
-                continue  # the first piece has left it
+                continue  # the first piece has stored it
             if value.shape != home.shape or value.dtype != home.dtype:
                 raise UnsupportedError(
                     f"{self._shadow.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
@@ -355,14 +352,14 @@ class Sweep:
 
 
 ALIGNMENT_ELEMENTS = 16
-"""Where a gradient begins: on a line of the cache, as memory of its own would."""
+"""Elements. A gradient begins on a cache line, as separately allocated memory would."""
 
 
 class UpcastBuffer:
-    """Gradients in the dtype of what they update: those of one run of the optimizer after the other in the same memory.
+    """Upcasts gradients to the dtype of the updated tensors, in one memory for all gradients of a run of the optimizer.
 
-    So that memory stays in the processor's cache, and the heap neither gives nor takes a tensor with each run. Owns memory for
-    `numel` elements of the dtype that was asked for last. It is taken when it is first used.
+    So that memory stays in the processor's cache, and the heap allocates no tensor for each run. Owns memory for
+    `numel` elements of the last requested dtype, allocated at the first use.
     """
 
     def __init__(self, numel: int) -> None:
@@ -371,11 +368,12 @@ class UpcastBuffer:
         self._used = 0
 
     def begin_run(self) -> None:
-        """What was returned before is not used any more."""
+        """Begin a run: results of earlier calls are not used any more."""
         self._used = 0
 
     def widen(self, gradient: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient in `dtype`: itself, a copy until the next `begin_run`, or, if it is too large, one of its own."""
+        """Return the gradient in `dtype`: itself, a copy valid until the next `begin_run`, or, if too large, its own
+        copy."""
         if gradient.dtype == dtype:
             return gradient
         begin, end = self._used, self._used + gradient.numel()

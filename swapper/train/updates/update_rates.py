@@ -1,7 +1,7 @@
-"""Where the optimizer's update is faster, measured: on the CPU, or on an accelerator to which state comes and from which it goes.
+"""Measures if the optimizer's update is faster on the CPU, or on an accelerator with state copied both ways.
 
-Both work on scratch tensors, in fp32: some millions of elements are updated by the user's own optimizer on the CPU; and as many
-bytes as its state has go up and down. On a device the update is bound by those copies, not by its kernels.
+Both use scratch tensors, in fp32: the user's own optimizer updates some millions of elements on the CPU; and as many
+bytes as its state has are copied to the device and back. Those copies limit an update on a device, not its kernels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swapper.device.device import Device
 from swapper.train.optimizer.optimizer_probe import copy_for_trial
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 
-ELEMENTS = 1 << 22
+ELEMENTS = 1 << 22  # of the trial: 16 MiB in fp32, more than a cache
 
 
 def faster_place(optimizer: Optimizer, device: Device) -> str:
@@ -34,7 +34,7 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
 
     try:
         update()  # makes the state
-    except Exception:  # it takes no such tensor (Muon wants matrices); what cannot be had at all is said in `discovery`
+    except Exception:  # it does not take such a tensor (Muon needs matrices); the probe reports unsupported optimizers
         return "cpu"
     on_cpu_s = _seconds(update)
     kept = [v for v in work.state.values() if isinstance(v, torch.Tensor) and v.shape == tensor.shape]

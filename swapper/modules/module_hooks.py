@@ -1,0 +1,129 @@
+"""Hooks that lease a module's parameters around its forward: what those of training and of inference have in common.
+
+The forwards that run are a stack of calls. A forward that is stopped by something that goes past its hooks (Ctrl-C) leaves its call
+there, which is found when an outer forward ends, or the next one begins.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from swapper.modules.groups import Unit
+from swapper.modules.leased_group import LeasedGroup, storage_of
+from swapper.modules.own_hook import OwnHook
+from swapper.modules.transforms import outside_transforms
+from swapper.modules.turns import Turns
+from swapper.paging.planning.schedule import Access
+from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.teardown import close_all
+
+
+class Call:
+    """One forward of one unit, and the groups that it leases: by name and by index, so that it keeps nothing of the model."""
+
+    __slots__ = ("groups", "module")
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.groups: list[int] = []
+
+
+GroupT = TypeVar("GroupT", bound=LeasedGroup)
+CallT = TypeVar("CallT", bound=Call)
+
+
+class ModuleHooks(ABC, Generic[GroupT, CallT]):
+    """Owns the hooks of one model and the leases of the forwards that run.
+
+    Args:
+        units: the modules to hook.
+        groups: all groups, by index.
+        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
+        turns: threads take them, a pass at a time.
+    """
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        groups: Sequence[GroupT],
+        drop_leases: Callable[[Iterable[Access]], None],
+        turns: Turns,
+    ) -> None:
+        self._groups = groups
+        self._drop_leases = drop_leases
+        self._turns = turns
+        self._is_removed = False
+        self._running: list[CallT] = []  # forwards, the innermost last
+        self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
+        self._storages = {storage for group in groups for storage in group.storages}
+        self._modules: dict[str, weakref.ref[nn.Module]] = {}  # by the unit's name; the hooks shall not keep the model
+        self._handles: list[Any] = []
+        for unit in units:
+            self._modules[unit.name] = weakref.ref(unit.module)
+            before, after = OwnHook(partial(self._before, unit)), OwnHook(partial(self._after, unit))
+            self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(unit.module.register_forward_hook(after, always_call=True))
+
+    @abstractmethod
+    def _before(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The forward of `unit` begins."""
+
+    @abstractmethod
+    def _after(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward of `unit` is over, or was stopped, also by what `_before` raised. Returns what it is to return."""
+
+    @abstractmethod
+    def _lease_more(self, call: CallT, group: GroupT) -> None:
+        """Lease a group for a forward that runs, beside those that it began with."""
+
+    @property
+    @abstractmethod
+    def _is_inside(self) -> bool:
+        """Whether this thread is in the innermost forward."""
+
+    def remove(self) -> None:
+        """Take the hooks out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._is_removed = True
+
+    def abandon_pass(self) -> None:
+        """Forget a pass that an exception or Ctrl-C went through, with its leases. What is kept otherwise stays."""
+        self._running.clear()
+        for group in self._groups:
+            group.forget_leases()
+        self._drop_leases([access for group in self._groups for access in group.kept_accesses])
+
+    def bring(self, parameter: nn.Parameter) -> bool:
+        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
+        group = self._group_of[id(parameter)]
+        for call in reversed(self._running) if self._is_inside else ():
+            module = self._modules[call.module]()
+            if module is not None and any(parameter is inside for inside in module.parameters()):
+                with defer_sigint, outside_transforms():
+                    self._lease_more(call, group)
+                return True
+        return False
+
+    def _end(self, unit: Unit) -> CallT | None:
+        """Return the running call of `unit`, which is over. None: it never began, or its pass was abandoned."""
+        if all(call.module != unit.name for call in self._running):
+            return None
+        while (call := self._running.pop()).module != unit.name:
+            self._release(call)  # stopped by something that went past its hooks
+        return call
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
+        return tensor.clone() if storage_of(tensor) in self._storages else tensor
+
+    def _release(self, call: CallT) -> None:
+        close_all(self._groups[index].release for index in call.groups)

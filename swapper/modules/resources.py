@@ -1,0 +1,160 @@
+"""What a model's pages lie in and go through: memory, engine, files, frames and pager, opened and closed in one order.
+
+[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them.
+Closed: the pager, which waits for all transfers; the engine, whose thread ends; what an accelerator knows of the
+memory; the files; the memory. Nobody may ask for pages any more by then, and copies out of frames are over. What
+tensors still show of resident sections becomes ordinary memory (paging/host_memory.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from swapper.device.device import Device
+from swapper.device.registered_frames import HostSide
+from swapper.io.engines import Engine, open_engine
+from swapper.paging.host_memory import HostMemory, Mapped
+from swapper.paging.pager import Pager
+from swapper.paging.planning.budget import PoolSize
+from swapper.paging.planning.schedule import Schedule
+from swapper.paging.pool import Pool
+from swapper.paging.section import Page, Section
+from swapper.paging.store.page_store import PageStore
+from swapper.runtime.counters import Counters
+from swapper.runtime.teardown import close_all
+
+
+class OwnedStore(PageStore, Protocol):
+    """A store that has open files."""
+
+    @property
+    def io_mode(self) -> str:
+        """How they are opened: "direct", or "buffered" and the reason."""
+        ...
+
+    def close(self) -> None: ...
+
+
+StoreT = TypeVar("StoreT", bound=OwnedStore)
+
+
+class Resources(Generic[StoreT]):
+    """Owns all that, from `open` until it is closed; also what an `open` that failed has left.
+
+    Args:
+        counters: to keep.
+
+    Attributes:
+        engine: does the transfers; None before it is opened and when it is closed.
+        store: the files.
+        pool: the frames.
+        pager: of the pages.
+        host_side: of the memory, where there is an accelerator.
+    """
+
+    engine: Engine | None = None
+    store: StoreT
+    pool: Pool
+    pager: Pager
+    host_side: HostSide | None = None
+
+    def __init__(self, counters: Counters) -> None:
+        self.counters = counters
+        self.memory = HostMemory()
+        self._bytes_before = counters.bytes_read, counters.bytes_written
+        self._sections: list[Section] = []
+        self._pages: list[Page] = []
+
+    def open(
+        self,
+        sections: Iterable[Section],
+        size: PoolSize,
+        directories: Sequence[Path],
+        backend: str,
+        open_store: Callable[[Engine], StoreT],
+        schedule: Schedule,
+        device: Device | None = None,
+        *,
+        head_bytes: int | None = None,
+        windows: bool = True,
+        filled_once: bool = False,
+        staging_bytes: int | None = None,
+        **pager_options: Any,
+    ) -> None:
+        """Open everything in order.
+
+        Args:
+            sections: that get memory, or windows; their pages are all that the pager has.
+            size: of the pool.
+            directories: of the files, one a drive.
+            backend: of the engine.
+            open_store: given the engine, opens the files.
+            schedule: the order of use.
+            device: an accelerator that frames are copied to and from.
+            head_bytes, windows, filled_once: see HostMemory.attach.
+            staging_bytes: of the engine; None: its own choice.
+            pager_options: see Pager.
+        """
+        self._sections += sections
+        arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
+        slots = {} if staging_bytes is None else {"staging_bytes": staging_bytes}
+        self.engine = open_engine(directories, backend=backend, arena=arena, **slots)
+        self.store = open_store(self.engine)
+        growth = None if head_bytes is None else arena
+        self.pool = Pool(arena.address, frames_offset, size.page_bytes, size.frame_count, growth)
+        if device is not None:
+            self.host_side = HostSide(device, arena, frames_offset, self.pool)
+        self._pages = [page for section in self._sections for page in section.pages]
+        self.pager = Pager(self._pages, self.pool, self.store, schedule, self.counters, **pager_options)
+
+    def add_memory(self, sections: Sequence[Section]) -> None:
+        """Give resident sections their memory, after `open`."""
+        arena, nbytes = self.memory.attach(sections, 0)
+        self._sections += sections
+        if self.host_side is not None:
+            self.host_side.add(arena, nbytes)
+
+    def count_bytes(self) -> None:
+        """Bring the counters up to date."""
+        if self.engine is not None:
+            read_bytes, written_bytes = self._bytes_before
+            self.counters.bytes_read = read_bytes + self.engine.bytes_read
+            self.counters.bytes_written = written_bytes + self.engine.bytes_written
+
+    def describe(self) -> str:
+        """Say how transfers are made and what the memory is like, for a person."""
+        registered = "" if self.host_side is None else f", for the device {self.host_side.describe()}"
+        assert self.engine is not None
+        how = f"{self.engine.backend} ({self.engine.reason}), {self.store.io_mode}"
+        return f"transfers by {how}; memory {self.memory.describe()}{registered}"
+
+    def close(self, stay: Collection[int] = ()) -> None:
+        """Close what is open. [Note: order of opening and closing]
+
+        Args:
+            stay: pages that keep their bytes for as long as somebody has a tensor of them.
+        """
+        kept = [self._mapped(self._pages[index]) for index in stay]
+        opened = vars(self)
+        endings: list[Callable[[], object]] = [self.count_bytes]
+        if "pager" in opened:
+            endings.insert(0, partial(self.pager.discard, frozenset(stay)))
+        parts = (self.engine, self.host_side, opened.get("store"))
+        endings += [part.close for part in parts if part is not None]
+        close_all([*endings, self._forget, partial(self.memory.close, kept)])
+
+    def _mapped(self, page: Page) -> Mapped:
+        assert page.frame is not None
+        return Mapped(weakref.ref(page.section.window), page.offset, self.pool.offset(page.frame), page.nbytes)
+
+    def _forget(self) -> None:
+        """Whoever has this still, as a traceback may, shall not keep memory."""
+        for section in self._sections:
+            section.detach()
+        self._sections, self._pages, self.engine, self.host_side = [], [], None, None
+        for name in ("pager", "pool", "store"):
+            self.__dict__.pop(name, None)

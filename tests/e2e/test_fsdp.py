@@ -1,0 +1,93 @@
+"""FSDP2's shards on NVMe, in the smallest budget: losses, shards and state bit-equal to plain FSDP2's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import swapper
+from e2e import fsdp_run
+from e2e.processes import run_python
+
+
+def run(directory: Path, ranks: int, cases: list[str]) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = run_python(*torchrun, Path(fsdp_run.__file__), directory, *cases)
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert said == {f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases}
+
+
+def test_two_ranks_train_load_and_go_on(tmp_path: Path) -> None:
+    others = sorted(fsdp_run.CASES.keys() - {"plain"})
+    some = random.Random(os.environ.get("SWAPPER_TEST_SEED")).sample(others, 2)
+    run(tmp_path, 2, ["plain", *some])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_loop(tmp_path: Path, ranks: int) -> None:
+    run(tmp_path, ranks, list(fsdp_run.CASES))
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"update": "deferred"}, "update='deferred'"),
+        ({"update": "backward"}, "update='backward'"),
+        ({"gradients": "nvme"}, "gradients='nvme'"),
+        ({"master_weights": torch.float32}, "master_weights"),
+    ],
+    ids=str,
+)
+def test_what_is_not_done_yet_is_refused_by_name(
+    tmp_path: Path, alone: None, options: dict[str, object], named: str
+) -> None:
+    model, optimizer = fsdp_run.make({})
+    with (
+        swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
+        pytest.raises(swapper.UnsupportedError, match=named),
+    ):
+        manager.offload(model, optimizer, **options)
+
+
+def test_a_part_that_is_sharded_in_a_model_that_is_not_is_refused(tmp_path: Path, alone: None) -> None:
+    model = fsdp_run.Model()
+    torch.distributed.fsdp.fully_shard(model.blocks[0], mesh=fsdp_run.mesh_of({}))
+    with (
+        swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
+        pytest.raises(swapper.UnsupportedError, match=r"blocks.0|fully_shard"),
+    ):
+        manager.offload(model, fsdp_run.adamw(model))
+
+
+def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None) -> None:
+    model, _ = fsdp_run.make({})
+    with (
+        swapper.SwapManager(tmp_path, host_memory="64MiB") as manager,
+        pytest.raises(swapper.UnsupportedError, match="elementwise"),
+    ):
+        manager.offload(model, torch.optim.Adafactor(model.parameters()))
+
+
+def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
+    model, optimizer = fsdp_run.make({})
+    manager = swapper.SwapManager(tmp_path, host_memory="64MiB")
+    manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+    manager.close()
+    with pytest.raises(swapper.StateError, match="closed"):
+        model(torch.arange(8).view(1, 8))
