@@ -81,6 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scheduled": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)},
     "not resharded": {"reshard": False},
     "replicated": {"mesh": "replicated"},
+    "parameters in host memory": {"params": "host"},
 }
 
 
@@ -140,7 +141,7 @@ def run(directory: Path, name: str) -> None:
     plain, plain_optimizer = make(case)
     swapped, optimizer = make(case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
-    placement = {"params": "nvme", "optimizer_state": "nvme"}
+    placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme"}
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
             manager.plan(swapped, optimizer, **placement)
