@@ -155,7 +155,7 @@ def test_a_setting_that_it_does_not_know_is_refused_in_the_step_too(on_device: M
     pair = with_kernel(on_device, commit_every=1)
     pair.train(train_step, steps=1)
     pair.optimizer.param_groups[0]["maximize"] = True
-    with pytest.raises(swapper.UnsupportedError, match="does not know maximize=True"):
+    with pytest.raises(swapper.UnsupportedError, match="does not support maximize=True"):
         train_step(pair.swapped, pair.optimizer)
     pair.close()
 

@@ -181,7 +181,7 @@ def test_inputs_on_another_device_are_named(on_device: MakeTwins) -> None:
 
 
 def test_all_of_the_parameters_cannot_be_on_a_device_that_is_too_small(on_device: MakeTwins) -> None:
-    with pytest.raises(swapper.BudgetError, match="params='device' needs all parameters on cpu at one time"):
+    with pytest.raises(swapper.BudgetError, match="params='device' needs all parameters on cpu at once"):
         on_device(params="device", budget=64 * MIB)
 
 

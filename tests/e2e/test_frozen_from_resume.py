@@ -68,9 +68,7 @@ def test_another_file_is_refused(run: Run) -> None:
     run.train(1)
     os.utime(run.path, ns=(1, 1))
     assert any("changed since the commit" in fault.what for fault in verify(run.directory)[0].faults)
-    with pytest.raises(
-        swapper.CheckpointError, match=r"reads frozen parameters from .*base.safetensors as it was then"
-    ):
+    with pytest.raises(swapper.CheckpointError, match=r"reads frozen parameters from .*base.safetensors as of then"):
         run.train(1)
 
 

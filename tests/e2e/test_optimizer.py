@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
+import swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same, scalers_of
 
@@ -262,3 +263,30 @@ def test_a_parameter_that_is_unfrozen_after_offload_is_trained_or_refused(twins:
         assert "before manager.offload" in str(error)
     else:
         pair.finish()
+
+
+def two_dtypes() -> nn.Module:
+    model = Net(depth=2)
+    model.blocks[0].to(torch.bfloat16)
+    return model
+
+
+def test_adafactor_with_two_dtypes_in_a_group_is_refused(twins: MakeTwins) -> None:
+    """torch takes the epsilon of a group's first parameter for all of them."""
+    with pytest.raises(swapper.UnsupportedError, match=r"torch\.bfloat16 and torch\.float32.*a group of its own"):
+        twins(two_dtypes(), torch.optim.Adafactor)
+
+
+def test_adafactor_with_a_group_for_each_dtype_is_exact(twins: MakeTwins) -> None:
+    def by_dtype(parameters: Any) -> torch.optim.Optimizer:
+        groups: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            groups.setdefault(parameter.dtype, []).append(parameter)
+        return torch.optim.Adafactor([{"params": members} for members in groups.values()])
+
+    pair = twins(two_dtypes(), by_dtype)
+    for parameter, other in zip(pair.swapped.parameters(), pair.plain.parameters(), strict=True):
+        parameter.grad, other.grad = torch.ones(other.shape, dtype=other.dtype), torch.ones_like(other)
+    pair.optimizer.step()
+    pair.plain_optimizer.step()
+    pair.finish(paged=False)

@@ -20,7 +20,7 @@ from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
-from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_supported, is_plain
+from swapper.train.optimizer.optimizer_probe import OptimizerProbe, StateForm, check_dtypes, check_supported, is_plain
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.sweep import NO_GROUP, Trainable
 
@@ -121,6 +121,7 @@ def take_inventory(
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
     external = {} if frozen is None else _find_external(frozen, model, groups, with_gradient, before is not None)
+    dtypes: dict[int, set[torch.dtype]] = {}  # by group of the optimizer
     param_plans: list[SectionPlan] = []
     state_plans: list[SectionPlan] = []
     grad_plans: list[SectionPlan] = []
@@ -134,6 +135,7 @@ def take_inventory(
                 forms[name] = known
             elif index is not None and name in with_gradient:
                 forms[name] = discovery.form(index, updated, parameter.dim())
+                dtypes.setdefault(index, set()).add(updated)
             else:
                 continue
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
@@ -146,6 +148,7 @@ def take_inventory(
         state_plans += plan_group(group.index, "state", state)
         trained = [_spec(n, "grad", p) for n, p in group.parameters if n in with_gradient]
         grad_plans += plan_group(group.index, "grad", trained)
+    check_dtypes(optimizer, dtypes)
     plans = [*param_plans, *state_plans]  # the order in which a checkpoint's pickle meets them
     return Inventory(groups, units, plans, grad_plans, settings, forms, discovery, master_weights, frozen=frozen)
 

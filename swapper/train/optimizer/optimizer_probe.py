@@ -26,12 +26,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, Optimizer, Rprop, SparseAdam
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, Rprop, SparseAdam
 
 from swapper.errors import UnsupportedError
 from swapper.train.optimizer.optimizer_proxy import NAMES, OptimizerProxy, Work, is_same
@@ -416,6 +416,21 @@ def check_settings(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dty
             f"SGD(fused=True, momentum={group['momentum']}) gives wrong values for {dtype} from its second step on in torch "
             "itself: leave out fused=True, or pass master_weights=torch.float32"
         )
+
+
+def check_dtypes(optimizer: Optimizer, dtypes: Mapping[int, Collection[torch.dtype]]) -> None:
+    """Raise UnsupportedError if what happens to a parameter depends on the dtype of another one in its group.
+
+    Args:
+        optimizer: the user's.
+        dtypes: those that parameters (or masters) are updated in, by the index of their group.
+    """
+    for index, found in dtypes.items():
+        if isinstance(optimizer, Adafactor) and len(found) > 1 and optimizer.param_groups[index]["eps"][0] is None:
+            raise UnsupportedError(
+                f"group {index} of Adafactor has parameters of {' and '.join(sorted(map(str, found)))}: torch takes the epsilon "
+                "of the first for all of them. Give each dtype a group of its own, or pass eps=(value, value)"
+            )
 
 
 def _check_attributes(kind: str, optimizer: Optimizer) -> None:
