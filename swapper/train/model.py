@@ -115,7 +115,7 @@ class OffloadedModel:
             changes_itself(model),
         )  # fmt: skip
         self._gradients: Gradients | None = None
-        self._other_optimizers = OtherOptimizers(optimizer, self._names)
+        self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
         self.undoing = StepRollback(optimizer, self.optimizer_state, sections, self.groups, manager.undo_sections)
         self._begin_step = manager.begin_step
         self.updates = self._make_updates(plan.request.options.update, session_guard)
@@ -259,6 +259,12 @@ class OffloadedModel:
     def given_parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the user's model, which has shards of ours where it is sharded."""
         return self.model.model.parameters() if isinstance(self.model, Shards) else self.model.parameters()
+
+    def _names_of_given(self) -> dict[int, str]:
+        """Names of the parameters of the user's model, by id."""
+        return (
+            {key: shard.name for key, shard in self.model.of.items()} if isinstance(self.model, Shards) else self._names
+        )
 
     def paged(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return what is paged of `parameters` of the user's model."""

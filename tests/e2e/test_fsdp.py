@@ -87,7 +87,25 @@ def test_a_matrix_optimizer_is_refused(tmp_path: Path, alone: None) -> None:
 def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
     model, optimizer = fsdp_run.make({})
     manager = swapper.SwapManager(tmp_path, host_memory="64MiB")
-    manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+    _, paged = manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+    fsdp_run.train(model, paged, {}, None, 0)
     manager.close()
-    with pytest.raises(swapper.StateError, match="closed"):
-        model(torch.arange(8).view(1, 8))
+    for look in (
+        lambda: model(torch.arange(8).view(1, 8)),
+        lambda: model.head.weight.full_tensor(),
+        lambda: model.head.weight.to_local() + 1,
+        lambda: model.head.weight.norm(),
+        lambda: model.state_dict()["head.weight"].full_tensor(),
+    ):
+        with pytest.raises(swapper.StateError, match="manager was closed"):
+            look()
+
+
+@pytest.mark.parametrize("which", ["given", "another"])
+def test_a_step_of_another_optimizer_is_refused(tmp_path: Path, alone: None, which: str) -> None:
+    model, optimizer = fsdp_run.make({})
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        manager.offload(model, optimizer, params="nvme", optimizer_state="nvme")
+        model(torch.arange(8).view(1, 8)).sum().backward()
+        with pytest.raises(swapper.StateError, match=r"manager\.offload"):
+            (optimizer if which == "given" else fsdp_run.adamw(model)).step()

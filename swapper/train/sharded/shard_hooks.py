@@ -44,6 +44,7 @@ class ShardHooks:
         self._enter_phase = enter_phase
         self._handles: list[Any] = []
         group_of = {id(parameter): group for group in groups for parameter in group.parameters}
+        self._paged = {key for key, group in group_of.items() if group.paged}
         for param_group, members in shards.by_group:
             for shard in members:
                 _bind(shard, place(shard.name))
@@ -65,7 +66,7 @@ class ShardHooks:
             shard.local.grad = None if gradient is None else gradient._local_tensor
 
     def remove(self) -> None:
-        """Take the hooks out. FSDP2 has the shards' places for as long as those are there."""
+        """Take the hooks out. Shards that were paged are cold for good: who looks at one is told so."""
         for handle in self._handles:
             handle.remove()
         for param_group, members in self._shards.by_group:
@@ -74,6 +75,8 @@ class ShardHooks:
             vars(param_group)["unshard"] = _refuse
             for shard in members:
                 shard.local.grad = None
+                if id(shard.local) in self._paged:
+                    shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 
     def _lease_around(self, param_group: Any, groups: list[GroupParameters]) -> None:
         """Have the shards in memory while `param_group` copies them, which is in `unshard`, or after it where there is one rank."""
@@ -137,8 +140,26 @@ def _take_gradient(shard: Shard) -> Callable[[Any], None]:
     return hook
 
 
+class _ClosedShard(torch.Tensor):
+    """Has the shape of a shard that stayed on NVMe. Every operation on it raises, those of DTensor's dispatcher too."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> _ClosedShard:
+        tensor: _ClosedShard = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        _refuse()
+
+
 def _refuse(async_op: bool = False) -> None:
-    raise StateError("the manager that has the shards of this model is closed: the model can be used no more")
+    raise StateError(
+        "the shards of this model stayed on NVMe when its manager was closed: read them before that, in manager.gather(model), or "
+        "offload the model's run again with resume='auto'"
+    )
 
 
 def _in_backward() -> bool:
