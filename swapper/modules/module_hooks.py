@@ -17,7 +17,7 @@ from torch import nn
 
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.own_hook import OwnHook, copy_without_hooks
 from swapper.modules.transforms import outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
@@ -67,6 +67,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._handles: list[Any] = []
         for unit in units:
             self._modules[unit.name] = weakref.ref(unit.module)
+            copy_without_hooks(unit.module)
             before, after = OwnHook(partial(self._before, unit)), OwnHook(partial(self._after, unit))
             self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(unit.module.register_forward_hook(after, always_call=True))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from swapper.runtime.interrupts import defer_sigint
 
@@ -28,7 +30,10 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class OwnHook:
-    """A hook that swapper puts into a module. In a copy of the module, deep or pickled, it does nothing: copies are plain."""
+    """A hook that swapper puts into a module. Copies of the module, deep or pickled, are without it: see `copy_without_hooks`.
+
+    A class that has a `__deepcopy__` or a `__reduce__` of its own may take it along: there it does nothing.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -40,6 +45,35 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without swapper
+
+
+def copy_without_hooks(module: nn.Module) -> None:
+    """Have pickle and copy leave each OwnHook of modules of this class out, so that plain torch reads what they write."""
+    if type(module) not in copyreg.dispatch_table:
+        copyreg.pickle(type(module), _reduce)
+
+
+def _reduce(module: nn.Module) -> Any:
+    """Return what `module.__reduce_ex__` does, with the module's tables of hooks as they would be without swapper."""
+    reduced = module.__reduce_ex__(2)
+    if isinstance(reduced, str) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+        return reduced
+    state = reduced[2]
+    own = {
+        key
+        for table in state.values()
+        if isinstance(table, dict)
+        for key, hook in table.items()
+        if isinstance(getattr(hook, "hook", hook), OwnHook)  # torch wraps those of load_state_dict
+    }
+    # torch numbers hooks across all of a module's tables, and notes by that number how some are called.
+    plain = {
+        name: type(table)((key, hook) for key, hook in table.items() if key not in own)
+        if isinstance(table, dict) and "_hooks" in name
+        else table
+        for name, table in state.items()
+    }
+    return (*reduced[:2], plain, *reduced[3:]) if own else reduced
 
 
 @contextmanager

@@ -293,6 +293,11 @@ def test_a_language_model_with_updates_by_hand(tmp_path: Path, caplog: pytest.Lo
     torch.save(model.state_dict(), saved)
     saved.seek(0)
     assert_same(dict(torch.load(saved)), dict(plain.state_dict()))
+    torch.save(model, tmp_path / "model.pt")
+    with torch.serialization.safe_globals([Language, nn.Embedding, nn.LSTM, nn.Linear]):
+        loaded = torch.load(tmp_path / "model.pt")
+    loaded.recurrent.flatten_parameters()
+    assert_same(dict(loaded.state_dict()), dict(plain.state_dict()))
     manager.close()
     again = Language()
     with swapper.SwapManager(tmp_path, host_memory="4MiB", resume="auto") as manager:

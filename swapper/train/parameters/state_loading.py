@@ -18,7 +18,7 @@ from swapper.modules.cold import aliases, is_aliasing
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import storage_of
 from swapper.modules.models import Models
-from swapper.modules.own_hook import OwnHook
+from swapper.modules.own_hook import OwnHook, copy_without_hooks
 from swapper.runtime.teardown import close_all
 from swapper.train.parameters.parameter_group import GroupParameters
 
@@ -47,6 +47,7 @@ class LoadHooks:
         self._handles: list[Any] = []
         self._storages = {storage for group in groups for storage in group.storages}
         for owner in {owner: None for unit in units for owner in unit.module.modules()}:
+            copy_without_hooks(owner)
             copy = OwnHook(self._copy)
             self._handles.append(owner.register_state_dict_post_hook(copy))  # type: ignore[no-untyped-call]
         for unit in units:

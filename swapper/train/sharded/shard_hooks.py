@@ -66,7 +66,7 @@ class ShardHooks:
             shard.local.grad = None if gradient is None else gradient._local_tensor
 
     def remove(self) -> None:
-        """Take the hooks out. Shards that were paged are cold for good: who looks at one is told so."""
+        """Take the hooks out. Shards that were paged stay on NVMe: an operation on one raises."""
         for handle in self._handles:
             handle.remove()
         for param_group, members in self._shards.by_group:
