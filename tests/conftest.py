@@ -16,9 +16,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from durations import Durations
-from sampling import Case, choose, runs_a_sample, seed_of_commit
+from sampling import Case, choose, examples, runs_a_sample, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,7 +30,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell that starts this in the background has it so, and what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
+# How long an example of a property takes says nothing on a shared machine.
+hypothesis.settings.register_profile("swapper", deadline=None, max_examples=examples(100))
+hypothesis.settings.load_profile("swapper")
 
 ROOM_BYTES = 6 << 30
 """What the files of a whole run take at one time, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
@@ -57,7 +60,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of a test's n cases the root of n, at least two; of what is marked `slow` a third."""
+    """Keep a sample, if that is asked for: of a test's n cases the root of n; of what is marked `slow` a third."""
     if not runs_a_sample():
         return
     tables: dict[str, dict[str, Case]] = {}
@@ -66,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         tables.setdefault(table, {})[item.nodeid] = case_of(item)
     kept: set[str] = set()
     for table, cases in tables.items():
-        count = len(cases) // 3 if table == "slow" else max(2, math.isqrt(len(cases) - 1) + 1)
+        count = len(cases) // 3 if table == "slow" else round(math.sqrt(len(cases)))
         kept |= choose(cases, count, os.environ["SWAPPER_TEST_SEED"])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
