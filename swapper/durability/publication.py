@@ -26,7 +26,7 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
-from swapper.paging.store.swap_file import FileStatus, status_of
+from swapper.paging.store.page_files import FileStatus, status_of
 
 ZEROS_BYTES = 1 << 20  # written at once
 PUNCH_HOLE = 0x03

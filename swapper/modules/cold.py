@@ -22,16 +22,17 @@ from swapper.errors import ColdParameterError, StateError
 from swapper.modules.cold_tables import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
+    CONVERSIONS,
     LIKE,
     METADATA,
     SET_DATA,
     VIEWS,
     Function,
+    changes_nothing,
     getters,
     writes_first,
     written_arguments,
 )
-from swapper.modules.conversions import CONVERSIONS, changes_nothing
 from swapper.runtime.process import after_fork_in_child
 
 Run = Callable[[Mapping[int, torch.Tensor]], Any]

@@ -1,4 +1,4 @@
-"""Which of torch's functions need the data of a tensor that they are given, and which do not."""
+"""Tables of torch's functions: those that need the data of a tensor that they are given, and those that do not."""
 
 from __future__ import annotations
 
@@ -118,3 +118,25 @@ def writes_first(function: Function) -> bool:
     """Return whether `function`, one of torch's, writes to its first argument."""
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+CONVERSIONS: frozenset[Function] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous")
+)
+"""Conversions, which training loops and pipelines call by habit. One that changes nothing (`.float()` of fp32) needs no data."""
+
+
+def changes_nothing(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> bool:
+    """Return whether `convert(tensor)` would be `tensor` itself, by asking it of a small one that is like it.
+
+    Args:
+        convert: does not change the tensor that it is given, or changes it visibly (`share_memory_`).
+        tensor: contiguous; its data is not looked at.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        like = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        try:
+            return convert(like) is like and not (like.device.type == "cpu" and like.is_shared())
+        except Exception:
+            return False  # whoever really does it gets the error

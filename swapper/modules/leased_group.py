@@ -79,7 +79,7 @@ class LeasedGroup(ABC):
     def wait_on_current_stream(self) -> None:
         """It is leased, and kernels on the current stream use it too, which need not be the one that it was leased on."""
         if self.image is not None:
-            self.image.storage.let_compute_use()
+            self.image.storage.wait_on_current_stream()
 
     def release(self) -> None:
         """Give a lease back; the last one lets the parameters go."""

@@ -9,13 +9,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
-from swapper.device.device_storage import DeviceStorage
-from swapper.device.image_layout import Span, place_in_storage, spans_of_page
-from swapper.device.registered_frames import HostSide
+from swapper.device.device_storage import DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.device.uploads import PageCopy, Uploads
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access

@@ -6,6 +6,7 @@ there, which is found when an outer forward ends, or the next one begins.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +15,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
-from swapper.runtime.interrupts import defer_sigint
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all, defer_sigint
 
 
 class Call:
@@ -128,3 +128,53 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
 
     def _release(self, call: CallT) -> None:
         close_all(self._groups[index].release for index in call.groups)
+
+
+# --- the tensors in what a module returns --------------------------------------------------------------------------------
+
+
+def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """Return the tensors in `output` (nested lists, tuples, dicts, dataclasses) and how to build it anew with others."""
+    if isinstance(output, torch.Tensor):
+        return [output], lambda new: new[0]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
+        tensors, rebuild = tensors_of([getattr(output, name) for name in fields])
+
+        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
+            for name, value in zip(fields, rebuild(new), strict=True):
+                try:
+                    setattr(output, name, value)
+                except dataclasses.FrozenInstanceError:
+                    object.__setattr__(output, name, value)
+            return output
+
+        return tensors, rebuild_dataclass
+    leaves, spec = pytree.tree_flatten(output)
+    if len(leaves) == 1 and leaves[0] is output:
+        return _tensors_of_object(output)
+    parts = [tensors_of(leaf) for leaf in leaves]
+
+    def rebuild_tree(new: list[torch.Tensor]) -> Any:
+        taken = iter(new)
+        built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
+        return pytree.tree_unflatten(built, spec)
+
+    return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
+
+
+def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """Any other object: what its attributes hold."""
+    attributes = getattr(output, "__dict__", None)
+    if not attributes or callable(output):
+        return [], lambda new: output
+    values = {
+        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
+    }
+    tensors, rebuild = tensors_of(list(values.values()))
+
+    def rebuild_object(new: list[torch.Tensor]) -> Any:
+        attributes.update(zip(values, rebuild(new), strict=True))
+        return output
+
+    return tensors, rebuild_object

@@ -1,14 +1,15 @@
-"""The form of every hook that swapper puts into a module or a tensor."""
+"""Hooks that swapper puts into a module or a tensor: torch.compile, Ctrl-C, copies, and the transforms of torch.func."""
 
 from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from swapper.runtime.interrupts import defer_sigint
 
@@ -85,3 +86,15 @@ def hookable(parameter: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         parameter.requires_grad_(was)
+
+
+_AT_HAND: AbstractContextManager[Any] = nullcontext()
+_innermost = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context within which no transform of torch.func (grad, vjp, jvp, vmap, functionalize) runs.
+
+    A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
+    """
+    return _AT_HAND if _innermost() is None else temporarily_clear_interpreter_stack()

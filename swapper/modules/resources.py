@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from swapper.device.device import Device
-from swapper.device.registered_frames import HostSide
+from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
-from swapper.paging.host_memory import HostMemory, Mapped
+from swapper.paging.host_memory import HostMemory, Mapped, Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.schedule import Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_store import PageStore
 from swapper.runtime.counters import Counters
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all
 
 
 class OwnedStore(PageStore, Protocol):

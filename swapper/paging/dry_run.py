@@ -10,9 +10,9 @@ import torch
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Transfer
+from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.section import NoWindow, Page, Section
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint

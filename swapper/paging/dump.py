@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 

@@ -32,8 +32,8 @@ from typing import Protocol
 from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
+from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
@@ -77,7 +77,7 @@ class Frames:
         ahead: indices of pages that were brought in ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
         owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: deferred writes]
-        staying: indices of pages that shall stay ([Note: an even share], paging/planning/resident_set.py).
+        staying: indices of pages that shall stay ([Note: an even share], paging/planning/schedule.py).
     """
 
     def __init__(self, pages: Sequence[Page], pool: Pool, store: PageStore, lazy: bool, counters: Counters) -> None:

@@ -22,11 +22,9 @@ from swapper.errors import BudgetError, InvariantError, IoError
 from swapper.io.alignment import round_up
 from swapper.io.engines import Transfer
 from swapper.paging.frames import Frames, VictimCache
+from swapper.paging.host_memory import Pool
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
-from swapper.paging.planning.prefetch_distance import PrefetchDistance
-from swapper.paging.planning.resident_set import choose_resident_set
-from swapper.paging.planning.schedule import NEVER, Access, Schedule
-from swapper.paging.pool import Pool
+from swapper.paging.planning.schedule import NEVER, Access, PrefetchDistance, Schedule, choose_resident_set
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore

@@ -2,8 +2,8 @@
 
 A step goes from the end of one `optimizer.step()` to the end of the next. Its phases: *forward* (from the first hook of a model's
 forward to the last), *backward*, *step* (inside `optimizer.step()`), and *between*, everything else: the loop's own work, losses,
-data. Work is counted where it happens (runtime/counters.py) and read off at the few moments when a phase ends, so it costs a step
-microseconds. Transfers count in the phase that submits them.
+data. Counters (runtime/counters.py) are read when a phase ends, which costs a step microseconds. Transfers count in the phase
+that submits them.
 """
 
 from __future__ import annotations
@@ -174,18 +174,13 @@ def _cells(phase: PhaseStats) -> tuple[str, ...]:
 
 
 class DriveSpeed(Protocol):
-    """What is known of a drive, as `swapper tune` keeps it."""
+    """The speed of a drive, as `swapper tune` measured it."""
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float: ...
 
 
 class StepClock:
-    """Divides the run's time into steps and phases.
-
-    Args:
-        counters: kept by whoever does the work.
-        clock: seconds that only grow.
-    """
+    """Divides the run's time into steps and phases, and what `counters` count in it. `clock` gives monotonic seconds."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self.counters = counters
@@ -194,11 +189,7 @@ class StepClock:
         self.start(None)
 
     def start(self, tuning: DriveSpeed | None) -> None:
-        """The run begins now, in the phase "between".
-
-        Args:
-            tuning: what is known of the drive's speed.
-        """
+        """Begin the run, in the phase "between"."""
         self._tuning = tuning
         self._phase = "between"
         self._since_s = self._clock()
@@ -207,7 +198,7 @@ class StepClock:
         self._pages = self._page_counts()
 
     def enter(self, phase: str) -> None:
-        """From now on it is another phase, or the same again."""
+        """End the present phase and begin `phase`."""
         now_s, now = self._clock(), self._tally()
         spent = self._spent[self._phase]
         spent[0] += now_s - self._since_s
@@ -218,16 +209,16 @@ class StepClock:
         self._phase, self._since_s, self._before = phase, now_s, now
 
     def enter_again(self) -> None:
-        """Count what the phase has done so far."""
+        """Count what the present phase has done so far."""
         self.enter(self._phase)
 
     def describe(self) -> str:
-        """Say which phase it is, and for how long."""
+        """Return the present phase, and how long it has taken, for people."""
         return f"{self._phase} for {self._clock() - self._since_s:.1f} s"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within the context it is that phase, and "between" after it."""
+        """Return a context with that phase; "between" follows it."""
         self.enter(name)
         try:
             yield
@@ -235,7 +226,7 @@ class StepClock:
             self.enter("between")
 
     def end_step(self) -> None:
-        """The step is over: `last` is what became of it."""
+        """End the step: `last` has its statistics."""
         self.enter_again()
         self.last = self._stats(self.counters.step)
         self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}

@@ -17,9 +17,9 @@ from simulated_spare import VictimCache
 from simulated_store import PAGE_BYTES, SimulatedStore, make_sections
 
 from swapper.errors import BudgetError, IoError
+from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters

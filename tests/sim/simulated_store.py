@@ -11,7 +11,7 @@ from simulated_engine import Engine, File
 from swapper.io.drives import Drives
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.section import Page, Section
-from swapper.paging.store.swap_file import SwapFile
+from swapper.paging.store.page_files import SwapFile
 from swapper.paging.store.swap_files import TURNS, Store
 
 PAGE_BYTES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swapper.errors import InvariantError, IoError
-from swapper.paging.pool import Pool
+from swapper.paging.host_memory import Pool
 
 FRAME = 4096
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swapper.paging.planning.prefetch_distance import PrefetchDistance
+from swapper.paging.planning.schedule import PrefetchDistance
 
 CYCLE = 1000
 

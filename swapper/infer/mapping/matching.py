@@ -15,7 +15,7 @@ from swapper.formats.naming import Rename, renamed
 from swapper.formats.sources import Source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.modules.cold import is_cold, is_guarded
-from swapper.modules.models import refuse_scripted
+from swapper.modules.groups import refuse_scripted
 
 SHOWN_NAMES = 8  # in a message
 

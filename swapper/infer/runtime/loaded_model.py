@@ -41,7 +41,7 @@ from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
 from swapper.modules.cold import Run
 from swapper.modules.cold_tables import Function
-from swapper.modules.models import Models
+from swapper.modules.groups import Models
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
@@ -353,7 +353,7 @@ class LoadedModel:
         for group in self._groups:
             group.refuse_change()
         if self._on_device is not None:
-            self._on_device.tier.keep_some_free()
+            self._on_device.tier.keep_free_memory()
 
     def _end_pass(self, name: str, order: list[int]) -> None:
         """A pass is over: expect the next one to be like it, if it was the whole model's or came twice."""

@@ -27,7 +27,7 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
-from swapper.runtime.heap import note_freed
+from swapper.runtime.free_memory import note_freed
 from swapper.train.device.device_grads import DeviceGradients
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.autograd_grads import AutogradGradients, GradientsOnDevice

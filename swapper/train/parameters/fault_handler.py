@@ -14,7 +14,7 @@ from torch import nn
 from swapper.errors import BudgetError, StateError
 from swapper.modules.cold import Run, is_cold
 from swapper.modules.cold_tables import KEEPS_NOTHING, Function
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.slices import TensorLocation

@@ -15,7 +15,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
-from swapper.paging.store.external_files import checksum_of
+from swapper.paging.store.page_files import checksum_of
 from swapper.train.layout.content import SectionSource, compare, fill
 
 
