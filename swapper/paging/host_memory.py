@@ -177,23 +177,26 @@ class Pool:
         if self._growth is None:
             self._free.reverse()
 
-    def take(self) -> int | None:
-        """Return a free frame, or None."""
+    def take(self) -> int:
         if not self.has_free():
-            return None
+            raise InvariantError("no frame is free")
         frame = self._free.pop()
         self._is_free[frame] = False
         return frame
 
-    def give(self, frame: int) -> None:
-        if self._is_free[frame]:
+    def give(self, frame: int | None) -> None:
+        if frame is None or self._is_free[frame]:
             raise InvariantError(f"frame {frame} was given back twice")
         self._is_free[frame] = True
         self._free.append(frame)
 
-    def offset(self, frame: int) -> int:
+    def offset(self, frame: int | None) -> int:
         """Return the offset of the frame in the arena, in bytes."""
+        if frame is None:
+            raise InvariantError("a page without a frame has no place in memory")
         return self._arena_offset + frame * self.frame_bytes
 
-    def address(self, frame: int) -> int:
+    def address(self, frame: int | None) -> int:
+        if frame is None:
+            raise InvariantError("a page without a frame has no place in memory")
         return self._first_address + frame * self.frame_bytes

@@ -122,7 +122,7 @@ class Run:
         )
         self.victim_cache = VictimCache(self.arena, Random(f"spare {seed}"))
         if victim_cache:
-            self.pager.use_spare(self.victim_cache)
+            self.pager.use_victim_cache(self.victim_cache)
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.kept = KeptContents(self.pages, self.store)
@@ -164,7 +164,7 @@ class Run:
     def lease(self, access: Access, other: bool = False) -> Lease | None:
         if self.random.random() < 0.1 and not other:
             dropped = self.victim_cache.choose()
-            if self.attempt(self.pager.drop_kept, dropped):
+            if self.attempt(self.pager.drop_cached, dropped):
                 self.victim_cache.take_back(dropped)
         lease = Lease(access, other)
         self.leases.append(lease)
@@ -188,7 +188,7 @@ class Run:
         return True
 
     def write_past_the_guard(self) -> None:
-        """Change a page by way of an alias, though nobody leases it. [Note: writes that nobody announced], paging/frames.py"""
+        """Change a page by way of an alias, though nobody leases it. [Note: unannounced writes], paging/frames.py"""
         idle = [p for p in self.pages if not (p.leases or p.section.transient or p.fresh or p.index in self.unfilled)]
         idle = [page for page in idle if self.content[page.index] is not None]
         if idle and self.strays:

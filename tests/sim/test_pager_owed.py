@@ -91,7 +91,7 @@ def test_what_was_made_for_a_use_that_does_not_come_is_written_at_the_end_of_the
 
 def test_spare_memory_that_is_wanted_back_is_not_before_what_it_owes_is_written():
     run = owing(deferred())
-    assert run.attempt(run.pager.drop_kept, [0])
+    assert run.attempt(run.pager.drop_cached, [0])
     run.victim_cache.take_back([0])
     assert 0 not in deferred_writes(run)
     run.check()
@@ -101,7 +101,7 @@ def test_spare_memory_that_is_wanted_back_is_not_before_what_it_owes_is_written(
 def test_a_write_that_fails_when_spare_memory_is_wanted_back_is_told_and_the_content_stays():
     run = owing(deferred())
     fail(run, "write", 0)
-    run.attempt(run.pager.drop_kept, [0])
+    run.attempt(run.pager.drop_cached, [0])
     error_of(run, "flush")
     run.check()
     assert run.look(0) == run.content[0]

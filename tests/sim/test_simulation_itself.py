@@ -14,6 +14,7 @@ from swapper.errors import BudgetError, InvariantError
 from swapper.paging.frames import Frames
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
+from swapper.paging.prefetcher import Prefetcher
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 
@@ -137,7 +138,7 @@ class LosesFrames(Frames):
         super().give_up_claim(page)
 
 
-class NeverGivesUpClaims(Pager):
+class NeverGivesUpClaims(Prefetcher):
     def _make_room(self) -> None:
         raise BudgetError("everything is in use")
 
@@ -194,21 +195,22 @@ def over(store_class: type[_Store]) -> type[Pager]:
     return OverAnotherStore
 
 
-def using(frames_class: type[Frames]) -> type[Pager]:
-    class UsingOtherFrames(Pager):
+def using(broken: type[Frames] | type[Prefetcher]) -> type[Pager]:
+    class UsingBroken(Pager):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            self._frames.__class__ = frames_class
+            part = self._frames if issubclass(broken, Frames) else self._prefetcher
+            part.__class__ = broken
 
-    UsingOtherFrames.__name__ = frames_class.__name__
-    return UsingOtherFrames
+    UsingBroken.__name__ = broken.__name__
+    return UsingBroken
 
 
 BROKEN = [
     using(WritesFresh), ChangesDuringWrites, DoesNotWaitForContent, using(KeepsMappings), using(EvictsLeased), EvictsDirty,
     OwesForEver, using(ForgetsToWriteOwed),
     using(ShowsPromisedFrames), using(PromisesTooLate), ForgetsStrayWrites,
-    using(KeepsErrors), using(ForgetsErrorsOfReads), using(LosesFrames), NeverGivesUpClaims, ForgetsChanges,
+    using(KeepsErrors), using(ForgetsErrorsOfReads), using(LosesFrames), using(NeverGivesUpClaims), ForgetsChanges,
     using(WaitsWithMutex), over(_ForgetsAfter), over(_WritesInPlace), over(_ForgetsWhere),
 ]  # fmt: skip
 

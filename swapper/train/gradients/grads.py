@@ -185,7 +185,7 @@ class HostGradients:
                 handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         if rooms:
-            pager.use_spare(GradientVictimCache(rooms, {name: home.is_idle for name, home in homes.items()}))
+            pager.use_victim_cache(GradientVictimCache(rooms, {name: home.is_idle for name, home in homes.items()}))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -248,7 +248,7 @@ class _Home:
         try:
             pager = self._pager()
             if self._guests and pager is not None:
-                pager.drop_kept(self._guests)
+                pager.drop_cached(self._guests)
             self._place.copy_(gradient)
             parameter.grad = here = self._make()
             self._last = weakref.ref(here)
