@@ -1,8 +1,8 @@
 """Divides a device's budget: which groups stay there, and how much memory the others are streamed through.
 
-On a cycle a fixed set is best ([Note: what stays], paging/pager.py); here it consists of whole groups, because a group's storage is
-there or not. They are taken evenly from the cycle, so that a resident group computes between two that must be copied. Streaming
-needs memory for the largest unit's groups, and for the next ones.
+On a cycle a fixed set is best ([Note: what stays], paging/prefetcher.py); here it consists of whole groups, because a group's
+storage is there or not. They are taken evenly from the cycle, so that a resident group computes between two that must be copied.
+Streaming needs memory for the largest unit's groups, and for the next ones.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def place_on_device(
     raise BudgetError(
         f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
         f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
-        f"{fixed}, and {format_bytes(working)} what is used at one time in "
+        f"{fixed}, and {format_bytes(working)} what is used at once in "
         f"{where[largest]!r}; raise device_memory"
     )
 

@@ -108,7 +108,7 @@ class DeviceTier:
 
         Raises:
             IoError: a page could not be read.
-            BudgetError: the images in use at one time are more than the device's budget, or its memory, holds.
+            BudgetError: the images in use at once are more than the device's budget, or its memory, holds.
             DeviceError: the device failed.
         """
         is_copied = not (image.stays and image.is_filled)
@@ -218,7 +218,7 @@ class DeviceTier:
                 f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases
             )
             raise BudgetError(
-                f"device_memory is too small for what is used at one time: {in_use}, and {format_bytes(self._budget_bytes)} are "
+                f"device_memory is too small for what is used at once: {in_use}, and {format_bytes(self._budget_bytes)} are "
                 f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"
             )
         try:

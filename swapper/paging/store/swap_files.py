@@ -190,15 +190,15 @@ class Store:
         if page.location == EXTERNAL:
             return "Put the file back, with its time, and begin again with resume='auto'"
         if not self._commits:
-            return "Close the manager and go on from a snapshot that was taken before"
+            return "Close the manager and resume from a snapshot that was taken before"
         if page.location != page.committed:
             return (
                 "The last commit does not need them: close the manager and begin again with resume='auto', or, if it is said that "
                 "something else is lost there, from a snapshot"
             )
         if page.location in self._frozen and self._spared:
-            return "Close the manager and begin again with resume='auto', which goes on from the commit before"
-        return "The last commit needs them: close the manager and go on from a snapshot, with resume='discard'"
+            return "Close the manager and begin again with resume='auto', which resumes from the commit before"
+        return "The last commit needs them: close the manager and resume from a snapshot, with resume='discard'"
 
     def check_whole(self, places: Mapping[Page, int | None] | None = None) -> None:
         """Check what is known of the files.
