@@ -15,7 +15,6 @@ PENDING = (
     "swapper/infer/planning/",
     "swapper/infer/runtime/",
     "swapper/manager.py",
-    "swapper/modules/",
     "swapper/options.py",
     "swapper/train/device/",
     "swapper/train/model.py",

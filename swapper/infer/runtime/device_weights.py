@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
-from swapper.modules.cold import FaultHandler
+from swapper.modules.guarded import FaultHandler
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 

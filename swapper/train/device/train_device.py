@@ -29,9 +29,9 @@ from swapper.device.device_storage import DeviceStorage, Span
 from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
-from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Group
 from swapper.modules.model_device import ModelDevice
+from swapper.modules.torch_functions import tensors_among
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.cold import FaultHandler, guard, materialize, set_cold, unguard
+from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.groups import Group
+from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
