@@ -26,6 +26,10 @@ MERGE_BELOW_BYTES = 1 << 20
 """Neighboring units outside of lists share a group while it is smaller than this."""
 
 
+_FoundUnit = tuple[str, nn.Module, list[nn.Parameter], bool]
+"""(name, module, parameters that its forward needs, whether its group is its own: it is a list's child)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Parameters that are used together, with their qualified names."""
@@ -46,8 +50,20 @@ class Unit:
 
 def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
     """Return the model's groups and units in module order. The model itself is always a unit, if only an empty one."""
+    return _divide(model, list(_units(model)))
+
+
+def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
+    """Return groups and units as `partition` does, but one unit for each module, with the parameters that its own forward reads.
+
+    Inference uses this: a linear map needs less memory at once than its layer, and only those experts are used that are routed to.
+    Modules without parameters are units too.
+    """
+    return _divide(model, [(name, module, parameters_read(module), True) for name, module in model.named_modules()])
+
+
+def _divide(model: nn.Module, units: list[_FoundUnit]) -> tuple[list[Group], list[Unit]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units = list(_units(model))
     owner: dict[int, int] = {}  # id of parameter -> index of group
     members: list[list[tuple[str, nn.Parameter]]] = []
     group_names: list[str] = []
@@ -104,13 +120,12 @@ def working_sets(units: list[Unit]) -> list[set[int]]:
     return found
 
 
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
-    """Yield (name, module, parameters that its forward needs, whether it is a list's child) in module order."""
+def _units(model: nn.Module) -> Iterator[_FoundUnit]:
     yield "", model, parameters_read(model), False
     yield from _below("", model)
 
 
-def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
+def _below(prefix: str, module: nn.Module) -> Iterator[_FoundUnit]:
     repeats = isinstance(module, nn.ModuleList | nn.Sequential) and any(
         count > 1 for count in Counter(type(child) for child in module.children()).values()
     )
@@ -147,27 +162,6 @@ def changes_itself(model: nn.Module) -> bool:
     """Return whether a forward in `model` is known to change parameters. Others are found out when they do it."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return any(table.max_norm is not None for table in tables)
-
-
-def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
-    """Return groups and units as `partition` does, but one unit for each module, with the parameters that its own forward reads.
-
-    Inference uses this: a linear map needs less memory at once than its layer, and only those experts are used that are routed to.
-    Modules without parameters are units too.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owner: dict[int, int] = {}
-    groups: list[Group] = []
-    units: list[Unit] = []
-    for name, module in model.named_modules():
-        parameters = parameters_read(module)
-        new = {id(p): p for p in parameters if id(p) not in owner}
-        if new:
-            owner.update(dict.fromkeys(new, len(groups)))
-            members = tuple((names[key], parameter) for key, parameter in new.items())
-            groups.append(Group(len(groups), name or type(model).__name__, members))
-        units.append(Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in parameters))))
-    return groups, units
 
 
 def taken_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -7,6 +7,7 @@ others; code that goes past it faults and reads the file (csrc/memory/fault.h).
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -53,56 +54,35 @@ class NoWindow:
         return -1
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Page(Resident):
-    """A fixed-size piece of a paged section. Only the pager changes one."""
+    """A fixed-size piece of a paged section, `nbytes` from `offset` of the section on. Only the pager changes one."""
 
-    __slots__ = (
-        "committed",
-        "committed_crc32",
-        "crc32",
-        "drive",
-        "error",
-        "eviction_rank",
-        "file_offset",
-        "frame",
-        "fresh",
-        "guarded",
-        "index",
-        "kept",
-        "leases",
-        "location",
-        "nbytes",
-        "next_owner",
-        "next_use",
-        "offset",
-        "previous_owner",
-        "section",
-        "ticket",
-    )
+    index: int
+    section: Section
+    offset: int
+    nbytes: int
+    file_offset: int = field(init=False)
+    frame: int | None = None
+    leases: int = 0
+    next_use: int = 0  # position in the schedule
+    eviction_rank: int | None = None  # of its entry in the queue of victims: see Frames.enqueue_for_eviction
+    ticket: Transfer | None = None  # of the read or write in flight
+    error: IoError | None = None  # COLD: of the read that a lease waited for
+    fresh: bool = False  # READING or DIRTY, but not read: it is about to be overwritten
+    kept: bool = False  # not in a frame, or about to be: the victim cache has its content, see frames.py
+    guarded: bool = False  # mapped read-only: see Frames.guard
+    next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
+    previous_owner: Page | None = None  # READING: the page whose write the read waits for
+    drive: int = 0  # which of the run's drives it belongs to
+    location: int | None = None  # which of the store's files has the newest content; or EXTERNAL
+    committed: int | None = None  # which file the last commit names for it
+    committed_crc32: int | None = None  # of the content there
+    crc32: int | None = None  # of the content at `location`
 
-    def __init__(self, index: int, section: Section, offset: int, nbytes: int) -> None:
-        self.index = index
-        self.section = section
-        self.offset = offset  # bytes from the start of the section
-        self.nbytes = nbytes
-        self.file_offset = section.file_offset + offset
-        super().__init__(Residency.COLD)
-        self.frame: int | None = None
-        self.leases = 0
-        self.next_use = 0  # position in the schedule
-        self.eviction_rank: int | None = None  # of its entry in the queue of victims: see Frames.enqueue_for_eviction
-        self.ticket: Transfer | None = None  # of the read or write in flight
-        self.error: IoError | None = None  # COLD: of the read that a lease waited for
-        self.fresh = False  # READING or DIRTY, but not read: it is about to be overwritten
-        self.kept = False  # not in a frame, or about to be: the victim cache has its content, see frames.py
-        self.guarded = False  # mapped read-only: see Frames.guard
-        self.next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
-        self.previous_owner: Page | None = None  # READING: the page whose write the read waits for
-        self.drive = 0  # which of the run's drives it belongs to
-        self.location: int | None = None  # which of the store's files has the newest content; or EXTERNAL
-        self.committed: int | None = None  # which file the last commit names for it
-        self.committed_crc32: int | None = None  # of the content there
-        self.crc32: int | None = None  # of the content at `location`
+    def __post_init__(self) -> None:
+        Resident.__init__(self, Residency.COLD)
+        self.file_offset = self.section.file_offset + self.offset
 
     @property
     def stored_offset(self) -> int:

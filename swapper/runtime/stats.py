@@ -191,22 +191,21 @@ class StepClock:
     def start(self, tuning: DriveSpeed | None) -> None:
         """Begin the run, in the phase "between"."""
         self._tuning = tuning
-        self._phase = "between"
-        self._since_s = self._clock()
-        self._before = self._tally()
-        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
+        self._phase, self._before = "between", self._tally()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
         self._pages = self._page_counts()
 
     def enter(self, phase: str) -> None:
         """End the present phase and begin `phase`."""
-        now_s, now = self._clock(), self._tally()
-        spent = self._spent[self._phase]
-        spent[0] += now_s - self._since_s
-        for index, (after, before) in enumerate(zip(now, self._before, strict=True), 1):
-            spent[index] += after - before
+        now, before = self._tally(), self._before
+        columns = zip(self._spent[self._phase], now, before, strict=True)
+        self._spent[self._phase] = [spent + (after - start) for spent, after, start in columns]
         if self.counters.trace is not None:
-            self.counters.trace.add("phases", self._phase, self._since_s, now_s, step=self.counters.step + 1)
-        self._phase, self._since_s, self._before = phase, now_s, now
+            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self.counters.step + 1)
+        self._phase, self._before = phase, now
 
     def enter_again(self) -> None:
         """Count what the present phase has done so far."""
@@ -214,7 +213,7 @@ class StepClock:
 
     def describe(self) -> str:
         """Return the present phase, and how long it has taken, for people."""
-        return f"{self._phase} for {self._clock() - self._since_s:.1f} s"
+        return f"{self._phase} for {self._clock() - self._before[0]:.1f} s"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -229,8 +228,7 @@ class StepClock:
         """End the step: `last` has its statistics."""
         self.enter_again()
         self.last = self._stats(self.counters.step)
-        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
-        self._pages = self._page_counts()
+        self._begin_step()
 
     def stats(self) -> StepStats:
         """Return the last step; before there was one, what happened until now."""
@@ -240,12 +238,10 @@ class StepClock:
         return self._stats(0)
 
     def _tally(self) -> list[float]:
+        """Return the time now, and the counters in the order of PhaseStats' fields."""
         counters = self.counters
-        return [
-            *(getattr(counters, name) for name in _TIMES),
-            *counters.read_bytes.values(),
-            *counters.written_bytes.values(),
-        ]
+        times = (getattr(counters, name) for name in _TIMES)
+        return [self._clock(), *times, *counters.read_bytes.values(), *counters.written_bytes.values()]
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.counters.pages_used, self.counters.pages_missed, self.counters.pages_awaited
@@ -261,14 +257,8 @@ class StepClock:
 
 
 def _phase_stats(spent: list[float]) -> PhaseStats:
-    wall_s, read_wait_s, write_wait_s, frame_wait_s, update_s, *nbytes = spent
-    counts = [int(count) for count in nbytes]
-    return PhaseStats(
-        wall_s,
-        read_wait_s,
-        write_wait_s,
-        frame_wait_s,
-        update_s,
-        dict(zip(FAMILIES, counts[: len(FAMILIES)], strict=True)),
-        dict(zip(FAMILIES, counts[len(FAMILIES) :], strict=True)),
+    times, counts = spent[: 1 + len(_TIMES)], [int(count) for count in spent[1 + len(_TIMES) :]]
+    read, written = (
+        dict(zip(FAMILIES, part, strict=True)) for part in (counts[: len(FAMILIES)], counts[len(FAMILIES) :])
     )
+    return PhaseStats(**dict(zip(("wall_s", *_TIMES), times, strict=True)), read_bytes=read, written_bytes=written)

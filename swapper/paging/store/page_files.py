@@ -176,7 +176,7 @@ def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
     descriptor = beneath.open_file(path, os.O_WRONLY)
     try:
         for offset, data in headers:
-            _write_all(descriptor, data, offset)
+            write_all(descriptor, data, offset)
     finally:
         os.close(descriptor)
 
@@ -221,7 +221,8 @@ def _checked_status(path: Path, nbytes: int) -> FileStatus:
     )
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`, in as many calls as the system needs."""
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)
