@@ -30,7 +30,7 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
-from swapper.runtime.trace import MOST_SPANS, Trace, asked_for
+from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
@@ -380,7 +380,7 @@ class SwapManager:
         return self.current.running("dump").describe()
 
     @contextmanager
-    def trace(self, path: str | os.PathLike[str], most_spans: int = MOST_SPANS) -> Iterator[None]:
+    def trace(self, path: str | os.PathLike[str], most_spans: int = MAX_SPANS) -> Iterator[None]:
         """Record what happens in the context, and write it to `path`: open it with https://ui.perfetto.dev or chrome://tracing.
 
         Phases, waits, updates, leases, and each transfer from its submission to its end.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from swapper.errors import ConfigError
-from swapper.runtime.headroom import headroom_bytes
+from swapper.runtime.free_memory import headroom_bytes
 from swapper.runtime.sizes import parse_bytes
 
 PLACEMENTS = ("device", "host", "nvme", "auto")

@@ -1,8 +1,7 @@
-"""One accelerator, as the rest of swapper sees it: streams, events, memory and copies. The only place that knows torch's modules.
+"""One accelerator: streams, events, memory and copies. Only this module uses torch's device modules.
 
-Everything goes through `torch.get_device_module`, so CUDA, ROCm and XPU are one. Calls are queued and return at once; what they
-raise later, a device that is lost among it, is turned into `DeviceError`. Tests put a module in front of it whose copies run as
-late as an event allows.
+It calls them through `torch.get_device_module`, so CUDA, ROCm and XPU are alike. Calls are queued and return at once; their later
+errors, as of a lost device, become `DeviceError`. Tests put a module in front of it whose copies run as late as an event allows.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError
 
 
 class Device:
-    """Streams, events and memory of one accelerator.
-
-    Args:
-        device: with its index.
-        module: torch's module for it.
-    """
+    """Streams, events and memory of one accelerator: `device` with its index, and torch's module for it."""
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
@@ -45,12 +39,12 @@ class Device:
             return self._module.Stream(device=self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Within it, what is queued goes to `stream`."""
+        """Return a context that queues on `stream`."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
     def record(self, stream: Any) -> Any:
-        """Return an event that has passed when all that is queued on `stream` by now is done."""
+        """Return an event that passes when all that is queued on `stream` by now is done."""
         with self.named("an event"):
             event = self._module.Event()
             event.record(stream)
@@ -78,7 +72,7 @@ class Device:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give `storage` so many bytes, in the order of the current stream; 0 gives them back.
+        """Give `storage` memory of `nbytes` bytes, in the order of the current stream; 0 frees it.
 
         Raises:
             torch.OutOfMemoryError: the allocator has none.
@@ -96,12 +90,12 @@ class Device:
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Queue a copy on `stream`. Neither may be used for something else before an event that is recorded after it."""
+        """Queue a copy on `stream`. Both must stay until an event that is recorded after it."""
         with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
             target.copy_(source, non_blocking=True)
 
     def free_bytes(self) -> int:
-        """Return what could still be allocated: what nobody has, and what torch's allocator keeps for its next tensors."""
+        """Return what could still be allocated: free memory, and what torch's allocator caches."""
         with self.named("the memory's size"):
             free_bytes, _ = self._module.mem_get_info(self.device)
             kept_bytes = self._module.memory_reserved(self.device) - self._module.memory_allocated(self.device)
@@ -118,14 +112,14 @@ class Device:
         return self.device, id(self._module)
 
     def release_cached(self) -> None:
-        """Have torch's allocator give back what it keeps for its next tensors."""
+        """Have torch's allocator free what it caches."""
         self._module.empty_cache()
 
     # --- page-locked memory -----------------------------------------------------------------------------------------
 
     @property
     def can_register(self) -> bool:
-        """Whether host memory can be registered, so that it is copied without a detour."""
+        """Whether host memory can be registered, so that copies need no staging."""
         return self.device.type == "cuda"  # ROCm too; torch has no such call for others
 
     def register(self, address: int, nbytes: int) -> str:
@@ -136,7 +130,7 @@ class Device:
         CudaRegistrar(self.device, self._module).unregister(address)
 
     def named(self, what: str) -> AbstractContextManager[None]:
-        """Within it, what the device raises comes out as a DeviceError that says where."""
+        """Return a context that turns what the device raises into a DeviceError that names `what`."""
         return device_errors(self.device, what)
 
 
@@ -173,7 +167,7 @@ def open_device(device: str | torch.device | Device) -> Device | None:
 
 
 def _why_none(module: Any) -> str:
-    """Return why torch can use no device: it tells when it is to begin, and not when it is asked how many there are."""
+    """Return why torch can use no device: initialization tells, counting devices does not."""
     try:
         module.init()
     except (RuntimeError, AssertionError, AttributeError) as error:  # AttributeError: it cannot say

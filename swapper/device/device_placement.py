@@ -1,8 +1,8 @@
-"""The budget of a device, and how it is divided: which groups stay there, and how much room the others get to come and go.
+"""Divides a device's budget: which groups stay there, and how much memory the others are streamed through.
 
-As in host memory ([Note: the kept set], placement.py) the best on a cycle is a fixed set; here it consists of whole groups,
-because a group's storage is there or not. They are taken evenly from the cycle, so that between two groups that must be copied
-there is one to compute with. What streams needs room for the largest unit's groups, and for the next ones beside them.
+On a cycle a fixed set is best ([Note: what stays], paging/prefetcher.py); here it consists of whole groups, because a group's
+storage is there or not. They are taken evenly from the cycle, so that a resident group computes between two that must be copied.
+Streaming needs memory for the largest unit's groups, and for the next ones.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from swapper.errors import BudgetError, ConfigError
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
 AHEAD_BYTES = 64 << 20
-"""Room for groups that are copied while one computes: not more than AHEAD_SHARE of the budget, but for the largest group."""
+"""Memory for groups that are copied while one computes: at most an AHEAD_SHARE-th of the budget, but room for the largest."""
 AHEAD_SHARE = 8
 STEPS = 64
-"""The share that stays is found in steps of one in so many."""
+"""The share that stays is searched in steps of 1/64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class DeviceBudget:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """What the budget gives.
+    """How a budget is divided.
 
     Attributes:
-        image_bytes: for all groups that are on the device at one time.
-        staying: groups that stay once they were brought.
-        down_bytes: for gradients on their way to host memory, where there are any.
+        image_bytes: for all groups that are on the device at once.
+        resident_set: groups that stay once they were copied.
+        down_bytes: for gradients in flight to host memory, if any.
         gradients: groups whose gradients stay until they are used.
         state: groups whose optimizer state stays.
     """
@@ -79,7 +79,7 @@ def place_on_device(
 
     Args:
         device_bytes: the budget.
-        fixed_bytes: what else is on the device: small tensors, buffers, conversions.
+        fixed_bytes: for everything else on the device, which `fixed` names.
         images: by group, in the order of a pass, the size of its storage.
         units: for each unit, the groups that are in use while it runs.
         where: the units' names.
@@ -101,7 +101,7 @@ def place_on_device(
     raise BudgetError(
         f"device_memory={format_bytes(device_bytes)} is too small: on {device} this model needs at least "
         f"{format_bytes(fixed_bytes + working)} ({fixed_bytes + working} bytes), of which {format_bytes(fixed_bytes)} are "
-        f"{fixed}, and {format_bytes(working)} what is used at one time in "
+        f"{fixed}, and {format_bytes(working)} what is used at once in "
         f"{where[largest]!r}; raise device_memory"
     )
 
@@ -120,7 +120,7 @@ def _even(images: Mapping[int, int], step: int) -> frozenset[int]:
 def _needed(
     images: Mapping[int, int], units: Iterable[Sequence[int]], resident_set: frozenset[int], ahead_bytes: int | None
 ) -> int:
-    """Return what images take at one time, with room for the next ones unless `ahead_bytes` is None."""
+    """Return the peak of all images' bytes, with room for the next ones unless `ahead_bytes` is None."""
     streamed = {group: nbytes for group, nbytes in images.items() if group not in resident_set}
     kept_bytes = sum(images.values()) - sum(streamed.values())
     if not streamed:

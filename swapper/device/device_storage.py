@@ -1,36 +1,64 @@
-"""A group's storage on a device: one stretch of memory that comes and goes, under tensors that stay.
+"""A group's storage on a device: its memory is allocated and freed under tensors that stay; and the layout of tensors in it.
 
-The storage is resized to zero and back, and not replaced: parameters, their aliases and what autograd keeps stay views of it.
+The storage is resized to zero and back, not replaced: parameters, their aliases and autograd's saved tensors stay views of it.
 
-[Note: whose turn a storage's memory is] torch's allocator hands memory out in the order of the stream on which it was asked for:
-what is freed may be given out again at once, for kernels queued later on that stream. So a storage is allocated and freed on the
-compute stream, and nothing of it needs `record_stream`, if three rules are kept: the copy stream fills it only after an event that
-the compute stream recorded when it was allocated; the compute stream waits for the last of those copies before it uses *or frees*
-it; and if other streams used it (a user who has several), each of them waits for the copies, and the one that allocated it waits
-for all of them before it is freed or filled anew.
+[Note: stream order of a storage] torch's allocator orders memory by the stream that asked for it: what is freed may be given out
+again at once, for kernels queued later on that stream. So a storage is allocated and freed on the compute stream, and needs no
+`record_stream`, if three rules hold: the copy stream fills it only after an event that the compute stream recorded at allocation;
+the compute stream waits for the last of those copies before it uses *or frees* it; and if the user has more streams, each that
+uses it waits for the copies, and the allocating one waits for all of them before the storage is freed or filled again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from swapper.device.device import Device
+from swapper.io.alignment import round_up
+
+DEVICE_ALIGNMENT_BYTES = 512
+"""As torch's own allocators: kernels choose by alignment, and other kernels give other bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Bytes [begin, begin + nbytes) of a section; on the device they begin at `target` of the group's storage."""
+
+    begin: int
+    nbytes: int
+    target: int
+
+
+def place_in_storage(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return where each of tensors of these sizes begins, and the size of all, at least one alignment; in bytes."""
+    offsets, cursor = [], 0
+    for nbytes in sizes:
+        offsets.append(cursor)
+        cursor = round_up(cursor + nbytes, DEVICE_ALIGNMENT_BYTES)
+    return offsets, max(cursor, DEVICE_ALIGNMENT_BYTES)
+
+
+def spans_of_page(spans: Sequence[Span], offset: int, nbytes: int) -> tuple[Span, ...]:
+    """Return what of `spans` is in bytes [offset, offset + nbytes) of the section, with begins counted from `offset`."""
+    found = []
+    for span in spans:
+        begin, end = max(span.begin, offset), min(span.begin + span.nbytes, offset + nbytes)
+        if begin < end:
+            found.append(Span(begin - offset, end - begin, span.target + begin - span.begin))
+    return tuple(found)
 
 
 class DeviceStorage:
-    """Owns the storage of one group. Made with memory, so that views of it can be made; then `free` it.
-
-    Args:
-        device: where.
-        nbytes: of all tensors, as `place_in_storage` gives it.
+    """Owns the storage of one group, `nbytes` bytes. It is made with memory, so that views can be made; then `free` it.
 
     Attributes:
-        room_since: after this event of the compute stream the memory may be filled.
-        filled_at: after this event of the copy stream it is; None while copies are still to be queued.
-        read_until: after this event of the copy stream what it was filled from last is not read for it any more.
+        room_since: event of the compute stream after which the memory may be filled.
+        filled_at: event of the copy stream after which it is filled; None while copies are still to be queued.
+        read_until: event of the copy stream after which the host memory that it was filled from is not read any more.
     """
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -59,11 +87,11 @@ class DeviceStorage:
 
     @property
     def identity(self) -> int:
-        """What all tensors on this storage have in common, with memory or without: see `storage_of`."""
+        """The same for all tensors on this storage, with memory or without: see `storage_of`."""
         return int(self._storage._cdata)
 
     def read(self, begin: int, nbytes: int) -> torch.Tensor:
-        """Return bytes of it as they are in the order of the current stream: uint8 of shape (nbytes,)."""
+        """Return a view of bytes for kernels on the current stream: uint8 of shape (nbytes,)."""
         return self._filling[begin : begin + nbytes]
 
     def allocate(self) -> None:
@@ -79,10 +107,10 @@ class DeviceStorage:
         self._users.clear()
 
     def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> None:
-        """Queue copies on `stream`, which waits for the memory itself. Of one `allocate` all copies are on one stream.
+        """Queue copies on `stream`, which waits for the memory by itself. After an `allocate` all copies use one stream.
 
         Args:
-            pieces: where in the storage, in bytes, and what: uint8, on the host.
+            pieces: (offset in the storage in bytes, source): uint8 on the host.
         """
         if self._filler is None:
             self._device.let_wait(stream, self.room_since)
@@ -92,12 +120,12 @@ class DeviceStorage:
                 self._device.copy(self._filling[target : target + source.numel()], source, stream)
 
     def all_is_queued(self) -> None:
-        """No copy is missing any more."""
+        """Note that all copies are queued."""
         self.filled_at = self.room_since if self._filler is None else self._device.record(self._filler)
         self.read_until = self.filled_at
 
     def wait_for_copies(self) -> None:
-        """Wait, in this thread, until nothing is read any more that it was filled from.
+        """Block until the host memory that it was filled from is not read any more.
 
         Raises:
             DeviceError: the device failed.
@@ -108,11 +136,8 @@ class DeviceStorage:
             self._device.wait_for(self.read_until)
             self.read_until = None
 
-    def let_compute_use(self) -> None:
-        """Have the current stream wait until the content is there. It must be filled, as far as this thread knows.
-
-        Other streams may be using it: to be called for each stream whose kernels do.
-        """
+    def wait_on_current_stream(self) -> None:
+        """Have the current stream wait for the content, whose copies are queued. Call it on each stream whose kernels use it."""
         current = self._device.current_stream()
         self._users.add(current)
         if current in self._ready:
@@ -124,24 +149,24 @@ class DeviceStorage:
         self._ready.add(current)
 
     def note_use(self) -> None:
-        """Kernels that use it may be on the current stream, or before what that has waited for."""
+        """Note that kernels on the current stream, or that it has waited for, may use it."""
         if self.is_allocated:
             self._users.add(self._device.current_stream())
 
-    def let_compute_read(self) -> None:
-        """Have the current stream wait for whatever may have changed the content."""
+    def wait_for_users(self) -> None:
+        """Have the current stream wait for all kernels that may have changed the content."""
         current = self._device.current_stream()
         for user in {*self._users, self._stream} - {current}:
             self._device.let_wait(current, self._device.record(user))
 
     def invalidate(self) -> None:
-        """What is there is not what is to be there any more: it can be filled anew, where it is. No copy may be in flight."""
+        """Declare the content outdated: it can be filled again where it is. No copy may be in flight."""
         self._follow_users()
         self.room_since = self._device.record(self._stream)
         self.filled_at = self._filler = None
 
     def free(self) -> None:
-        """Give the memory back, in the order of the stream that took it. [Note: whose turn a storage's memory is]"""
+        """Give the memory back, in the order of the stream that took it. [Note: stream order of a storage]"""
         if not self.is_allocated:
             return
         self._follow_users()
@@ -152,7 +177,7 @@ class DeviceStorage:
         self._device.resize(self._storage, 0)
 
     def _follow_users(self) -> None:
-        """Have the stream whose turn it is wait for the kernels that have used the memory, on whatever stream."""
+        """Have the allocating stream wait for the kernels that used the memory, on any stream."""
         self.note_use()
         for user in self._users - {self._stream}:
             self._device.let_wait(self._stream, self._device.record(user))

@@ -1,14 +1,14 @@
-"""What lies on a device and what comes next: groups that stay, and those that are brought for each use, within one budget.
+"""The device tier: decides which groups have memory on a device within one budget, resident ones or ones copied for each use.
 
-A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] While a group is about to
-run, the next ones are allocated and their copies queued, as far as the budget goes and as far as they have been read; only then
-are its own kernels queued: memory that is asked for behind them would wait for them, and the copies with it.
+A group's *image* is its storage on the device and the pages that fill it. [Note: before its kernels] Before the kernels of a group
+are queued, the next groups are allocated and their copies queued, as far as the budget goes and as far as they have been read:
+memory that is asked for behind the kernels would wait for them, and the copies with it.
 
-When the device runs short (another tensor of the user's, a budget that was too generous) the images that stay are given up, and
-the allocation is tried once more; they are brought for each use from then on.
+When the device runs short (another tensor of the user's, a budget that was too generous) the resident images are evicted, and the
+allocation is tried once more; they are copied for each use from then on.
 
-A pass of inference is like the one before it, so its order of use goes round. A step of training ends with an update, which puts
-all that was brought out of date: its order has an end, beyond which nothing is brought until it begins again.
+Passes of inference repeat: their order of use is cyclic. A training step ends with an update, which makes all images outdated: its
+order has an end, beyond which nothing is copied until it begins again.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
+from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_storage import DeviceStorage
-from swapper.device.uploads import PageCopy, Uploads
 from swapper.errors import BudgetError, DeviceError, InvariantError
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 
-LEAST_FREE_BYTES = 256 << 20
-"""Less than this on the device, when a pass begins, and images that stay are given up, as many as are missing."""
+MIN_FREE_BYTES = 256 << 20
+"""If less is free on the device when a pass begins, resident images are evicted."""
 
 
 class DeviceCopy:
-    """One group on the device.
+    """The image of one group.
 
     Args:
-        name: of what it holds, for people.
+        name: for messages.
         storage: its memory.
         copies: the pages that fill it, in the order of the file.
-        stays: once it was filled, it stays.
+        stays: it is resident once it was filled.
 
     Attributes:
         sent: how many of `copies` are queued.
-        leases: who uses it now.
-        waits: what it is to be filled with is not there yet: it is not brought ahead, and its memory is left for it.
-        let_go: called before the content of an image that had stayed is given up.
+        leases: how many uses it has now.
+        waits: its content does not exist yet: it is not copied ahead, and memory is reserved for it.
+        before_eviction: called before the content of a resident image is given up.
     """
 
-    __slots__ = ("copies", "leases", "let_go", "name", "sent", "stays", "storage", "waits")
+    __slots__ = ("before_eviction", "copies", "leases", "name", "sent", "stays", "storage", "waits")
 
     def __init__(self, name: str, storage: DeviceStorage, copies: Sequence[PageCopy], stays: bool) -> None:
         self.name = name
@@ -53,7 +53,7 @@ class DeviceCopy:
         self.sent = 0
         self.leases = 0
         self.waits = False
-        self.let_go: Callable[[], None] = lambda: None
+        self.before_eviction: Callable[[], None] = lambda: None
 
     @property
     def is_filled(self) -> bool:
@@ -61,15 +61,7 @@ class DeviceCopy:
 
 
 class DeviceTier:
-    """Decides which images have memory.
-
-    Args:
-        device: where.
-        uploads: what fills them.
-        budget_bytes: for all images together.
-        counters: to keep.
-        goes_round: after the last image of what is expected comes the first.
-    """
+    """Decides which images have memory, of `budget_bytes` in all. `is_cyclic`: the expected order repeats."""
 
     def __init__(
         self, device: Device, uploads: Uploads, budget_bytes: int, counters: Counters, is_cyclic: bool = True
@@ -79,7 +71,7 @@ class DeviceTier:
         self._budget_bytes = budget_bytes
         self._limit_bytes = budget_bytes  # less while the device is short
         self._counters = counters
-        self._goes_round = is_cyclic
+        self._is_cyclic = is_cyclic
         self._used_bytes = 0
         self._images: list[DeviceCopy] = []
         self._cycle: list[DeviceCopy] = []
@@ -89,16 +81,12 @@ class DeviceTier:
         self._images.append(image)
 
     def expect(self, order: Sequence[DeviceCopy]) -> None:
-        """From here on images are expected to be used in this order, over and over."""
+        """Expect images in this order from here on."""
         self._cycle = list(order)
         self._position = 0
 
-    def prepare(self) -> None:
-        """Bring what is expected first, before anybody asks for it."""
-        self._prepare_next()
-
     def invalidate(self, image: DeviceCopy) -> None:
-        """What it is filled from is about to be changed: nothing reads that when this returns. Nobody may use the image now.
+        """Declare an unused image outdated. When this returns nothing reads the memory that it is filled from, which may change.
 
         Raises:
             DeviceError: the device failed.
@@ -116,38 +104,38 @@ class DeviceTier:
     # --- use ------------------------------------------------------------------------------------------------------
 
     def lease(self, image: DeviceCopy) -> bool:
-        """Have `image` on the device for kernels that are queued from now on. Returns whether it had to be brought.
+        """Have `image` on the device for kernels that are queued from now on. Returns whether it had to be copied.
 
         Raises:
             IoError: a page could not be read.
-            BudgetError: the images in use at one time are more than the device's budget, or its memory, holds.
+            BudgetError: the images in use at once are more than the device's budget, or its memory, holds.
             DeviceError: the device failed.
         """
-        is_brought = not (image.stays and image.is_filled)
+        is_copied = not (image.stays and image.is_filled)
         self._find_place(image)
         image.leases += 1
         try:
             self._fill(image)
-            self._prepare_next()
-            image.storage.let_compute_use()
+            self.prepare_next()
+            image.storage.wait_on_current_stream()
         except BaseException:
             self._end_lease(image, is_whole=image.is_filled)
             raise
-        return is_brought
+        return is_copied
 
     def release(self, image: DeviceCopy) -> None:
-        """The last kernel that uses `image` is queued."""
+        """End a lease: the last kernel that uses `image` is queued."""
         self._end_lease(image, is_whole=True)
-        self._prepare_next()
+        self.prepare_next()
 
     def forget(self, image: DeviceCopy, kept: int = 0) -> None:
-        """What held it is gone, but for `kept` leases."""
+        """End all leases but `kept`: what held them is gone."""
         if image.leases > kept:
             image.leases = kept + 1
             self._end_lease(image, is_whole=image.is_filled)
 
     def drop(self, image: DeviceCopy) -> None:
-        """Nobody will use it any more. A device that failed keeps the memory until the process ends."""
+        """Free `image` for good. A device that failed keeps the memory until the process ends."""
         image.leases = 0
         with contextlib.suppress(DeviceError):
             self._free(image)
@@ -158,8 +146,8 @@ class DeviceTier:
             self._free(image)
 
     def _is_next(self, image: DeviceCopy) -> bool:
-        """Whether it is used twice running, as what a forward ends with and its backward begins with."""
-        return not self._goes_round and self._cycle[self._position : self._position + 1] == [image]
+        """Whether it is used twice in a row, as at the end of a forward and the beginning of its backward."""
+        return not self._is_cyclic and self._cycle[self._position : self._position + 1] == [image]
 
     def _find_place(self, image: DeviceCopy) -> None:
         ahead = [*self._cycle[self._position :], *self._cycle[: self._position]]
@@ -167,11 +155,11 @@ class DeviceTier:
             if expected is image:
                 after = self._position + number + 1
                 self._position = after if after <= len(self._cycle) else after - len(self._cycle)
-                if self._goes_round:
+                if self._is_cyclic:
                     self._position %= len(self._cycle)
                 return
 
-    # --- bringing -------------------------------------------------------------------------------------------------
+    # --- copying -------------------------------------------------------------------------------------------------
 
     def _fill(self, image: DeviceCopy) -> None:
         if image.is_filled:
@@ -183,11 +171,11 @@ class DeviceTier:
             image.sent += 1
         image.storage.all_is_queued()
 
-    def _prepare_next(self) -> None:
-        """[Note: before its kernels] What cannot be had now is brought when it is needed, and its error is told then."""
+    def prepare_next(self) -> None:
+        """Copy what is expected next, as far as possible now; errors are raised when it is needed. [Note: before its kernels]"""
         self._uploads.give_back()
-        count = len(self._cycle) if self._goes_round else len(self._cycle) - self._position
-        waiting: dict[int, int] = {}  # bytes that what waits will need before what comes after it
+        count = len(self._cycle) if self._is_cyclic else len(self._cycle) - self._position
+        waiting: dict[int, int] = {}  # bytes that waiting images will need earlier
         for number in range(count):
             image = self._cycle[(self._position + number) % len(self._cycle)]
             if image.is_filled:
@@ -208,7 +196,7 @@ class DeviceTier:
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def _can_take(self, image: DeviceCopy, waiting_bytes: int) -> bool:
-        """Allocate ahead, if nothing must make room for it, nor it for what is used before and cannot be brought yet."""
+        """Allocate ahead, if that needs no eviction and leaves `waiting_bytes` for waiting images."""
         if self._used_bytes + waiting_bytes + image.storage.nbytes > self._limit_bytes:
             return False
         try:
@@ -222,7 +210,7 @@ class DeviceTier:
         nbytes = image.storage.nbytes
         if self._used_bytes + nbytes > self._limit_bytes:
             for victim in self._victims():
-                self._give_up(victim)
+                self._evict(victim)
                 if self._used_bytes + nbytes <= self._limit_bytes:
                     break
         if self._used_bytes + nbytes > self._budget_bytes:
@@ -230,13 +218,13 @@ class DeviceTier:
                 f"{other.name} {format_bytes(other.storage.nbytes)}" for other in self._images if other.leases
             )
             raise BudgetError(
-                f"device_memory is too small for what is used at one time: {in_use}, and {format_bytes(self._budget_bytes)} are "
+                f"device_memory is too small for what is used at once: {in_use}, and {format_bytes(self._budget_bytes)} are "
                 f"for weights on {self._device}; raise device_memory, or gather fewer modules at once"
             )
         try:
             self._allocate(image)
         except OUT_OF_MEMORY:
-            self.give_up_what_is_idle()
+            self.evict_idle()
             try:
                 self._allocate(image)
             except OUT_OF_MEMORY as error:
@@ -245,11 +233,11 @@ class DeviceTier:
                     f"was given up: lower device_memory, or what else is on the device ({error})"
                 ) from error
 
-    def give_up_what_is_idle(self) -> None:
-        """The device is out of memory: keep what is in use."""
+    def evict_idle(self) -> None:
+        """Evict all images that are not in use: the device is out of memory."""
         self._limit_bytes = self._used_bytes
         for victim in self._victims():
-            self._give_up(victim)
+            self._evict(victim)
         self._device.release_cached()
 
     def _allocate(self, image: DeviceCopy) -> None:
@@ -259,16 +247,16 @@ class DeviceTier:
         self._counters.device_peak_bytes = max(self._counters.device_peak_bytes, self._used_bytes)
 
     def _victims(self) -> list[DeviceCopy]:
-        """Images that nobody uses: those that were brought ahead, latest first, then those that stay."""
+        """Return the images that may be evicted: those copied ahead, latest use first, then resident ones."""
         ahead = [*self._cycle[self._position :], *self._cycle[: self._position]]
         order = {id(image): number for number, image in reversed(list(enumerate(ahead)))}
         idle = [image for image in self._images if image.storage.is_allocated and not image.leases]
         return sorted(idle, key=lambda image: (image.stays, -order.get(id(image), len(ahead))))
 
-    def _give_up(self, image: DeviceCopy) -> None:
+    def _evict(self, image: DeviceCopy) -> None:
         if image.stays:
             image.stays = False
-            image.let_go()
+            image.before_eviction()
         self._free(image)
 
     def _free(self, image: DeviceCopy) -> None:
@@ -277,15 +265,15 @@ class DeviceTier:
             image.sent = 0
             image.storage.free()
 
-    def keep_some_free(self) -> None:
-        """Give up images that stay where the device is about to run short; called between passes."""
-        spare_bytes = self._device.free_bytes() - LEAST_FREE_BYTES
+    def keep_free_memory(self) -> None:
+        """Evict resident images if the device is about to run short. Call it between passes."""
+        spare_bytes = self._device.free_bytes() - MIN_FREE_BYTES
         for victim in self._victims():
             if spare_bytes >= 0:
                 break
             if victim.stays:
                 spare_bytes += victim.storage.nbytes
-                self._give_up(victim)
+                self._evict(victim)
         self._limit_bytes = min(self._budget_bytes, self._used_bytes + max(spare_bytes, 0))
 
     def finish(self) -> None:
@@ -293,6 +281,6 @@ class DeviceTier:
         self._uploads.finish()
 
     def close(self) -> None:
-        """Images that still have memory keep it for as long as a tensor of theirs lives."""
+        """Close it. Images that still have memory keep it for as long as a tensor of theirs lives."""
         self.finish()
         self._images, self._cycle = [], []

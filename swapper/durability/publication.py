@@ -26,7 +26,7 @@ from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
 from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
-from swapper.paging.store.swap_file import FileStatus, status_of
+from swapper.paging.store.page_files import FileStatus, status_of, write_all
 
 ZEROS_BYTES = 1 << 20  # written at once
 PUNCH_HOLE = 0x03
@@ -306,7 +306,7 @@ class Publication:
                 runs = [run for run in self._content.everything if run.source.path == self._base_path]
                 self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
             for offset, data in self._content.layout.headers():
-                _write_all(draft.descriptor, data, offset)
+                write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)
             draft.publish()
 
@@ -319,7 +319,7 @@ class Publication:
         self._found.update(checksums_of(self._engine, unknown))
         offset = self._content.layout.tail_offset
         tail = self._content.make_tail(self._found)
-        _write_all(descriptor, tail, offset)
+        write_all(descriptor, tail, offset)
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)
 
@@ -342,11 +342,4 @@ def _punch(descriptor: int, offset: int, nbytes: int) -> None:
     if _libc.fallocate(descriptor, PUNCH_HOLE, offset, nbytes) == 0:
         return
     for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not supported by this filesystem
-        _write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done
+        write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)

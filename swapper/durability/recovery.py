@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from swapper.durability.commit import CommitRecord, boot_id
 from swapper.errors import CheckpointError, ChecksumError
-from swapper.paging.pool import Pool
+from swapper.paging.host_memory import Pool
 from swapper.paging.section import Page, Section
 from swapper.paging.store.swap_files import Store
 

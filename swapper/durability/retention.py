@@ -72,7 +72,7 @@ class Retention:
         self._published: list[Published] = []
         if beneath.exists(self._file):
             try:
-                found = records.unseal(beneath.read_small(self._file, records.MOST_RECORD_BYTES), _SHAPE)
+                found = records.unseal(beneath.read_small(self._file, records.MAX_RECORD_BYTES), _SHAPE)
                 self._published = [Published(*row) for row in found["published"]]
             except (OSError, ValueError) as error:
                 log.warning("%s cannot be read (%s): the snapshots that it names are kept", self._file, str(error))

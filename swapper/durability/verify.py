@@ -47,7 +47,7 @@ from swapper.io.copying import CopyRange, stream
 from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
 from swapper.paging.section import EXTERNAL, Section
-from swapper.paging.store.swap_file import is_frozen
+from swapper.paging.store.page_files import is_frozen
 
 MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")

@@ -117,7 +117,7 @@ def read_record(directory: Path) -> DrivesRecord | None:
     """
     path = directory / RECORD_NAME
     try:
-        content = records.unseal(beneath.read_small(path, records.MOST_RECORD_BYTES), _SHAPE)
+        content = records.unseal(beneath.read_small(path, records.MAX_RECORD_BYTES), _SHAPE)
         directories = tuple(Path(name) for name in content["directories"])
         weights = tuple(float(weight) for weight in content["weights"])
         if not content["index"] < len(directories) == len(weights):

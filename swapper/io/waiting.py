@@ -20,7 +20,7 @@ def wait_for_all(tickets: Iterable[Any]) -> None:
         try:
             raise failures[0]
         finally:
-            failures.clear()  # its traceback refers to this frame: see runtime/teardown.py
+            failures.clear()  # its traceback refers to this frame: see runtime/interrupts.py
 
 
 @contextlib.contextmanager

@@ -1,1 +1,1 @@
-"""What training and inference both need to know of a model's modules: groups, the guard on cold parameters, outputs."""
+"""Parts that training and inference share: units and groups, cold parameters, hooks, turns, resources, a model's device."""

@@ -1,137 +1,67 @@
-"""Cold parameters: the guard in front of memory that is away.
+"""Cold parameters: the class of a parameter whose pages may not be in memory, and what operations on it do.
 
-While a parameter's pages may be away its class is `ColdParameter`. It is the same object with the same shape, dtype,
-gradient and hooks. What asks for these is answered at once, and so are views of it, of class `ColdView`. An operation that needs
-data is sent to the parameter's keeper first. Inside the forward of a module that contains the parameter the keeper brings
-it in for the rest of that forward (a parent may use a child's weight directly, as nn.MultiheadAttention does). Anywhere else
-it is brought in for the one operation, to be read or changed; or refused, where that is asked for or would not be exact.
+While a parameter is cold its class is `ColdParameter`. It is the same object with the same shape, dtype, gradient and hooks.
+Operations on those need no data and run at once, and so do views, of class `ColdView`. Other operations go to the parameter's fault
+handler (guarded.py). Inside the forward of a module that contains the parameter, the handler reads it in for the rest of that
+forward (a parent may use a child's weight directly, as nn.MultiheadAttention does). Anywhere else it is read in for that one
+operation, to be read or changed; or the operation is refused, if the user asked for that or it would not be exact.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from swapper.errors import ColdParameterError, StateError
-from swapper.modules.cold_tables import (
+from swapper.errors import StateError
+from swapper.modules.guarded import (
+    Run,
+    answering_handler,
+    forget,
+    guarded_parameters,
+    handler_of,
+    name_of,
+    refuse,
+)
+from swapper.modules.torch_functions import (
     AFTER_ANOTHER,
     CHANGES_OF_FORM,
+    CONVERSIONS,
     LIKE,
     METADATA,
     SET_DATA,
     VIEWS,
     Function,
+    changes_nothing,
     getters,
-    writes_first,
-    written_arguments,
+    tensors_among,
+    written_among,
 )
-from swapper.modules.conversions import CONVERSIONS, changes_nothing
 from swapper.runtime.process import after_fork_in_child
-
-Run = Callable[[Mapping[int, torch.Tensor]], Any]
-"""An operation on parameters that are warm while it runs, or is given tensors in their places, by id."""
-
-
-class FaultHandler(Protocol):
-    """Who brings a cold parameter in.
-
-    Attributes:
-        advice: what a user can do who needs the data of one; whole sentences.
-        answers: operations outside of a forward are done; else they are refused.
-    """
-
-    advice: str
-
-    @property
-    def answers(self) -> bool: ...
-
-    def bring(self, parameter: nn.Parameter) -> bool:
-        """Make `parameter` warm for the rest of the running forward. False if no forward is running that contains it."""
-        ...
-
-    def read(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
-        """Return what `run` returns, which is an operation of `function` that reads cold parameters.
-
-        Args:
-            parameters: the cold ones.
-            function: of torch.
-            run: does it, given what takes the place of each parameter, by id.
-        """
-        ...
-
-    def write(self, parameters: Sequence[nn.Parameter], function: Function, run: Run) -> Any:
-        """As `read`, where they are changed."""
-        ...
-
-    def whole(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return what views of the cold `parameter` are views of; None: of the parameter itself."""
-        ...
-
-    def catch_up(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` warm for good if it is in memory, and cold only because its last update is still to be done."""
-        ...
-
-    def detached(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Return what `parameter.detach()` gives while it is cold (state_dict calls that); None: it is an operation like others."""
-        ...
-
-    def indexed(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
-        """Return `parameter[index]` without bringing all of `parameter` in; None: it is an operation like others."""
-        ...
-
-    def note_change(self, group: Any, names: list[str]) -> None:
-        """A forward or backward changed parameters of `group` in place; their pages, if any, are being written back."""
-        ...
-
-    def describe(self, parameter: nn.Parameter) -> str:
-        """Return the parameter's qualified name."""
-        ...
-
-
-# By id of the parameter. A model's hooks keep its manager alive; what is kept here must not, or a manager that nobody closes
-# would never go.
-_keepers: weakref.WeakValueDictionary[int, FaultHandler] = weakref.WeakValueDictionary()
-_guarded: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-
-
-def guard(parameter: nn.Parameter, fault_handler: FaultHandler) -> None:
-    """From now on `set_cold` and `materialize` may be used for `parameter`."""
-    _keepers[id(parameter)] = fault_handler
-    _guarded[id(parameter)] = parameter
 
 
 def unguard(parameter: nn.Parameter) -> None:
+    """Make `parameter` an ordinary one for good."""
     materialize(parameter)
-    _forget(parameter)
+    forget(parameter)
 
 
 def leave_cold(parameter: nn.Parameter) -> None:
-    """Leave `parameter` cold for good. Nothing here may keep its manager's memory alive, nor mix it up with a later object."""
+    """Leave `parameter` cold for good, without a fault handler: it keeps nothing of its manager alive."""
     set_cold(parameter)
-    _forget(parameter)
-
-
-def _forget(parameter: nn.Parameter) -> None:
-    _keepers.pop(id(parameter), None)
-    _guarded.pop(id(parameter), None)
-
-
-def is_guarded(parameter: nn.Parameter) -> bool:
-    """True if `parameter` is a manager's."""
-    return _guarded.get(id(parameter)) is parameter
+    forget(parameter)
 
 
 def _forbid_in_child() -> None:
-    """In a forked child swapper's memory does not exist: no parameter of a manager may be touched, resident ones included."""
-    for parameter in list(_guarded.values()):
+    """Make all guarded parameters cold in a forked child, also resident ones: swapper's memory does not exist there."""
+    parameters = guarded_parameters()
+    for parameter in parameters:
         set_cold(parameter)
-    if _guarded:
+    if parameters:
         METADATA.difference_update(getters("grad", "_grad"))  # gradients lie there too
 
 
@@ -156,7 +86,7 @@ _thread = threading.local()
 
 @contextmanager
 def aliases() -> Iterator[None]:
-    """Within, `state_dict()` of a module with cold parameters works: its tensors have their place in memory but no data."""
+    """Return a context in which `state_dict()` of cold parameters gives tensors at their addresses, without data."""
     _thread.aliases = True
     try:
         yield
@@ -165,12 +95,12 @@ def aliases() -> Iterator[None]:
 
 
 def is_aliasing() -> bool:
-    """True within `aliases()`."""
+    """Return whether this is within `aliases()`."""
     return getattr(_thread, "aliases", False)
 
 
 class ColdParameter(nn.Parameter):
-    """A parameter whose data may be away. Never made by anyone: a parameter's class is set to it and back."""
+    """The class of a cold parameter. It is never instantiated: a parameter's class is set to it and back."""
 
     @classmethod
     def __torch_function__(cls, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -190,21 +120,21 @@ class ColdParameter(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A plain parameter is pickled, of what shows this one: torch.save of a model need not hold all of it in memory."""
+        """Pickle a plain parameter on a tensor that shows this one: torch.save of a model need not hold all of it in memory."""
         if _has_caught_up(self):
             return self.__reduce_ex__(protocol)
-        fault_handler = _answering(self, "pickling")
+        fault_handler = answering_handler(self, "pickling")
         shown = fault_handler.detached(self)
         data = _copy(self) if shown is None else _as_plain(shown)
         return nn.Parameter(data, self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ColdView(torch.Tensor):
-    """A view of a parameter whose data may be away. Never made by anyone: a tensor's class is set to it.
+    """The class of a view of a cold parameter. It is never instantiated: a tensor's class is set to it.
 
     Attributes:
         swapper_owner: the parameter.
-        swapper_apart: it has memory of its own, which shows what the parameter's has.
+        swapper_apart: it has other memory, which shows the parameter's content.
     """
 
     swapper_owner: nn.Parameter
@@ -227,14 +157,14 @@ class ColdView(torch.Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse(self.swapper_owner, "pickling a view")
+        refuse(self.swapper_owner, "pickling a view")
 
 
 Cold = ColdParameter | ColdView
 
 
 def _answer(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Do what `func`, one of torch's, does with these arguments, some of them cold."""
+    """Do torch's function `func` with these arguments, some of them cold."""
     if func in METADATA:
         return _native(func, args, kwargs)
     action = _ACTIONS.get(func)
@@ -250,11 +180,11 @@ def _native(func: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
         return func(*args, **kwargs)
 
 
-# --- what needs no data, or is answered in a way of its own -----------------------------------------------------------
+# --- functions that need no data, or special handling -----------------------------------------------------------------
 
 
 def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.autograd.grad: cold tensors by their place in the graph. A backward must run with the guard on."""
+    """torch.autograd.grad: give cold tensors by their edges in the graph. The backward must run with torch functions enabled."""
     outputs, inputs, *others = args
     if any(isinstance(tensor, Cold) for tensor in tensors_among((outputs, others, kwargs))):
         return NotImplemented
@@ -264,7 +194,7 @@ def _differentiate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _run_backward(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.backward: of the tensor itself no data is needed."""
+    """Tensor.backward: the tensor's own data is not needed."""
     return NotImplemented if _only_first_is_cold(args, kwargs) is None else _native(func, args, kwargs)
 
 
@@ -274,14 +204,14 @@ def _detach(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return _view(func, (first,), {})
     if is_aliasing():
         return _native(func, args, kwargs)
-    fault_handler = _keepers.get(id(first))
+    fault_handler = handler_of(first)
     detached = None if fault_handler is None else fault_handler.detached(first)
     return NotImplemented if detached is None else detached
 
 
 def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0]
-    fault_handler = _keepers.get(id(first)) if type(first) is ColdParameter else None
+    fault_handler = handler_of(first) if type(first) is ColdParameter else None
     row = None if fault_handler is None else fault_handler.indexed(first, args[1])
     if row is not None:
         return row
@@ -291,7 +221,7 @@ def _index(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def _stride(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An offset is counted from the beginning of the memory, which is that of many parameters."""
+    """as_strided: an offset counts from the beginning of the storage, which many parameters share."""
     has_offset = len(args) > 3 or kwargs.get("storage_offset") is not None
     return _refuse_form(func, args, kwargs) if has_offset else _view(func, args, kwargs)
 
@@ -308,10 +238,8 @@ def _convert(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         lambda tensor: func(tensor, *args[1:], **kwargs), first
     ):
         return first
-    if "meta" in map(
-        str, (*args[1:], *kwargs.values())
-    ):  # the first half of Module.to, which could not do the second one
-        _refuse(owner_of(first), func)
+    if "meta" in map(str, (*args[1:], *kwargs.values())):  # the first half of Module.to, whose second half would fail
+        refuse(owner_of(first), func)
     return NotImplemented
 
 
@@ -319,7 +247,7 @@ def _set_data(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if args[0] is args[1]:  # Module.to, where nothing changes
         return None
     cold = next(tensor for tensor in args if isinstance(tensor, Cold))
-    _refuse(owner_of(cold), "setting .data")
+    refuse(owner_of(cold), "setting .data")
 
 
 def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -327,7 +255,7 @@ def _make_like(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Of a cold tensor only the form is asked for, where it is not the first argument."""
+    """Do a function that needs only the form of a cold argument, unless that is the first one."""
     if args and not isinstance(args[0], Cold):
         return _native(func, args, kwargs)
     return _view(func, args, kwargs) if func in VIEWS else NotImplemented
@@ -335,23 +263,23 @@ def _follow_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _view(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = _only_first_is_cold(args, kwargs)
-    if first is None or not is_cold(owner_of(first)) or _brought([owner_of(first)], func):
+    if first is None or not is_cold(owner_of(first)) or _fault_in([owner_of(first)], func):
         return NotImplemented
     owner = owner_of(first)
-    whole = _answering(owner, func).whole(owner) if type(first) is ColdParameter else None
+    whole = answering_handler(owner, func).whole(owner) if type(first) is ColdParameter else None
     result = _native(func, args if whole is None else (whole, *args[1:]), kwargs)
     return _watched(result, [owner], {} if whole is None else {id(owner): whole}, [first], func)
 
 
 def _refuse_form(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cold = _cold_among((args, kwargs))
-    if not _brought([owner_of(tensor) for tensor in cold], func):
-        _refuse(owner_of(cold[0]), func)
+    if not _fault_in([owner_of(tensor) for tensor in cold], func):
+        refuse(owner_of(cold[0]), func)
     return NotImplemented
 
 
 def _only_first_is_cold(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the first argument if it is cold, and no other is; else None."""
+    """Return the first argument if it, and no other, is cold; else None."""
     return args[0] if args and isinstance(args[0], Cold) and not _cold_among((args[1:], kwargs)) else None
 
 
@@ -373,17 +301,17 @@ _ACTIONS: dict[Function, _Action] = {
     torch.Tensor.as_strided: _stride,
     torch.as_strided: _stride,
 }
-"""What becomes of a function that is not in METADATA. NotImplemented: it is an operation that needs data."""
+"""By function, what is done; NotImplemented: it is an operation that needs data. For those not in METADATA."""
 
 
-# --- what needs data --------------------------------------------------------------------------------------------------
+# --- operations that need data ----------------------------------------------------------------------------------------
 
 
 def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     touched = _cold_among((args, kwargs))
     owners = list({id(owner_of(tensor)): owner_of(tensor) for tensor in touched}.values())
     _check_views(touched, func)
-    if _brought(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
+    if _fault_in(owners, func) and all(type(tensor) is not ColdView for tensor in touched):
         return _native(func, args, kwargs)
     away = [owner for owner in owners if is_cold(owner)]
     written = {id(owner_of(t)) for t in written_among(func, args, kwargs) if isinstance(t, Cold)}
@@ -398,68 +326,56 @@ def _operate(func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _watched(result, owners, instead, touched, func)
 
     def read(instead: Mapping[int, torch.Tensor]) -> Any:
-        return _external(away, func, "read", run, instead)
+        return _with_data(away, func, "read", run, instead)
 
-    return _external([owner for owner in away if id(owner) in written], func, "write", read, {})
+    return _with_data([owner for owner in away if id(owner) in written], func, "write", read, {})
 
 
-def _external(
+def _with_data(
     parameters: Iterable[nn.Parameter], func: Function, how: str, run: Run, before: Mapping[int, torch.Tensor]
 ) -> Any:
-    """Have `run` run with those of `parameters` at hand that are away still, by their keepers' `read` or `write`."""
+    """Run `run` with the data of those `parameters` that are still cold, by their fault handlers' `read` or `write`."""
     away = [parameter for parameter in parameters if is_cold(parameter) and id(parameter) not in before]
     if not away:
         return run(before)
-    fault_handler = _answering(away[0], func)
-    own = [parameter for parameter in away if _keepers.get(id(parameter)) is fault_handler]
-    others = [parameter for parameter in away if _keepers.get(id(parameter)) is not fault_handler]
-    lend: Callable[..., Any] = getattr(fault_handler, how)
-    return lend(own, func, lambda instead: _external(others, func, how, run, {**before, **instead}))
+    fault_handler = answering_handler(away[0], func)
+    own = [parameter for parameter in away if handler_of(parameter) is fault_handler]
+    others = [parameter for parameter in away if handler_of(parameter) is not fault_handler]
+    answer: Callable[..., Any] = getattr(fault_handler, how)
+    return answer(own, func, lambda instead: _with_data(others, func, how, run, {**before, **instead}))
 
 
-def _brought(owners: Iterable[nn.Parameter], func: Function) -> bool:
-    """Return whether none of `owners` is away, once those were brought in that the running forward contains."""
+def _fault_in(owners: Iterable[nn.Parameter], func: Function) -> bool:
+    """Read in those of `owners` that the running forward contains. Returns whether none is cold now."""
     is_there = True
     for owner in owners:
         if is_cold(owner):
-            fault_handler = _keepers.get(id(owner))
+            fault_handler = handler_of(owner)
             if fault_handler is None:
-                _refuse(owner, func)
+                refuse(owner, func)
             is_there = fault_handler.bring(owner) and is_there
             if not is_there and not fault_handler.answers:
-                _refuse(owner, func)
+                refuse(owner, func)
     return is_there
 
 
-def _answering(parameter: nn.Parameter, func: Any) -> FaultHandler:
-    """Return the keeper of a parameter that is away.
-
-    Raises:
-        ColdParameterError: it answers no operations.
-    """
-    fault_handler = _keepers.get(id(parameter))
-    if fault_handler is None or not fault_handler.answers:
-        _refuse(parameter, func)
-    return fault_handler
-
-
 def _check_views(touched: Iterable[Cold], func: Function) -> None:
-    """Raise StateError if the memory of a parameter is another one than when a view of it was made."""
+    """Raise StateError if a parameter was given other memory after a view of it was made."""
     for tensor in touched:
         if type(tensor) is ColdView and not tensor.swapper_apart and not _is_of(tensor, tensor.swapper_owner):
             raise StateError(
-                f"{_name_of(func)} was given a view of a parameter that was made before the parameter's memory was another one "
-                "(the optimizer got more to train, or the manager was closed): make the view anew"
+                f"{name_of(func)} was given a view of a parameter that was made before the parameter's memory was another one "
+                "(the optimizer got more to train, or the manager was closed): make the view again"
             )
 
 
 def _check_written(func: Function, args: Any, kwargs: Any, touched: Sequence[Cold]) -> None:
-    """A parameter that is changed outside of a forward stays a leaf: autograd is to have nothing to do with it."""
+    """Refuse a change outside of a forward that autograd would record: the parameter must stay a leaf."""
     tensors = tensors_among((args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         would_be_a_leaf_no_more = not any(t.requires_grad for t in touched) and any(t.requires_grad for t in tensors)
     if would_be_a_leaf_no_more and torch.is_grad_enabled():
-        _refuse(owner_of(touched[0]), func)
+        refuse(owner_of(touched[0]), func)
 
 
 def _watched(
@@ -469,15 +385,15 @@ def _watched(
     touched: Sequence[Cold],
     func: Function,
 ) -> Any:
-    """Return what an operation gave, with views of parameters that go away again as such.
+    """Return an operation's result, with views of parameters that become cold again as `ColdView`.
 
     Raises:
-        ColdParameterError: it is nothing that can be watched: a pointer, an array.
+        ColdParameterError: the result is a pointer or an array, say, which cannot be watched.
     """
     for item in _leaves(result):
         if not isinstance(item, torch.Tensor):
             if not isinstance(item, _PLAIN_RESULTS):
-                _refuse(owners[0], func)
+                refuse(owners[0], func)
         elif type(item) is torch.Tensor and item.layout is torch.strided:
             for owner, shown in [*((owner, instead.get(id(owner))) for owner in owners), *_apart(touched)]:
                 if _is_of(item, owner) if shown is None else _share_memory(item, shown):
@@ -488,14 +404,14 @@ def _watched(
 
 def _watch(view: torch.Tensor, owner: nn.Parameter, shown: torch.Tensor | None, func: Function) -> None:
     if shown is not None and type(shown) not in (torch.Tensor, ColdView):
-        _refuse(owner, func)  # what shows the parameter for this operation shows something else later
+        refuse(owner, func)  # its memory shows something else after this operation
     view.__class__ = ColdView
     view.swapper_owner = owner  # type: ignore[attr-defined]
     view.swapper_apart = shown is not None  # type: ignore[attr-defined]
 
 
 def _apart(touched: Iterable[Cold]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Views that have memory of their own, with their parameters."""
+    """Return the views with other memory, and their parameters."""
     return ((t.swapper_owner, t) for t in touched if isinstance(t, ColdView) and t.swapper_apart)
 
 
@@ -523,7 +439,7 @@ def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
-    """Return whether `tensor` lies at the place of `whole`, which shares its memory with other parameters."""
+    """Return whether `tensor` lies in the range of `whole`, which shares its storage with other parameters."""
     if not _share_memory(tensor, whole):
         return False
     with torch._C.DisableTorchFunctionSubclass():
@@ -532,7 +448,7 @@ def _is_of(tensor: torch.Tensor, whole: nn.Parameter) -> bool:
 
 
 def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
-    """Return arguments with other tensors in the places of parameters, and with views of those in the places of their views."""
+    """Return arguments with other tensors instead of parameters, and with views of those instead of their views."""
     if isinstance(tree, Cold):
         whole = instead.get(id(owner_of(tree)))
         if whole is None:
@@ -544,7 +460,7 @@ def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
                 return _InPlaceOf.apply(tree, whole)  # type: ignore[no-untyped-call]
             return whole
     if isinstance(tree, list | tuple):
-        # The last one first: so autograd comes to them in the order that it would come to the parameters in.
+        # In reverse: so autograd reaches them in the order in which it would reach the parameters.
         items = [_exchanged(item, instead) for item in reversed(tree)][::-1]
         return type(tree)(items) if type(tree) in (list, tuple) else type(tree)(*items)
     if isinstance(tree, dict):
@@ -553,7 +469,7 @@ def _exchanged(tree: Any, instead: Mapping[int, torch.Tensor]) -> Any:
 
 
 class _InPlaceOf(torch.autograd.Function):
-    """Gives a tensor that shows the data of a cold one its place in the graph."""
+    """Puts a tensor that shows the data of a cold one into the cold one's place in the graph."""
 
     @staticmethod
     def forward(ctx: Any, cold: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
@@ -569,14 +485,14 @@ def _same_view(view: ColdView, whole: torch.Tensor) -> torch.Tensor:
     with torch._C.DisableTorchFunctionSubclass():
         owner = view.swapper_owner
         if view.dtype != owner.dtype or view.is_conj() or view.is_neg():
-            _refuse(owner, "an operation on a view of another dtype")
+            refuse(owner, "an operation on a view of another dtype")
         offset = view.storage_offset() - owner.storage_offset()
         return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + offset)
 
 
 @contextmanager
 def _as_plain_tensors(views: Sequence[ColdView]) -> Iterator[None]:
-    """Within, what they show is there: they are tensors like others."""
+    """Return a context in which these views, whose data is in memory, are plain tensors."""
     for view in views:
         view.__class__ = torch.Tensor  # type: ignore[assignment]
     try:
@@ -614,52 +530,8 @@ def _describe(tensor: Cold) -> str:
 
 
 def _has_caught_up(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter that was cold is an ordinary one now."""
-    fault_handler = _keepers.get(id(parameter))
+    """Materialize a parameter that only waits for a deferred update. Returns whether it is an ordinary one now."""
+    fault_handler = handler_of(parameter)
     if fault_handler is not None:
         fault_handler.catch_up(parameter)
     return not is_cold(parameter)
-
-
-def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that `func`, one of torch's, would write to with these arguments."""
-    if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of torch.nn.functional, which gives these by name
-        return tensors_among((args, kwargs))
-    by_place = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
-    by_name = [kwargs.get(name) for name in ("input", "tensor")] if writes_first(func) else []
-    return tensors_among([*by_place, *by_name, kwargs.get("out")])
-
-
-def tensors_among(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in the arguments or the result of a function: in lists, tuples and dictionaries, at any depth."""
-    found: list[torch.Tensor] = []
-    pending = [tree]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, list | tuple):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-    return found
-
-
-def _name_of(func: Any) -> str:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", func)
-    return str(name)
-
-
-def _refuse(parameter: nn.Parameter, operation: Any) -> NoReturn:
-    fault_handler = _keepers.get(id(parameter))
-    if fault_handler is None:
-        raise ColdParameterError(
-            f"a parameter of shape {list(parameter.shape)} stayed on NVMe when its manager was closed or its model unloaded, and "
-            f"{_name_of(operation)} needs its data. Before closing a manager, copy it inside "
-            "`with manager.gather(module_or_parameters):` or write everything with manager.snapshot(path), which plain torch.load "
-            "reads"
-        )
-    raise ColdParameterError(
-        f"parameter {fault_handler.describe(parameter)} is away on NVMe and {_name_of(operation)} needs its data. "
-        f"{fault_handler.advice}"
-    )

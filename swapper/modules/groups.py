@@ -1,27 +1,33 @@
-"""Which parameters are used together. Pure: looks at a module tree, changes nothing.
+"""Divides a model into units, whose hooks lease, and groups, the parameters that are used together; and several models as one.
 
-A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a
-ModuleList or Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree,
-unless it has no forward: nobody calls a list in a list (PoolFormer's stages). Elsewhere each module is a unit with its own
-direct parameters. A *group* holds the parameters that a unit is the first to need; small neighbours share one. A tied
-parameter belongs to the first unit that needs it, and the others lease that group too.
+A *unit* is a module whose forward needs some parameters; its hooks lease the groups that hold them. Each child of a ModuleList or
+Sequential with two or more children of one class (a transformer's layers) is a unit with its whole subtree, unless it has no
+forward, as a list in a list (PoolFormer's stages). Elsewhere each module is a unit with its direct parameters. A *group* holds the
+parameters that a unit is the first to need; small neighbors share one. A tied parameter belongs to the first unit that needs it,
+and the others lease that group too.
 """
 
 from __future__ import annotations
 
 import dis
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType, FunctionType
+from typing import Any
 
+import torch
 from torch import nn
 
-from swapper.modules.models import Models
+from swapper.errors import UnsupportedError
 
 MERGE_BELOW_BYTES = 1 << 20
-"""Neighbouring units outside of lists share a group while it is smaller than this."""
+"""Neighboring units outside of lists share a group while it is smaller than this."""
+
+
+_FoundUnit = tuple[str, nn.Module, list[nn.Parameter], bool]
+"""(name, module, parameters that its forward needs, whether its group is its own: it is a list's child)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +41,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A module that is hooked, and the indices of the groups that its forward needs."""
+    """A module with hooks, and the indices of the groups that its forward needs."""
 
     name: str
     module: nn.Module
@@ -44,8 +50,20 @@ class Unit:
 
 def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
     """Return the model's groups and units in module order. The model itself is always a unit, if only an empty one."""
+    return _divide(model, list(_units(model)))
+
+
+def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
+    """Return groups and units as `partition` does, but one unit for each module, with the parameters that its own forward reads.
+
+    Inference uses this: a linear map needs less memory at once than its layer, and only those experts are used that are routed to.
+    Modules without parameters are units too.
+    """
+    return _divide(model, [(name, module, parameters_read(module), True) for name, module in model.named_modules()])
+
+
+def _divide(model: nn.Module, units: list[_FoundUnit]) -> tuple[list[Group], list[Unit]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    units = list(_units(model))
     owner: dict[int, int] = {}  # id of parameter -> index of group
     members: list[list[tuple[str, nn.Parameter]]] = []
     group_names: list[str] = []
@@ -72,7 +90,7 @@ def partition(model: nn.Module) -> tuple[list[Group], list[Unit]]:
 
 
 def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int, str]:
-    """Return the most pages leased at one time in a forward or backward, and the unit where that is.
+    """Return the peak of pages leased in a forward or backward, and the unit where that is.
 
     While a unit runs, so do its ancestors, whose own groups stay leased.
 
@@ -89,7 +107,7 @@ def largest_working_set(units: list[Unit], group_pages: list[int]) -> tuple[int,
 
 
 def working_sets(units: list[Unit]) -> list[set[int]]:
-    """Return for each unit the groups that are in use while it runs: its own, and its ancestors'."""
+    """Return for each unit the groups in use while it runs: its own, and its ancestors'."""
     by_name = {unit.name: unit for unit in units}
     found = []
     for unit in units:
@@ -102,13 +120,12 @@ def working_sets(units: list[Unit]) -> list[set[int]]:
     return found
 
 
-def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
-    """Yield (name, module, parameters that its forward needs, whether it is a list's child) in module order."""
-    yield "", model, looked_at(model), False
+def _units(model: nn.Module) -> Iterator[_FoundUnit]:
+    yield "", model, parameters_read(model), False
     yield from _below("", model)
 
 
-def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter], bool]]:
+def _below(prefix: str, module: nn.Module) -> Iterator[_FoundUnit]:
     repeats = isinstance(module, nn.ModuleList | nn.Sequential) and any(
         count > 1 for count in Counter(type(child) for child in module.children()).values()
     )
@@ -119,17 +136,17 @@ def _below(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, lis
             if subtree:
                 yield name, child, subtree, True
         else:
-            own = looked_at(child)
+            own = parameters_read(child)
             if own or isinstance(module, Models):  # a model is a unit, if only an empty one
                 yield name, child, own, False
             yield from _below(name, child)
 
 
-def looked_at(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that `module`'s own forward looks at: its direct ones, and some of its children's.
+def parameters_read(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that `module`'s own forward reads: its direct ones, and some of its children's.
 
-    Those could be brought in when they are touched, but torch's attention asks of what class they are before it touches
-    them: where one is not a plain parameter it takes another way, with other bits and other values at padded positions.
+    Those could be read in when they are touched, but torch's attention checks their class before: with a parameter of another
+    class it takes another path, with other bits and other values at padded positions.
     """
     own = list(module.parameters(recurse=False))
     if isinstance(module, nn.MultiheadAttention):
@@ -142,38 +159,17 @@ def looked_at(module: nn.Module) -> list[nn.Parameter]:
 
 
 def changes_itself(model: nn.Module) -> bool:
-    """Whether it is known of a module in `model` that its forward changes parameters. Others are found out when they do it."""
+    """Return whether a forward in `model` is known to change parameters. Others are found out when they do it."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     return any(table.max_norm is not None for table in tables)
-
-
-def by_module(model: nn.Module) -> tuple[list[Group], list[Unit]]:
-    """Return groups and units as `partition` does, but as fine as can be: each module is a unit with what its own forward looks at.
-
-    Inference takes this: a linear map needs less memory at one time than the layer that it is in, and of experts those that are
-    routed to are used alone. Every module is a unit, also those without parameters of their own.
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    owner: dict[int, int] = {}
-    groups: list[Group] = []
-    units: list[Unit] = []
-    for name, module in model.named_modules():
-        parameters = looked_at(module)
-        new = {id(p): p for p in parameters if id(p) not in owner}
-        if new:
-            owner.update(dict.fromkeys(new, len(groups)))
-            members = tuple((names[key], parameter) for key, parameter in new.items())
-            groups.append(Group(len(groups), name or type(model).__name__, members))
-        units.append(Unit(name, module, tuple(dict.fromkeys(owner[id(p)] for p in parameters))))
-    return groups, units
 
 
 def taken_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of submodules that `module`'s own methods name, as `F.linear(x, self.proj.weight)` does, each once.
 
-    Such a forward uses them beside the modules that they belong to, whose own forwards may never be called (torchvision's
-    Swin, torch's MultiheadAttention). It is found in the bytecode of the module's class: `self`, attributes, and a
-    parameter at the end. What is taken in other ways (in a loop over a list) is found out when the forward runs.
+    The forwards of the submodules may never be called (torchvision's Swin, torch's MultiheadAttention). The names are found in the
+    bytecode of the module's class: `self`, attributes, and a parameter at the end. Parameters used in other ways (in a loop over a
+    list) are found out when the forward runs.
     """
     found: dict[int, nn.Parameter] = {}
     for path in _paths_of(type(module)):  # type: ignore[arg-type]
@@ -214,3 +210,55 @@ def _paths_in(code: CodeType) -> Iterator[tuple[str, ...]]:
             if (loaded is not None and (loaded,) == own) or (isinstance(loaded, tuple) and loaded[-1:] == own)
             else None
         )
+
+
+# --- several models as one, and what no model may be -------------------------------------------------------------------
+
+
+class Models(nn.Module):
+    """Several models as one: a policy and its reference, a draft and its target. One set of groups, one budget, one order of use.
+
+    It has no forward: its children, by name, are called by themselves.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, model in models.items():
+            self.add_module(name, model)
+
+
+def as_one(models: Any) -> nn.Module:
+    """Return a module that is `models`, or contains them: a module, a dictionary of modules by name, or a list or tuple.
+
+    Raises:
+        UnsupportedError: it is something else.
+    """
+    if isinstance(models, nn.Module):
+        return models
+    by_name = dict(models) if isinstance(models, Mapping) else {}
+    if isinstance(models, list | tuple):
+        by_name = {str(number): model for number, model in enumerate(models)}
+    strangers = [model for model in by_name.values() if not isinstance(model, nn.Module)]
+    if not by_name or strangers:
+        raise UnsupportedError(
+            f"offload takes an nn.Module, not {type(models).__name__}; several models in a dictionary by name, or in a list"
+        )
+    for name in by_name:
+        if not isinstance(name, str) or not name or "." in name:
+            raise UnsupportedError(f"{name!r} cannot be the name of a model: use a string without dots")
+    return Models(by_name)
+
+
+def refuse_scripted(model: nn.Module, verb: str) -> None:
+    """Refuse TorchScript: its code uses parameters where no hook and no guard sees it.
+
+    Raises:
+        UnsupportedError: a module of `model` is TorchScript.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"module {name}" if name else "the model"
+            raise UnsupportedError(
+                f"{where} is TorchScript ({type(module).__name__}), which uses its parameters where nothing brings them in first: "
+                f"give {verb} the nn.Module that it was made of, before torch.jit.script or torch.jit.trace"
+            )

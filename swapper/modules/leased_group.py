@@ -1,4 +1,4 @@
-"""A group of parameters that come and go together: here while somebody has a lease, cold otherwise."""
+"""A group of parameters that are in memory while it is leased, and cold otherwise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from swapper.paging.planning.schedule import Access
 
 
 class LeasedGroup(ABC):
-    """Counts the leases of one group. A subclass knows where its parameters come from.
+    """Counts the leases of one group. A subclass reads its parameters in.
 
     Args:
-        index: the group's.
+        index: of the group.
         parameters: qualified name and parameter of each.
-        image: the group where kernels run on an accelerator; None: on the CPU.
+        image: of the group on an accelerator; None: kernels run on the CPU.
 
     Attributes:
-        paged: some of it goes away between its uses.
+        paged: some of it is evicted between its uses.
     """
 
     image: DeviceCopy | None
@@ -36,7 +36,7 @@ class LeasedGroup(ABC):
         self.image = image
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
-        self._leases = 0  # of passes; they share one lease of the pager's
+        self._leases = 0  # of passes; they share one of the pager's leases
         self._versions: list[int] = []  # of the parameters when they were leased
 
     @property
@@ -46,21 +46,21 @@ class LeasedGroup(ABC):
 
     @property
     def settled(self) -> bool:
-        """Everything is here for good: a lease costs nothing."""
+        """Whether everything stays in memory: a lease costs nothing."""
         return not self.paged
 
     @property
     @abstractmethod
     def storages(self) -> set[int]:
-        """Storages that parameters go away with, as `storage_of` gives them."""
+        """Storages of parameters that become cold, as `storage_of` gives them."""
 
     @property
     @abstractmethod
     def kept_accesses(self) -> Sequence[Access]:
-        """What is leased of the pager whether a pass leases the group or not."""
+        """The pager's leases that the group has even while no pass leases it."""
 
     def lease(self) -> bool:
-        """Bring the parameters in, if they are not, and keep them until `release`. Returns whether they were asked for."""
+        """Read the parameters in, if need be, and keep them until `release`. Returns whether the pager was asked for them."""
         if self._leases:
             self.wait_on_current_stream()
             self._leases += 1
@@ -77,12 +77,12 @@ class LeasedGroup(ABC):
         return is_asked
 
     def wait_on_current_stream(self) -> None:
-        """It is leased, and kernels on the current stream use it too, which need not be the one that it was leased on."""
+        """Have the current stream, which may not be the one of the lease, wait for the leased parameters."""
         if self.image is not None:
-            self.image.storage.let_compute_use()
+            self.image.storage.wait_on_current_stream()
 
     def release(self) -> None:
-        """Give a lease back; the last one lets the parameters go."""
+        """End a lease; after the last one the parameters are cold."""
         if self.image is not None:
             self.image.storage.note_use()
         self._leases -= 1
@@ -96,14 +96,14 @@ class LeasedGroup(ABC):
                 self._note_change(changed)
 
     def forget_leases(self) -> None:
-        """The passes that held leases are gone. The pager drops its own count by itself."""
+        """Forget the leases of abandoned passes. The pager forgets its own by itself."""
         self._leases = 0
         self._versions = []
         if not self.settled:
             self._dematerialize()
 
     def abandon(self, keep_cold: bool = True) -> None:
-        """Nobody will lease it any more. What is here for good stays usable; the rest stays cold for good if `keep_cold`."""
+        """End its use. Parameters that stay in memory stay usable; the others stay cold for good if `keep_cold`."""
         for parameter in self.parameters:
             if keep_cold and not self.settled:
                 leave_cold(parameter)
@@ -114,20 +114,20 @@ class LeasedGroup(ABC):
 
     @abstractmethod
     def _bring_in(self) -> bool:
-        """Have the parameters' data where they show it. Returns False where they need not be shown: they are already."""
+        """Have the parameters' data at their addresses. Returns False if they are materialized already."""
 
     @abstractmethod
     def _give_back(self, changed: bool) -> None:
-        """Nobody leases the group: have the parameters cold, and their memory given back."""
+        """Make the parameters cold and give their memory back: the last lease ended."""
 
     @abstractmethod
     def _note_change(self, names: list[str]) -> None:
-        """These parameters were changed while they were leased, and are given back."""
+        """Note that these parameters were changed during the lease that ended."""
 
     def _changed(self) -> list[str]:
-        """Names of the parameters that were changed in place since they were leased, as nn.Embedding(max_norm=...) does."""
+        """Return the names of the parameters that were changed in place during the lease, as by nn.Embedding(max_norm=...)."""
         versions, self._versions = self._versions, []
-        now = zip(self.names, self.parameters, versions, strict=False)  # none, where they could not be shown
+        now = zip(self.names, self.parameters, versions, strict=False)  # none, if the lease failed
         return [name for name, parameter, version in now if parameter._version != version]
 
     def _materialize(self) -> None:
@@ -140,7 +140,7 @@ class LeasedGroup(ABC):
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Return what all tensors on one storage have in common, wherever it is; None for a tensor that has none."""
+    """Return the identity of a tensor's storage, on any device; None if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except NotImplementedError:  # sparse and opaque tensors, and those that functorch has wrapped

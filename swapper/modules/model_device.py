@@ -1,4 +1,4 @@
-"""What a model has on an accelerator: images of its groups, its buffers, and the copies of what fills them."""
+"""A model's part of an accelerator: images of its groups, its buffers, and the copies that fill them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from swapper.device.copies import PageCopy, Uploads
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
-from swapper.device.device_storage import DeviceStorage
-from swapper.device.image_layout import Span, place_in_storage, spans_of_page
-from swapper.device.registered_frames import HostSide
+from swapper.device.device_storage import DeviceStorage, Span, place_in_storage, spans_of_page
+from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy, DeviceTier
-from swapper.device.uploads import PageCopy, Uploads
 from swapper.errors import DeviceError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
@@ -27,12 +26,8 @@ class ModelDevice:
     """Owns the device's part of one model.
 
     Args:
-        device: where kernels run.
-        placement: of its memory.
-        host: the frames' memory, and that of what stays.
-        pager: of the frames.
-        counters: to keep.
-        is_cyclic: what comes after the last image that is expected: the first; else nothing.
+        host: memory of the frames and of resident sections.
+        is_cyclic: the expected order of images repeats.
 
     Attributes:
         tier: has the images.
@@ -56,7 +51,7 @@ class ModelDevice:
         self._parameters: list[nn.Parameter] = []  # that were moved
 
     def reserve(self, sizes: Iterable[int]) -> tuple[DeviceStorage, list[int]]:
-        """Return a storage for tensors of `sizes` bytes, and where in it each begins. `free` it once it has views."""
+        """Return a storage for tensors of `sizes` bytes, and the offset of each. `free` it once it has views."""
         offsets, nbytes = place_in_storage(sizes)
         return DeviceStorage(self.device, nbytes), offsets
 
@@ -71,9 +66,9 @@ class ModelDevice:
         """Return the image of a group.
 
         Args:
-            group, name: its index, and what people know it by.
-            storage: has its memory, and is freed.
-            spans: what of each section goes where in it.
+            group, name: its index, and its name in messages.
+            storage: its memory, which is freed.
+            spans: the parts of each section, and their offsets in the storage.
             kept: pages that stay in host memory once they were read.
         """
         storage.free()
@@ -84,7 +79,7 @@ class ModelDevice:
         return image
 
     def move(self, model: nn.Module, parameters: Iterable[nn.Parameter] = ()) -> None:
-        """Have the model's buffers on the device, and `parameters`, which are in no image."""
+        """Move the model's buffers to the device, and `parameters`, which are in no image."""
         for parameter in parameters:
             if parameter.device != self.device.device:
                 parameter.data = parameter.data.to(self.device.device)
@@ -97,7 +92,7 @@ class ModelDevice:
                     self._buffers.append((module, name))
 
     def move_back(self) -> None:
-        """What was moved is on the CPU again, unless the device failed."""
+        """Move everything back to the CPU, unless the device failed."""
         with contextlib.suppress(DeviceError), self.device.named("moving buffers back"):
             for parameter in self._parameters:
                 parameter.data = parameter.data.cpu()
@@ -108,7 +103,7 @@ class ModelDevice:
         self._buffers, self._parameters = [], []
 
     def close(self) -> None:
-        """Nobody uses an image any more. Waits for all copies; what was moved is on the CPU again."""
+        """Wait for all copies, move back what was moved, and close the tier. No image is used any more."""
         self.tier.finish()
         self.move_back()
         self.tier.close()
@@ -117,11 +112,11 @@ class ModelDevice:
 def page_copies(
     section: Section, spans: Sequence[Span], access: Callable[[int], Access], kept: Collection[int] = ()
 ) -> list[PageCopy]:
-    """Return how a section comes to the device: page by page, or where it stays in memory, at one time.
+    """Return how a section is copied to the device: page by page, or as a whole if it is resident.
 
     Args:
-        spans: of the section, which go to the device.
-        access: makes the use of a page.
+        spans: the parts of the section that are copied.
+        access: returns the access to a page.
         kept: pages that stay in host memory once they were read.
     """
     if section.resident:
@@ -134,5 +129,5 @@ def page_copies(
 
 
 def page_access(group: int, page: int) -> Access:
-    """Return the use of one page of a group's parameters, which goes on to the device."""
+    """Return the access to one page of a group's parameters that is copied to the device."""
     return Access(("param", group, page), (page,))

@@ -1,11 +1,12 @@
-"""Hooks that lease a module's parameters around its forward: what those of training and of inference have in common.
+"""The base of the hooks that lease a module's parameters around its forward, for training and inference.
 
-The forwards that run are a stack of calls. A forward that is stopped by something that goes past its hooks (Ctrl-C) leaves its call
-there, which is found when an outer forward ends, or the next one begins.
+Running forwards are a stack of calls. A forward that ends without its hooks (by Ctrl-C) leaves its call there, which is found
+when an outer forward ends, or the next one begins.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -14,19 +15,18 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
-from swapper.modules.own_hook import OwnHook, copy_without_hooks
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import OwnHook, copy_without_hooks, outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
-from swapper.runtime.interrupts import defer_sigint
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all, defer_sigint
 
 
 class Call:
-    """One forward of one unit, and the groups that it leases: by name and by index, so that it keeps nothing of the model."""
+    """One forward of one unit, and the groups that it leases: by name and index, so that it does not keep the model alive."""
 
     __slots__ = ("groups", "module")
 
@@ -45,8 +45,8 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
     Args:
         units: the modules to hook.
         groups: all groups, by index.
-        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
-        turns: threads take them, a pass at a time.
+        drop_leases: of the pager.
+        turns: of threads, one pass each.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._running: list[CallT] = []  # forwards, the innermost last
         self._group_of = {id(parameter): group for group in groups for parameter in group.parameters}
         self._storages = {storage for group in groups for storage in group.storages}
-        self._modules: dict[str, weakref.ref[nn.Module]] = {}  # by the unit's name; the hooks shall not keep the model
+        self._modules: dict[
+            str, weakref.ref[nn.Module]
+        ] = {}  # by the unit's name; weak: the hooks must not keep the model alive
         self._handles: list[Any] = []
         for unit in units:
             self._modules[unit.name] = weakref.ref(unit.module)
@@ -82,7 +84,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
 
     @abstractmethod
     def _lease_more(self, call: CallT, group: GroupT) -> None:
-        """Lease a group for a forward that runs, beside those that it began with."""
+        """Lease another group for a running forward."""
 
     @property
     @abstractmethod
@@ -97,14 +99,14 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._is_removed = True
 
     def abandon_pass(self) -> None:
-        """Forget a pass that an exception or Ctrl-C went through, with its leases. What is kept otherwise stays."""
+        """Forget a pass that an exception or Ctrl-C ended, with its leases but `kept_accesses`."""
         self._running.clear()
         for group in self._groups:
             group.forget_leases()
         self._drop_leases([access for group in self._groups for access in group.kept_accesses])
 
     def bring(self, parameter: nn.Parameter) -> bool:
-        """A cold parameter is touched: lease its group for the innermost running forward that contains it."""
+        """Lease a cold parameter's group for the innermost running forward that contains it. False if there is none."""
         group = self._group_of[id(parameter)]
         for call in reversed(self._running) if self._is_inside else ():
             module = self._modules[call.module]()
@@ -115,16 +117,68 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         return False
 
     def _end(self, unit: Unit) -> CallT | None:
-        """Return the running call of `unit`, which is over. None: it never began, or its pass was abandoned."""
+        """Remove and return the running call of `unit`. None: it never began, or its pass was abandoned."""
         if all(call.module != unit.name for call in self._running):
             return None
         while (call := self._running.pop()).module != unit.name:
-            self._release(call)  # stopped by something that went past its hooks
+            self._release(call)  # it ended without its hooks
         return call
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output that is a view of a paged parameter (`return self.position[:n]`) must not leave with it: copy it."""
+        """Return an output that outlives the lease: a copy of a view of a paged parameter (`return self.position[:n]`)."""
         return tensor.clone() if storage_of(tensor) in self._storages else tensor
 
     def _release(self, call: CallT) -> None:
         close_all(self._groups[index].release for index in call.groups)
+
+
+# --- the tensors in what a module returns --------------------------------------------------------------------------------
+
+
+def tensors_of(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    """Return the tensors in `output`, and a function that rebuilds it with others.
+
+    They are in nested lists, tuples, dicts and dataclasses, and in attributes of any other object.
+    """
+    if isinstance(output, torch.Tensor):
+        return [output], lambda new: new[0]
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        fields = [f.name for f in dataclasses.fields(output) if hasattr(output, f.name)]
+        tensors, rebuild = tensors_of([getattr(output, name) for name in fields])
+
+        def rebuild_dataclass(new: list[torch.Tensor]) -> Any:
+            for name, value in zip(fields, rebuild(new), strict=True):
+                try:
+                    setattr(output, name, value)
+                except dataclasses.FrozenInstanceError:
+                    object.__setattr__(output, name, value)
+            return output
+
+        return tensors, rebuild_dataclass
+    leaves, spec = pytree.tree_flatten(output)
+    if len(leaves) == 1 and leaves[0] is output:
+        return _tensors_of_object(output)
+    parts = [tensors_of(leaf) for leaf in leaves]
+
+    def rebuild_tree(new: list[torch.Tensor]) -> Any:
+        taken = iter(new)
+        built = [rebuild([next(taken) for _ in tensors]) for tensors, rebuild in parts]
+        return pytree.tree_unflatten(built, spec)
+
+    return [tensor for tensors, _ in parts for tensor in tensors], rebuild_tree
+
+
+def _tensors_of_object(output: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
+    attributes = getattr(output, "__dict__", None)
+    if not attributes or callable(output):
+        return [], lambda new: output
+    values = {
+        name: value for name, value in attributes.items() if isinstance(value, torch.Tensor | list | tuple | dict)
+    }
+    tensors, rebuild = tensors_of(list(values.values()))
+
+    def rebuild_object(new: list[torch.Tensor]) -> Any:
+        attributes.update(zip(values, rebuild(new), strict=True))
+        return output
+
+    return tensors, rebuild_object

@@ -1,22 +1,23 @@
-"""The form of every hook that swapper puts into a module or a tensor."""
+"""Hooks that swapper puts into a module or a tensor: torch.compile, Ctrl-C, copies, and the transforms of torch.func."""
 
 from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from swapper.runtime.interrupts import defer_sigint
 
 
 def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have torch.compile call `function` instead of tracing into it: what it compiles is what lies before and behind.
+    """Have torch.compile call `function` instead of tracing into it.
 
-    As torch.compiler.disable does, which imports torch._dynamo for that: some seconds, in a process that may never compile.
+    torch.compiler.disable does the same but imports torch._dynamo: some seconds, in a process that may never compile.
     """
     try:
         frames = torch._C._dynamo.eval_frame
@@ -25,14 +26,14 @@ def not_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     except AttributeError:  # another torch
         return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it brings weights in, or lets them go"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = "it reads weights in, or makes them cold"  # type: ignore[attr-defined]
     return function
 
 
 class OwnHook:
-    """A hook that swapper puts into a module. Copies of the module, deep or pickled, are without it: see `copy_without_hooks`.
+    """A hook that swapper puts into a module. Deep or pickled copies of the module do not have it: see `copy_without_hooks`.
 
-    A class that has a `__deepcopy__` or a `__reduce__` of its own may take it along: there it does nothing.
+    A class with its own `__deepcopy__` or `__reduce__` may copy it: the copy does nothing.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -44,7 +45,7 @@ class OwnHook:
             return self._function(*arguments)
 
     def __reduce__(self) -> Any:
-        return getattr, (nullcontext(), "__exit__")  # takes anything, does nothing, and is there without swapper
+        return getattr, (nullcontext(), "__exit__")  # takes any arguments, does nothing, and unpickles without swapper
 
 
 def copy_without_hooks(module: nn.Module) -> None:
@@ -78,10 +79,22 @@ def _reduce(module: nn.Module) -> Any:
 
 @contextmanager
 def hookable(parameter: torch.Tensor) -> Iterator[None]:
-    """Within, hooks can be put into a parameter that is frozen, for when it is not."""
+    """Return a context in which a frozen parameter accepts hooks, for a time when it is not frozen."""
     was = parameter.requires_grad
     parameter.requires_grad_(True)
     try:
         yield
     finally:
         parameter.requires_grad_(was)
+
+
+_NO_CHANGE: AbstractContextManager[Any] = nullcontext()
+_innermost = torch._C._functorch.peek_interpreter_stack
+
+
+def outside_transforms() -> AbstractContextManager[Any]:
+    """Return a context within which no transform of torch.func (grad, vjp, jvp, vmap, functionalize) runs.
+
+    A transform wraps every tensor that is made, for as long as it lasts: a commit, a transfer or an update must not see that.
+    """
+    return _NO_CHANGE if _innermost() is None else temporarily_clear_interpreter_stack()

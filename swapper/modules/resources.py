@@ -1,9 +1,9 @@
-"""What a model's pages lie in and go through: memory, engine, files, frames and pager, opened and closed in one order.
+"""The resources of a model's pages: memory, engine, files, frames and pager, opened and closed in one order.
 
-[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them.
-Closed: the pager, which waits for all transfers; the engine, whose thread ends; what an accelerator knows of the
-memory; the files; the memory. Nobody may ask for pages any more by then, and copies out of frames are over. What
-tensors still show of resident sections becomes ordinary memory (paging/host_memory.py).
+[Note: order of opening and closing] Opened: memory, engine, files, frames, and the pager, which knows all of them. Closed: the
+pager, which waits for all transfers; the engine, whose thread ends; the registration with an accelerator; the files; the memory.
+No pages may be leased any more by then, and copies out of frames are over. Tensors of resident sections get ordinary memory
+(paging/host_memory.py).
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from swapper.device.device import Device
-from swapper.device.registered_frames import HostSide
+from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
-from swapper.paging.host_memory import HostMemory, Mapped
+from swapper.paging.host_memory import HostMemory, Mapped, Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.schedule import Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_store import PageStore
 from swapper.runtime.counters import Counters
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all
 
 
 class OwnedStore(PageStore, Protocol):
-    """A store that has open files."""
+    """A store with open files."""
 
     @property
     def io_mode(self) -> str:
@@ -43,17 +42,11 @@ StoreT = TypeVar("StoreT", bound=OwnedStore)
 
 
 class Resources(Generic[StoreT]):
-    """Owns all that, from `open` until it is closed; also what an `open` that failed has left.
-
-    Args:
-        counters: to keep.
+    """Owns them, from `open` to `close`; also what an `open` that failed has left.
 
     Attributes:
-        engine: does the transfers; None before it is opened and when it is closed.
-        store: the files.
-        pool: the frames.
-        pager: of the pages.
-        host_side: of the memory, where there is an accelerator.
+        engine: None before `open` and after `close`.
+        host_side: the memory's registration with an accelerator, if there is one.
     """
 
     engine: Engine | None = None
@@ -88,16 +81,15 @@ class Resources(Generic[StoreT]):
         """Open everything in order.
 
         Args:
-            sections: that get memory, or windows; their pages are all that the pager has.
+            sections: all; they get memory, or windows.
             size: of the pool.
             directories: of the files, one a drive.
             backend: of the engine.
             open_store: given the engine, opens the files.
-            schedule: the order of use.
             device: an accelerator that frames are copied to and from.
-            head_bytes, windows, filled_once: see HostMemory.attach.
-            staging_bytes: of the engine; None: its own choice.
-            pager_options: see Pager.
+            head_bytes, windows, filled_once: see `HostMemory.attach`.
+            staging_bytes: of the engine; None: its default.
+            pager_options: see `Pager`.
         """
         self._sections += sections
         arena, frames_offset = self.memory.attach(self._sections, size.pool_bytes, head_bytes, windows, filled_once)
@@ -126,7 +118,7 @@ class Resources(Generic[StoreT]):
             self.counters.bytes_written = written_bytes + self.engine.bytes_written
 
     def describe(self) -> str:
-        """Say how transfers are made and what the memory is like, for a person."""
+        """Describe transfers and memory, for people."""
         registered = "" if self.host_side is None else f", for the device {self.host_side.describe()}"
         assert self.engine is not None
         how = f"{self.engine.backend} ({self.engine.reason}), {self.store.io_mode}"
@@ -136,7 +128,7 @@ class Resources(Generic[StoreT]):
         """Close what is open. [Note: order of opening and closing]
 
         Args:
-            stay: pages that keep their bytes for as long as somebody has a tensor of them.
+            stay: pages that keep their bytes as long as a tensor of them is alive.
         """
         kept = [self._mapped(self._pages[index]) for index in stay]
         opened = vars(self)
@@ -152,7 +144,7 @@ class Resources(Generic[StoreT]):
         return Mapped(weakref.ref(page.section.window), page.offset, self.pool.offset(page.frame), page.nbytes)
 
     def _forget(self) -> None:
-        """Whoever has this still, as a traceback may, shall not keep memory."""
+        """Drop all references to memory, in case this object lives on, as in a traceback."""
         for section in self._sections:
             section.detach()
         self._sections, self._pages, self.engine, self.host_side = [], [], None, None

@@ -1,7 +1,7 @@
-"""Lets one thread at a time into a model: the others wait for the end of its pass.
+"""Turns: one thread's pass through a model excludes those of others.
 
-A thread that is in may come in again (a module within a module). Ctrl-C, or a backward that fails, can end a pass without
-giving the turn back, and a thread can die in one: who waits looks whether the owner is still inside, by its stack of frames.
+They are reentrant (a module within a module). Ctrl-C, or a backward that fails, can end a pass without ending its turn, and a
+thread can die in one: a waiting thread checks by the owner's frame whether the owner is still inside.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from swapper.runtime.interrupts import defer_sigint
 
 PATIENCE_S = 0.5
-"""How long a thread waits for another's pass before it looks whether that thread is still inside."""
+"""How long a thread waits for another's pass before it checks whether that thread is still inside."""
 
 _WARN_AFTER_S = 60.0
 
@@ -28,16 +28,16 @@ log = logging.getLogger("swapper")
 
 
 class Turns:
-    """Who is inside one model.
+    """The turns of one model.
 
     Attributes:
-        owner: the thread that is inside; None: nobody, or one that is about to come in.
+        owner: the thread that is inside; None: none, or one that is about to be.
     """
 
     def __init__(self) -> None:
         self.owner: threading.Thread | None = None
         self._lock = threading.Lock()  # held as long as there is an owner
-        self._books = threading.Lock()  # of what is below: a turn that was left is taken over by one thread only
+        self._takeover = threading.Lock()  # an abandoned turn is taken over by one thread only
         self._frame: FrameType | None = None
 
     @property
@@ -46,10 +46,10 @@ class Turns:
         return self.owner is threading.current_thread()
 
     def take(self, frame: FrameType | None = None) -> bool:
-        """Wait until no other thread is inside. Returns whether the turn is new: False where this thread had it already.
+        """Wait until no other thread is inside. Returns whether the turn is new: False if this thread had it already.
 
         Args:
-            frame: that the pass runs in; where it runs no more, the turn is another's. None: while the thread lives.
+            frame: of the pass; once it has returned the turn counts as abandoned. None: once the thread has ended.
         """
         if self.is_mine and (self._frame is None or _is_running(self._frame)):
             return False
@@ -61,10 +61,10 @@ class Turns:
         return True
 
     def _try_to_take(self, frame: FrameType | None) -> bool:
-        """Take the turn if it is free, comes free soon, or was left by its owner. Ctrl-C takes effect before or afterwards."""
-        with defer_sigint, self._books:
-            was_left = self.owner is not None and not self._owner_is_inside(self.owner)
-            if was_left:
+        """Take the turn if it is free, or soon, or abandoned by its owner. Ctrl-C takes effect before or afterwards."""
+        with defer_sigint, self._takeover:
+            is_abandoned = self.owner is not None and not self._owner_is_inside(self.owner)
+            if is_abandoned:
                 self.owner, self._frame = threading.current_thread(), frame
                 return True
         with defer_sigint:
@@ -74,14 +74,14 @@ class Turns:
         return is_free
 
     def give(self) -> None:
-        """This thread's pass is over."""
+        """End the turn: this thread's pass is over."""
         with defer_sigint:
             self.owner = self._frame = None
             self._lock.release()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Within it no other thread is inside."""
+        """Return a context in which no other thread is inside."""
         is_new = self.take(sys._getframe(2))
         try:
             yield
@@ -106,8 +106,8 @@ class Turns:
 def _is_running(frame: FrameType) -> bool:
     """Return whether a frame, of any thread, has not returned yet.
 
-    Following another thread's `f_back` is not safe: it runs on between two lookups. Python refuses to clear a running frame. One
-    that has returned loses its local variables, which are torch's or swapper's own.
+    Following another thread's `f_back` is not safe: the thread runs on between two lookups. Python refuses to clear a running
+    frame. One that has returned loses its local variables, which are torch's or swapper's own.
     """
     try:
         frame.clear()

@@ -1,4 +1,4 @@
-"""Rehearsing a step: the real pager, on a store that only counts, says what a step will move before anything is written."""
+"""The dry run: the real pager, on a store that only counts, predicts what a step moves before anything is written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from swapper.errors import IoError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import Transfer
+from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.section import NoWindow, Page, Section
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
 
 FIRST_STEPS = 2
-"""Steps until what stays in memory has settled."""
+"""Steps until the resident pages have settled."""
 
 
 class DoneTicket:
@@ -34,7 +34,7 @@ class DoneTicket:
 
 
 class CountingStore:
-    """A store that moves nothing. `read_bytes` and `written_bytes` are by family of section."""
+    """A store that moves nothing, and counts bytes by family of section."""
 
     def __init__(self) -> None:
         self.read_bytes: Counter[str] = Counter()
@@ -62,10 +62,10 @@ class CountingStore:
 
 
 class DryRunVictimCache:
-    """Spare memory in a rehearsal: the rooms of gradients, which are there from a group's backward to its next forward.
+    """A victim cache in gradient slots, which are idle from a group's update to its backward.
 
     Args:
-        groups: by index of a page of parameters, the group whose gradients' room it may wait in.
+        groups: by index of a page of parameters, the group whose gradient slots may cache it.
     """
 
     def __init__(self, groups: Mapping[int, int]) -> None:
@@ -86,7 +86,7 @@ class DryRunVictimCache:
         return None, 0
 
     def note(self, access: Access) -> list[int]:
-        """An access is there. Returns the pages that cannot be kept any longer: a gradient has come."""
+        """Note an access. Returns the pages that cannot be cached any longer: a gradient needs their slots."""
         if not isinstance(access.key, tuple):
             return []
         use, group = access.key[:2]
@@ -94,7 +94,7 @@ class DryRunVictimCache:
             self._uses[group] = 0
         elif use == "param":
             self._uses[group] += 1
-            if self._uses[group] == 1:  # forward's: gradients were zeroed meanwhile
+            if self._uses[group] == 1:  # the forward's: gradients were zeroed before
                 self._taken.discard(group)
             else:
                 self._taken.add(group)
@@ -103,14 +103,14 @@ class DryRunVictimCache:
 
 
 class DryRun:
-    """A pager with nothing behind it.
+    """A pager on a store that only counts.
 
     Args:
-        sections: without memory, their pages numbered through; they get none.
-        frame_count: frames of the pool; 0 where nothing is paged.
+        sections: without memory, their pages numbered consecutively.
+        frame_count: frames of the pool; 0 if nothing is paged.
         cycle: the accesses of a step.
-        window_pages, lazy: as the pager takes them.
-        rooms: by index of a page of parameters, the group whose gradients are in memory and leave it room to wait.
+        window_pages, lazy: see `Pager`.
+        slot_groups: by index of a page of parameters, the group whose gradient slots may cache it.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DryRun:
         cycle: Sequence[Access],
         window_pages: int,
         lazy: bool,
-        rooms: Mapping[int, int],
+        slot_groups: Mapping[int, int],
     ) -> None:
         self.store = CountingStore()
         self._frame_count = frame_count
@@ -133,23 +133,23 @@ class DryRun:
             page.location = None if page.section.transient else 0
         pool = Pool(0, 0, SECTOR_BYTES, frame_count)
         self._pager = Pager(pages, pool, self.store, Schedule(cycle), Counters(), window_pages=window_pages, lazy=lazy)
-        self._spare = DryRunVictimCache(rooms)
-        self._pager.use_spare(self._spare)
+        self._victim_cache = DryRunVictimCache(slot_groups)
+        self._pager.use_victim_cache(self._victim_cache)
 
     def count(self, action: Callable[[], None]) -> tuple[dict[str, int], dict[str, int]]:
-        """Do `action`; returns the bytes that it (reads, writes), by family."""
+        """Return the bytes that `action` (reads, writes), by family."""
         self.store.read_bytes.clear()
         self.store.written_bytes.clear()
         action()
         return dict(self.store.read_bytes), dict(self.store.written_bytes)
 
     def flush(self) -> None:
-        """Write what is changed, as a commit has it done."""
+        """Write changed pages, as a commit does."""
         with defer_sigint:
             self._pager.flush()
 
     def step(self) -> None:
-        """Make one step: each access is leased and given back, the optimizer's hand over hand."""
+        """Take one step: lease and release each access; the optimizer's leases overlap."""
         held: Access | None = None
         with defer_sigint:
             for access in self._cycle:
@@ -158,7 +158,7 @@ class DryRun:
                     self._pager.release(held, held.writes)
                 self._pager.wait(access)
                 held = access if access.writes else None
-                self._pager.drop_kept(self._spare.note(access))
+                self._pager.drop_cached(self._victim_cache.note(access))
                 if held is None:
                     self._pager.release(access)
             if held is not None:
@@ -174,6 +174,6 @@ class DryRun:
             self.step()
         read, written = self.count(self.step)
         _, for_commit = self.count(self.flush)
-        _, after_commit = self.count(self.step)  # what the commit has written need not be written when it leaves
+        _, after_commit = self.count(self.step)  # what the commit has written need not be written at eviction
         more = sum(for_commit.values()) + sum(after_commit.values()) - sum(written.values())
         return read, written, max(more, 0)

@@ -1,6 +1,6 @@
-"""A dump of what the pager has going: leases, frames, and transfers in flight, with ages and names. For a person.
+"""A dump of the pager's state for people: leases, frames, and transfers in flight, with ages and names.
 
-Reads without the lock, which somebody may hold for good just then: numbers may be of two moments, and nothing is changed.
+It reads without the lock, which a stalled thread may hold: numbers may be of two moments.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 
-MOST_LINES = 12
-"""Of leases and of transfers, the oldest so many are listed."""
+MAX_LINES = 12
+"""The oldest leases and transfers that are listed, of each."""
 
 
 def describe(
@@ -25,15 +25,7 @@ def describe(
     held: Mapping[int, tuple[Access, float]],
     deferred_writes: Collection[int],
 ) -> str:
-    """Return the dump, several lines.
-
-    Args:
-        pages: all.
-        pool: their frames.
-        in_flight: pages with a ticket.
-        held: by identity the accesses that are leased, and since when (time.monotonic(), in seconds).
-        owed: pages whose newest content only spare memory has. [Note: deferred writes], paging/frames.py
-    """
+    """Return the dump, several lines. See `Frames` for the arguments."""
     now_s = time.monotonic()
     counts = Counter(page.residency for page in pages)
     leased = sum(page.leases > 0 for page in pages)
@@ -48,8 +40,8 @@ def describe(
 
 
 def _listed(title: str, entries: list[str]) -> list[str]:
-    more = len(entries) - MOST_LINES
-    shown = [f"  {entry}" for entry in entries[:MOST_LINES]] + [f"  and {more} more"] * (more > 0)
+    more = len(entries) - MAX_LINES
+    shown = [f"  {entry}" for entry in entries[:MAX_LINES]] + [f"  and {more} more"] * (more > 0)
     return [f"{title}: {len(entries) or 'none'}", *shown]
 
 

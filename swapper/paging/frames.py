@@ -1,39 +1,39 @@
-"""Pages and frames: which page has which frame, and every move between them and the store.
+"""Frames: which page has which frame, and every move of a page between its frame and the store.
 
-Knows no order of use and waits for nothing: the pager decides what moves, under its lock, and calls this. What the engine has
-finished is taken note of by `settle`, which everything that looks at residency calls first.
+The pager and the prefetcher decide what moves, under the pager's lock, and call this, which waits for nothing. `settle` processes
+what the engine has finished; everything that looks at residency calls it first.
 
-[Note: promised frames] When the frame of a WRITING page is promised, that page's `next_owner` is the page that will get it, and the
-heir is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame
-changes hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the heir COLD.
-The read begins without Python, at any time after it was submitted. So the page's window is taken away from the frame before
-that, and whoever reads it gets the frame's bytes until the write is over, and the file's after it ([Note: bytes on their way
-out], csrc/memory/fault.h). A window shows its own page's bytes at every instant.
+[Note: promised frames] When the frame of a WRITING page is promised, that page's `next_owner` is the page that will get it, which
+is READING already, its read queued behind the write. When the write is done the page goes CLEAN -> COLD and the frame changes
+hands. If the write fails the engine cancels the read: the page is DIRTY again in its frame, the next owner COLD. The read begins
+without Python, at any time after it was submitted. So the page's window is unmapped from the frame before that; its addresses then
+give the frame's bytes until the write is over, and the file's after it ([Note: bytes on their way out], csrc/memory/fault.h). A
+window shows its own page's bytes at every instant.
 
-[Note: writes that nobody announced] Parameters that a forward has leased can be changed in ways that torch's version counter does
-not see (`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the
-first write faults, is let through and noted (csrc/memory/fault.h), and who gives the lease back asks for it (`written_at`).
-Code that goes past the guard can also write where nothing is leased: into a page that stays, leaves, or is away. That is noted too,
-and kept beside the frames until the page is mapped next. `find_written` finds such pages, and the pager has them written.
+[Note: unannounced writes] Leased parameters can be changed in ways that torch's version counter does not see
+(`weight.data.clamp_()`, `weight.numpy()`). Their pages are mapped read-only unless the lease is one for writing: the first write
+faults, is let through and noted (csrc/memory/fault.h), and the lease's owner asks for it before the release (`written_at`). Code
+that goes past the guard of cold parameters can also write to pages that are not leased, in memory or not. That is noted too, and
+kept outside of the frames until the page is mapped next. `find_written` finds such pages, and the pager writes them.
 
-[Note: deferred writes] A step whose updates are spread over the forward has the drive write all through the forward and nothing to
-write in backward. So some of the parameters that the forward has made, and that backward needs again, go to spare memory
-unwritten, and are written when backward brings them back. Until then the store is owed them: whatever asks for the store to
-be whole (a flush, a commit), or for the spare memory, has them come back first.
+[Note: deferred writes] A step whose updates are spread over the forward makes the drive write all through the forward and leaves it
+nothing to write in backward. So some of the parameters that the forward has updated, and that backward needs again, go to the
+victim cache unwritten, and are written when backward loads them. A flush, a commit, or another use of the cache's memory loads
+them first.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from swapper._C import File, View
 from swapper.errors import InvariantError, IoError
 from swapper.paging.dump import describe
+from swapper.paging.host_memory import Pool
 from swapper.paging.planning.schedule import Access
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.paging.store.page_store import PageStore
@@ -44,13 +44,13 @@ log = logging.getLogger("swapper")
 
 
 class VictimCache(Protocol):
-    """Memory that is idle for a while, where pages that leave their frames can wait for their next use.
+    """Idle memory that keeps evicted pages until their next use.
 
-    It may be wanted back at any time; what it has is in the store too, or on its way there, or owed to it.
+    It may be needed for something else at any time. Its content is in the store too, or is being written, or its write is deferred.
     """
 
     def keep(self, page: Page, address: int) -> bool:
-        """Copy the content of `page` from its frame at `address`, if there is room for it now. Returns whether there was."""
+        """Copy the content of `page` from its frame at `address`, if there is room now. Returns whether there was."""
         ...
 
     def load(self, page: Page, address: int) -> None:
@@ -58,26 +58,22 @@ class VictimCache(Protocol):
         ...
 
     def place_of(self, page: Page) -> tuple[View | None, int]:
-        """Return the memory that has the content of `page`, which was kept, as a window takes it, and the offset there."""
+        """Return the memory that has the content of `page`, which was kept, and the offset in it."""
         ...
 
 
 class Frames:
     """Owns the frames and the residency of every page. All methods are called with the pager's lock held.
 
-    Args:
-        pages: all pages of the run, each at its own index.
-        pool: the frames.
-        store: where pages live (read, write, written).
-        lazy: changed pages may leave too: they are written then.
-        counters: of bytes, to keep.
+    See `Pager` for the arguments.
 
     Attributes:
+        held: the leases by identity, and since when (time.monotonic(), in seconds); for dumps.
         in_flight: pages with a ticket, by index, oldest first.
-        ahead: indices of pages that were brought in ahead of their use and not leased since.
+        ahead: indices of pages that were read ahead of their use and not leased since.
         unsaved: by index of a page, why its last write failed, until one succeeds.
-        owed: COLD or READING pages, by index, whose newest content only spare memory has. [Note: deferred writes]
-        staying: indices of pages that shall stay ([Note: an even share], paging/planning/resident_set.py).
+        deferred_writes: COLD or READING pages, by index, whose newest content only the victim cache has. [Note: deferred writes]
+        resident_set: indices of pages that stay in memory. [Note: an even share], paging/planning/schedule.py
     """
 
     def __init__(self, pages: Sequence[Page], pool: Pool, store: PageStore, lazy: bool, counters: Counters) -> None:
@@ -90,71 +86,42 @@ class Frames:
         self.ahead: set[int] = set()
         self.unsaved: dict[int, IoError] = {}
         self.resident_set: frozenset[int] = frozenset()
-        # Pages that may leave, farthest next use first: (-rank, index). The entry with a page's `eviction_rank` is the one that
-        # counts, and its page may be leased meanwhile (_is_evictable); those with another rank are stale.
+        # A heap of pages that may be evicted, farthest next use first: (-rank, index). Only the entry with a page's `eviction_rank`
+        # is valid, and the page may be leased since (_is_evictable); the others are stale.
         self._victims: list[tuple[int, int]] = []
-        self._failure: IoError | None = None  # of a write, not yet told to anyone
+        self._failure: IoError | None = None  # of a write, not raised yet
+        self.held: dict[int, tuple[Access, float]] = {}
         self.deferred_writes: dict[int, Page] = {}
         self.victim_cache: VictimCache | None = None
-
-    @property
-    def is_growing(self) -> bool:
-        """Memory for more frames is on its way."""
-        return self._pool.is_growing
 
     @property
     def writes_under_way(self) -> int:
         return sum(page.residency is Residency.WRITING for page in self.in_flight.values())
 
-    def has_free(self) -> bool:
-        return self._pool.has_free()
-
-    def wait_for_growth(self) -> None:
-        """Wait, without the pager's lock, until one more frame has memory. Raises IoError if the system refuses it."""
-        self._pool.wait_for_growth()
-
     # --- in and out -----------------------------------------------------------------------------------------------
 
     def claim(self, page: Page, fresh: bool, victim: Page | None, keep: bool = False) -> None:
-        """Give `page` a frame and submit its read; a frame for fresh data is not read, nor one whose content was kept.
+        """Give `page` a frame and submit its read, unless it is overwritten or the victim cache has its content.
 
         Args:
             page: COLD.
-            fresh: its content is about to be made, and nobody will want what it has. Of a page that is owed, or was written while
-                it was away, that is not known.
-            leaver: whose frame it gets, as `pop_victim` returned it; None if a frame is free.
-            keep: what the leaver has will be read again: keep it, if there is room.
+            fresh: it is overwritten. That does not count for a page with a deferred or an unannounced write.
+            victim: whose frame it gets, as `pop_victim` returned it; None if a frame is free.
+            keep: the victim will be read again: keep its content in the victim cache, if there is room.
         """
         fresh = fresh and page.index not in self.deferred_writes and self.written_at(page) < 0
         if victim is not None:
             victim.kept = keep and self._keep(victim)
+            if victim.residency is Residency.CLEAN:
+                self.evict(victim)
+                victim = None
         page.kept = page.kept and not fresh
-        frame: int | None = None
+        needs_read = not fresh and not page.kept
         if victim is None:
-            frame = self._pool.take()
-        elif victim.residency is Residency.CLEAN:
-            self.evict(victim)
-            frame, victim = self._pool.take(), None
-        elif victim.residency is Residency.DIRTY:
-            self.write(victim)
-        after = None if victim is None else victim.ticket
-        address = self._pool.address(frame if victim is None else victim.frame)  # type: ignore[arg-type]
-        try:
-            if victim is not None:
-                self._promise(victim)
-            page.ticket = after if fresh or page.kept else self._store.read(page, address, after=after)
-        except BaseException:
-            if victim is None:
-                self._pool.give(frame)  # type: ignore[arg-type]
-            else:
-                self._take_back(victim)
-            raise
-        if victim is None:
-            page.frame = frame
-        else:  # [Note: promised frames]
-            victim.next_owner, page.previous_owner = page, victim
-            self.ahead.discard(victim.index)
-        if not fresh and not page.kept:
+            self._claim_free(page, needs_read)
+        else:
+            self._claim_promise(page, victim, needs_read)
+        if needs_read:
             self._counters.read_bytes[page.section.plan.family] += page.nbytes
         page.fresh = fresh
         page.error = None
@@ -164,11 +131,34 @@ class Frames:
         elif page.kept:
             self._load(page)
 
+    def _claim_free(self, page: Page, needs_read: bool) -> None:
+        frame = self._pool.take()
+        try:
+            page.ticket = self._store.read(page, self._pool.address(frame)) if needs_read else None
+        except BaseException:
+            self._pool.give(frame)
+            raise
+        page.frame = frame
+
+    def _claim_promise(self, page: Page, victim: Page, needs_read: bool) -> None:
+        """[Note: promised frames]"""
+        if victim.residency is Residency.DIRTY:
+            self.write(victim)
+        after = victim.ticket
+        try:
+            self._promise(victim)
+            page.ticket = self._store.read(page, self._pool.address(victim.frame), after=after) if needs_read else after
+        except BaseException:
+            self._take_back(victim)
+            raise
+        victim.next_owner, page.previous_owner = page, victim
+        self.ahead.discard(victim.index)
+
     def _load(self, page: Page) -> None:
-        """A page whose content was kept has its frame."""
+        """Load a page from the victim cache into its frame."""
         if self.victim_cache is None:
             raise InvariantError(f"{page} was kept nowhere")
-        self.victim_cache.load(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        self.victim_cache.load(page, self._pool.address(page.frame))
         page.kept = False
         self._end_transfer(page)
         page.move(Residency.CLEAN)
@@ -179,7 +169,7 @@ class Frames:
         self.enqueue_for_eviction(page)
 
     def defer_write_back(self, page: Page) -> bool:
-        """Let a DIRTY page go to spare memory and write it when it comes back. False if there is no room for it."""
+        """Evict a DIRTY page to the victim cache, to be written when it is loaded. False if there is no room for it."""
         if not self._keep(page):
             return False
         page.kept = True
@@ -188,17 +178,17 @@ class Frames:
         return True
 
     def _keep(self, page: Page) -> bool:
-        """Copy a page's content to spare memory, if there is room for it."""
-        return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        """Copy a page's content to the victim cache, if there is room for it."""
+        return self.victim_cache is not None and self.victim_cache.keep(page, self._pool.address(page.frame))
 
-    def drop_kept(self, page: Page) -> None:
-        """The spare memory that may have the content of `page` is wanted back."""
+    def drop_cached(self, page: Page) -> None:
+        """Forget that the victim cache has the content of `page`."""
         if page.kept and page.residency is Residency.READING:
             self.give_up_claim(page)
         page.kept = False
 
     def give_up_claim(self, page: Page) -> None:
-        """Take the frame, or the promise of one, from a READING page whose read failed or is not wanted."""
+        """Take the frame, or the promise of one, from a READING page whose read failed or is not needed."""
         page.move(Residency.COLD)
         page.fresh = False
         page.ticket = None
@@ -212,39 +202,39 @@ class Frames:
             page.frame = None
 
     def fill_fresh(self, page: Page) -> None:
-        """A frame that was claimed for fresh data is free of its past: make it usable, all zeros."""
+        """Zero a frame that was claimed for a page that is overwritten, and that is free of its previous owner."""
         self._end_transfer(page)
         page.move(Residency.DIRTY)
         self._map_to_write(page)
         page.section.memory[page.offset : page.offset + page.nbytes].zero_()  # gaps between tensors are zero on disk
 
     def read_after_all(self, page: Page) -> None:
-        """A frame was claimed for fresh data, but the old content is wanted."""
+        """Read a page after all whose frame was claimed to overwrite it."""
         self._end_transfer(page)
         page.fresh = False
-        page.ticket = self._store.read(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        page.ticket = self._store.read(page, self._pool.address(page.frame))
         self._counters.read_bytes[page.section.plan.family] += page.nbytes
         self.in_flight[page.index] = page
 
     def write(self, page: Page) -> None:
-        """Submit the write of a DIRTY page; its frame may be promised meanwhile."""
-        page.ticket = self._store.write(page, self._pool.address(page.frame))  # type: ignore[arg-type]
+        """Submit the write of a DIRTY page; its frame may be promised then."""
+        page.ticket = self._store.write(page, self._pool.address(page.frame))
         self._counters.written_bytes[page.section.plan.family] += page.nbytes
         page.move(Residency.WRITING)
         self.in_flight[page.index] = page
         self.enqueue_for_eviction(page)
 
     def evict(self, page: Page) -> None:
-        """Let a CLEAN page go, or throw a DIRTY one away."""
+        """Evict a CLEAN page, or discard a DIRTY one."""
         page.move(Residency.COLD)
         page.eviction_rank = None
         self._unmap(page)
-        self._pool.give(page.frame)  # type: ignore[arg-type]
+        self._pool.give(page.frame)
         page.frame = None
         self.ahead.discard(page.index)
 
     def forget(self, page: Page) -> None:
-        """Nobody wants the content of a transient page any more, which nobody leases."""
+        """Forget the content of a transient page that is not leased."""
         self.unsaved.pop(page.index, None)
         page.location = None
         page.kept = False
@@ -254,7 +244,7 @@ class Frames:
     # --- who writes -----------------------------------------------------------------------------------------------
 
     def guard(self, page: Page) -> None:
-        """Nobody who may change the page has it: a write is to be noted from now on. [Note: writes that nobody announced]"""
+        """Note writes to the page from now on: no lease for writing has it. [Note: unannounced writes]"""
         if not page.section.guards_writes or page.guarded:
             return
         if (
@@ -264,7 +254,7 @@ class Frames:
             page.guarded = True
 
     def allow_writes(self, page: Page) -> None:
-        """Somebody who may change it has the page."""
+        """Allow writes: a lease for writing has the page."""
         if page.guarded:
             was_written = self.written_at(page) >= 0
             self._map_to_write(page)
@@ -276,7 +266,7 @@ class Frames:
         return page.section.window.written_at(page.offset) if page.section.guards_writes else -1
 
     def forget_written(self, page: Page) -> None:
-        """What a page that nobody leases has in memory, or was written there while it was away, goes."""
+        """Forget what an unleased page has in memory, and unannounced writes to it."""
         page.section.window.unmap(page.offset, page.nbytes)  # without a file behind it nothing stays
         if page.residency is Residency.CLEAN:
             self.evict(page)
@@ -284,30 +274,22 @@ class Frames:
             self._unmap(page)
 
     def find_written(self) -> list[Page]:
-        """Return the pages that were written and not announced. [Note: writes that nobody announced]"""
+        """Return the pages with unannounced writes. [Note: unannounced writes]"""
         return [page for page in self._pages if self.written_at(page) >= 0]
 
     def back_cold_pages(self) -> None:
-        """Pages that were never in memory, as where a run goes on: as if they had just left."""
+        """Let COLD pages be read past the guard, as after an eviction: those of a resumed run were never in memory."""
         for page in self._pages:
             if page.residency is Residency.COLD:
                 self._unmap(page)
 
-    def forget_files(self, stay: Collection[int]) -> None:
-        """Nothing but `stay` is in memory any more, and the files are about to be closed: let the windows forget them."""
-        for page in self._pages:
-            if page.index not in stay:
-                page.section.window.unmap(page.offset, page.nbytes)
-
-    def file_of(self, page: Page) -> File | None:
-        return self._store.file_of(page)
-
-    # --- who leaves next ------------------------------------------------------------------------------------------
+    # --- eviction -------------------------------------------------------------------------------------------------
 
     def enqueue_for_eviction(self, page: Page) -> None:
-        """Note that `page` may leave, if it may.
+        """Enqueue `page` for eviction, if it may be evicted.
 
-        Its rank is the larger, the sooner it leaves: the next use, but what shall stay makes room only for what is needed at once.
+        Larger ranks are evicted first: the rank is the next use, but 0 for the resident set, which is evicted only for leased
+        pages.
         """
         rank = 0 if page.index in self.resident_set else page.next_use
         if page.eviction_rank == rank or not self._is_evictable(page):
@@ -320,7 +302,7 @@ class Frames:
             heapq.heapify(self._victims)
 
     def enqueue_all_for_eviction(self, next_use: Callable[[int], int]) -> None:
-        """All next uses have changed: find them again."""
+        """Find all next uses again, and enqueue by them."""
         self._victims.clear()
         for page in self._pages:
             if page.residency is not Residency.COLD:
@@ -329,7 +311,7 @@ class Frames:
                 self.enqueue_for_eviction(page)
 
     def pop_victim(self, position: int) -> Page | None:
-        """Take the page with the farthest next use off the list, if that use is later than `position`."""
+        """Take the page with the farthest next use off the queue, if that use is later than `position`."""
         while self._victims:
             rank, page = -self._victims[0][0], self._pages[self._victims[0][1]]
             is_stale = page.eviction_rank != rank
@@ -353,11 +335,11 @@ class Frames:
             return is_late and page.index not in self.unsaved and not page.fresh
         return residency is Residency.CLEAN or (residency is Residency.WRITING and page.next_owner is None)
 
-    # --- taking note of what the engine finished ------------------------------------------------------------------
+    # --- finished transfers ---------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Take note of every transfer that has finished. Writes first: what waited for them comes after."""
-        finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # they all have one
+        """Process every transfer that has finished: writes first, then the reads that waited for them."""
+        finished = [p for p in self.in_flight.values() if p.ticket.done]  # type: ignore[union-attr]  # all have one
         if not finished:
             return
         for page in [page for page in finished if page.residency is Residency.WRITING]:
@@ -367,7 +349,7 @@ class Frames:
                 self._settle_read(page)
 
     def raise_failure(self) -> None:
-        """Raise the first failure of a write that nobody was told of."""
+        """Raise the first failure of a write that was not raised yet."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -407,7 +389,7 @@ class Frames:
             _note_transfer(self._counters.trace, "reads", page)
         assert page.ticket is not None
         if page.ticket.error is not None:
-            # Whoever leases the page is told. Of read-ahead nobody is: the page is read again when it is needed.
+            # A lease gets the error. After a failed read-ahead the page is read again when it is needed.
             error = self._store.explain(page, page.ticket.error)
             page.error = error if page.leases else None
             self.give_up_claim(page)
@@ -423,31 +405,31 @@ class Frames:
         self.in_flight.pop(page.index, None)
 
     def _map(self, page: Page) -> None:
-        """A page that was written while it was away is as one that was written just now."""
+        """Show the page in its window; unannounced writes to it while it was COLD count as made now."""
         window, guards = page.section.window, page.section.guards_writes
-        has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)  # type: ignore[arg-type]
+        has_more = window.map(page.offset, self._pool.offset(page.frame), page.nbytes, guards)
         page.guarded = guards or has_more
 
     def _map_to_write(self, page: Page) -> None:
-        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        window, offset = page.section.window, self._pool.offset(page.frame)
         if window.map(page.offset, offset, page.nbytes):
-            window.map(page.offset, offset, page.nbytes)  # what was written while it was away is there, and known
+            window.map(page.offset, offset, page.nbytes)  # unannounced writes while it was COLD are there, and known
         page.guarded = False
 
     def _promise(self, page: Page) -> None:
-        """The frame of a WRITING page will be another's: its window shows it no more. [Note: promised frames]"""
-        window, offset = page.section.window, self._pool.offset(page.frame)  # type: ignore[arg-type]
+        """Unmap the window of a WRITING page whose frame is promised. [Note: promised frames]"""
+        window, offset = page.section.window, self._pool.offset(page.frame)
         window.promise(page.offset, page.nbytes, offset, page.ticket, self._store.written_to(page), page.file_offset)
         page.guarded = False
 
     def _take_back(self, page: Page) -> None:
-        """The promise of the frame of a WRITING or DIRTY page is called off."""
+        """Cancel the promise of the frame of a WRITING or DIRTY page."""
         page.next_owner = None
         self._map(page)
         self.enqueue_for_eviction(page)
 
     def _unmap(self, page: Page) -> None:
-        """Code that goes past the guard of cold parameters and reads the addresses still gets the page's bytes."""
+        """Unmap the page. Reads of its addresses past the guard of cold parameters still get its bytes, from the store."""
         page.guarded = False
         if page.index in self.deferred_writes and self.victim_cache is not None:
             source: File | View | None
@@ -458,18 +440,18 @@ class Frames:
 
     # --- for people and tests -------------------------------------------------------------------------------------
 
-    def describe(self, held: Mapping[int, tuple[Access, float]]) -> str:
-        """Return a dump; `held` are the leases. See paging/dump.py."""
-        return describe(self._pages, self._pool, self.in_flight, held, self.deferred_writes)
+    def describe(self) -> str:
+        """Return a dump. See paging/dump.py."""
+        return describe(self._pages, self._pool, self.in_flight, self.held, self.deferred_writes)
 
     def check(self) -> None:
         """Raise InvariantError unless frames are conserved and belong to one page each."""
         held = [page for page in self._pages if page.frame is not None]
         frames = [page.frame for page in held]
         if len(set(frames)) != len(frames):
-            raise InvariantError(f"a frame belongs to two pages: {self.describe({})}")
+            raise InvariantError(f"a frame belongs to two pages: {self.describe()}")
         if len(frames) + self._pool.free_count != self._pool.frame_count:
-            raise InvariantError(f"frames were lost: {self.describe({})}")
+            raise InvariantError(f"frames were lost: {self.describe()}")
         for page in self._pages:
             promised = page.previous_owner is not None
             if (page.frame is None) != (page.residency is Residency.COLD or promised):
@@ -477,7 +459,7 @@ class Frames:
 
 
 def _note_transfer(trace: Trace, track: str, page: Page) -> None:
-    """A transfer is over: it took from its submission until the engine was done with it, which may be a while ago."""
+    """Trace a transfer, from its submission until the engine completed it."""
     ticket, where = page.ticket, page.section.plan.where
     assert ticket is not None
     failed = {} if ticket.error is None else {"error": str(ticket.error)}

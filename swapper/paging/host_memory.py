@@ -1,15 +1,16 @@
-"""Host memory: the arenas, and which part of them each section has."""
+"""Host memory of a run: arenas, the part of each section, and the pool of page-sized, page-locked frames."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from swapper import _C
+from swapper.errors import InvariantError
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.paging.planning.budget import resident_bytes
 from swapper.paging.section import NoWindow, Section
@@ -26,11 +27,11 @@ class Mapped:
 
 
 class HostMemory:
-    """Owns the arenas of one run. `close` gives all of it back; what tensors still show is ordinary memory from then on."""
+    """Owns the arenas of one run. After `close` what tensors still show is ordinary memory."""
 
     def __init__(self) -> None:
         self._arenas: list[_C.Arena] = []
-        self._views: list[weakref.ref[_C.View]] = []  # of resident sections: each goes with the last tensor of its own
+        self._views: list[weakref.ref[_C.View]] = []  # of resident sections: each dies with the last tensor on it
 
     def attach(
         self,
@@ -40,13 +41,16 @@ class HostMemory:
         windows: bool = True,
         filled_once: bool = False,
     ) -> tuple[_C.Arena, int]:
-        """Make an arena: resident sections one after the other, then a pool. The other sections get a window each.
+        """Make an arena of the resident sections and then a pool, and a window for each other section.
 
-        Without `windows` they get none: what is in their frames goes on to somewhere else. Of the pool `head_bytes` are
-        taken from the system now, and the rest by a thread from now on; None: all of it now. `filled_once`: each frame gets
-        one page, which stays.
+        Args:
+            pool_bytes: of the pool.
+            head_bytes: of the pool, populated now; a thread populates the rest. None: all of it now.
+            windows: False: paged sections get no windows; their frames are copied elsewhere.
+            filled_once: each frame gets one page, which stays.
 
-        Returns the arena and where in it the pool begins.
+        Returns:
+            The arena, and the offset of the pool in it in bytes.
         """
         kept_bytes = resident_bytes([section.plan.nbytes for section in sections if section.resident])
         nbytes = max(kept_bytes + pool_bytes, SECTOR_BYTES)
@@ -70,7 +74,7 @@ class HostMemory:
         return arena, kept_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Return memory of its own, which is good for transfers: uint8 of shape (nbytes,)."""
+        """Return memory for transfers, an arena of its own: uint8 of shape (nbytes,)."""
         arena = _C.Arena(nbytes)
         self._arenas.append(arena)
         view = arena.view(0, nbytes)
@@ -85,12 +89,12 @@ class HostMemory:
         return "page-locked"
 
     def close(self, kept: Sequence[Mapped] = ()) -> None:
-        """Give the memory back. Sections have none any more, transfers are over, and nobody reads through windows but `kept`.
+        """Give the memory back to the system. Transfers are over, and only `kept` windows are still read.
 
-        Tensors of resident sections that somebody still has, and `kept`, keep their addresses and bytes.
+        Live tensors of resident sections, and `kept`, keep their addresses and bytes.
 
         Raises:
-            IoError: the system has no memory for those. Then everything stays where it is, for as long as somebody has it.
+            IoError: the system has no memory for those. Then all memory stays until its last tensor is gone.
         """
         arenas, views = list(self._arenas), [view for ref in self._views if (view := ref()) is not None]
         self._arenas.clear()
@@ -103,3 +107,96 @@ class HostMemory:
         del views
         for arena in arenas:
             arena.retire()
+
+
+class Growth(Protocol):
+    """What a pool needs of an arena (`swapper._C.Arena`) that is populated part by part."""
+
+    @property
+    def taken_bytes(self) -> int: ...
+    def wait_taken(self, nbytes: int, /) -> None: ...
+
+
+class Pool:
+    """Owns the free frames of one range of the arena: hands them out and takes them back.
+
+    Args:
+        base_address: address of the arena's first byte.
+        arena_offset: of the first frame in the arena, in bytes.
+        growth: the arena, if frames are handed out only once they are populated; None: all are.
+    """
+
+    def __init__(
+        self,
+        base_address: int,
+        arena_offset: int,
+        frame_bytes: int,
+        frame_count: int,
+        growth: Growth | None = None,
+    ) -> None:
+        self._arena_offset = arena_offset
+        self.frame_bytes = frame_bytes
+        self.frame_count = frame_count
+        self._free: list[int] = []
+        self._is_free = [True] * frame_count
+        self._missing = list(range(frame_count - 1, -1, -1))  # not populated yet; the next one last
+        self._growth = growth
+        self._first_address = base_address + arena_offset
+        self._grow()
+
+    @property
+    def free_count(self) -> int:
+        """Frames that are not taken, populated or not."""
+        return len(self._free) + len(self._missing)
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether some frames are not populated yet."""
+        return bool(self._missing)
+
+    def has_free(self) -> bool:
+        """Return whether `take` gives a frame now."""
+        if self._missing:
+            self._grow()
+        return bool(self._free)
+
+    def wait_for_growth(self) -> None:
+        """Wait until one more frame is populated.
+
+        Raises:
+            IoError: the system has no memory for it.
+        """
+        if self._growth is not None and self._missing:
+            self._growth.wait_taken(self.offset(self._missing[-1] + 1))
+
+    def _grow(self) -> None:
+        """Note the frames that were populated since."""
+        taken_bytes = None if self._growth is None else self._growth.taken_bytes
+        while self._missing and (taken_bytes is None or self.offset(self._missing[-1] + 1) <= taken_bytes):
+            self._free.append(self._missing.pop())
+        if self._growth is None:
+            self._free.reverse()
+
+    def take(self) -> int:
+        if not self.has_free():
+            raise InvariantError("no frame is free")
+        frame = self._free.pop()
+        self._is_free[frame] = False
+        return frame
+
+    def give(self, frame: int | None) -> None:
+        if frame is None or self._is_free[frame]:
+            raise InvariantError(f"frame {frame} was given back twice")
+        self._is_free[frame] = True
+        self._free.append(frame)
+
+    def offset(self, frame: int | None) -> int:
+        """Return the offset of the frame in the arena, in bytes."""
+        if frame is None:
+            raise InvariantError("a page without a frame has no place in memory")
+        return self._arena_offset + frame * self.frame_bytes
+
+    def address(self, frame: int | None) -> int:
+        if frame is None:
+            raise InvariantError("a page without a frame has no place in memory")
+        return self._first_address + frame * self.frame_bytes

@@ -1,6 +1,6 @@
-"""Where a page is, and the only moves it may make. A move that the table does not list is a bug and raises at once.
+"""The states of a page and the moves between them. Any other move is a bug and raises at once.
 
-The storages of saved activations (train/activations) make the same moves. For both the drive is the store.
+The storages of saved activations (train/activations) make the same moves.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Residency(Enum):
     COLD = auto()
     """Only in the store; no frame."""
     READING = auto()
-    """Has a frame whose content is on its way (or, for fresh data, is about to be made)."""
+    """Has a frame whose content is being read (or, for fresh data, is about to be made)."""
     CLEAN = auto()
     """In a frame, equal to the store."""
     DIRTY = auto()
     """In a frame, newer than the store."""
     WRITING = auto()
-    """In a frame, on its way to the store; readable meanwhile, not writable."""
+    """In a frame, being written to the store; readable meanwhile, not writable."""
 
-    __hash__ = object.__hash__  # an Enum's own is Python, and each move is looked up by two of them
+    __hash__ = object.__hash__  # faster than an Enum's own, which is Python: each move looks two up
 
 
 _C, _R, _K, _D, _W = Residency.COLD, Residency.READING, Residency.CLEAN, Residency.DIRTY, Residency.WRITING
@@ -41,13 +41,13 @@ LEGAL_MOVES: frozenset[tuple[Residency, Residency]] = frozenset(
         (_W, _K),  # the write arrived
         (_W, _D),  # the write failed
         (_K, _W),  # consolidated for a snapshot
-        (_D, _C),  # thrown away: a step rolled back
+        (_D, _C),  # discarded: a step rolled back
     }
 )
 
 
 class Resident:
-    """Something that is where its `residency` says. Only `move` changes that."""
+    """A page or storage with a `residency`, which only `move` changes."""
 
     __slots__ = ("residency",)
 

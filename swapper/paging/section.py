@@ -1,12 +1,13 @@
-"""A section at run time: what lies where, its memory and, where it is paged, its pages.
+"""A section at run time: its layout, its memory and, if it is paged, its pages.
 
-On a CPU a section has a fixed range of addresses for good. A *resident* section's range is backed by memory all the time.
-A *paged* one's range is a window: its pages are backed while they have a frame. A touch of the others is a fault: what stands in
-front of it is the guard on cold parameters (modules/cold.py), and what goes past that reads the file (csrc/memory/fault.h).
+On a CPU a section has a fixed range of addresses. A *resident* section's range always has memory. A *paged* one's range is a
+window: its pages have memory while they have a frame. The guard on cold parameters (modules/cold.py) prevents touches of the
+others; code that goes past it faults and reads the file (csrc/memory/fault.h).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,7 @@ from swapper.paging.planning.layout import SectionPlan, Slot
 from swapper.paging.residency import Residency, Resident
 
 EXTERNAL = -2
-"""In place of the number of a swap file: the content is in the file of the user's that the section's plan names."""
+"""In place of the number of a swap file: the content is in the user's file that the section's plan names."""
 
 
 class Window(Protocol):
@@ -36,7 +37,7 @@ class Window(Protocol):
 
 
 class NoWindow:
-    """Of a section whose pages are used by way of their frames only."""
+    """The window of a section whose pages are only used in their frames."""
 
     def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool:
         return False
@@ -53,58 +54,35 @@ class NoWindow:
         return -1
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Page(Resident):
-    """A fixed-size piece of a paged section. Only the pager changes one."""
+    """A fixed-size piece of a paged section, `nbytes` from `offset` of the section on. Only the pager changes one."""
 
-    __slots__ = (
-        "committed",
-        "committed_crc32",
-        "crc32",
-        "drive",
-        "error",
-        "eviction_rank",
-        "file_offset",
-        "frame",
-        "fresh",
-        "guarded",
-        "index",
-        "kept",
-        "leases",
-        "location",
-        "nbytes",
-        "next_owner",
-        "next_use",
-        "offset",
-        "previous_owner",
-        "section",
-        "ticket",
-    )
+    index: int
+    section: Section
+    offset: int
+    nbytes: int
+    file_offset: int = field(init=False)
+    frame: int | None = None
+    leases: int = 0
+    next_use: int = 0  # position in the schedule
+    eviction_rank: int | None = None  # of its entry in the queue of victims: see Frames.enqueue_for_eviction
+    ticket: Transfer | None = None  # of the read or write in flight
+    error: IoError | None = None  # COLD: of the read that a lease waited for
+    fresh: bool = False  # READING or DIRTY, but not read: it is about to be overwritten
+    kept: bool = False  # not in a frame, or about to be: the victim cache has its content, see frames.py
+    guarded: bool = False  # mapped read-only: see Frames.guard
+    next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
+    previous_owner: Page | None = None  # READING: the page whose write the read waits for
+    drive: int = 0  # which of the run's drives it belongs to
+    location: int | None = None  # which of the store's files has the newest content; or EXTERNAL
+    committed: int | None = None  # which file the last commit names for it
+    committed_crc32: int | None = None  # of the content there
+    crc32: int | None = None  # of the content at `location`
 
-    def __init__(self, index: int, section: Section, offset: int, nbytes: int) -> None:
-        self.index = index
-        self.section = section
-        self.offset = offset  # bytes from the start of the section
-        self.nbytes = nbytes
-        self.file_offset = section.file_offset + offset
-        super().__init__(Residency.COLD)
-        self.frame: int | None = None
-        self.leases = 0
-        self.next_use = 0  # position in the schedule
-        self.eviction_rank: int | None = None  # with which it is on the list of pages that may leave, see Frames.offer
-        self.ticket: Transfer | None = None  # of the read or write in flight
-        self.error: IoError | None = None  # COLD: of the read that somebody who leases it waited for
-        self.fresh = False  # READING or DIRTY, but nothing was read: the content is about to be made
-        self.kept = (
-            False  # COLD, or about to leave or to come: spare memory has its content, see Spare in paging/frames.py
-        )
-        self.guarded = False  # mapped read-only: see Frames.guard
-        self.next_owner: Page | None = None  # WRITING: the page that gets this frame when the write is done
-        self.previous_owner: Page | None = None  # READING: the page whose write the read waits for
-        self.drive = 0  # which of the run's drives it belongs to
-        self.location: int | None = None  # which of the store's files has the newest content; LENT
-        self.committed: int | None = None  # which file the last commit names for it
-        self.committed_crc32: int | None = None  # of the content there
-        self.crc32: int | None = None  # of the content at `location`
+    def __post_init__(self) -> None:
+        Resident.__init__(self, Residency.COLD)
+        self.file_offset = self.section.file_offset + self.offset
 
     @property
     def stored_offset(self) -> int:
@@ -114,7 +92,7 @@ class Page(Resident):
 
     @property
     def stored_bytes(self) -> int:
-        """How much of it that file has: a file of the user's may end within the last one."""
+        """How much of it that file has: the user's file may end within the last page."""
         external = self.section.plan.external
         return (
             self.nbytes
@@ -124,7 +102,7 @@ class Page(Resident):
 
     @property
     def tensors(self) -> list[str]:
-        """Names of the tensors that it has something of."""
+        """Names of the tensors that it has bytes of."""
         end = self.offset + self.nbytes
         slots = [slot for slot in self.section.plan.slots if slot.offset < end and slot.end > self.offset]
         return [s.spec.owner if s.spec.kind == "param" else f"{s.spec.owner} {s.spec.kind}" for s in slots]
@@ -137,17 +115,16 @@ class Page(Resident):
 
 
 def own_storage(memory: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of host memory with a storage that begins and ends where it does. Makes no access to it."""
+    """Return the same host memory with a storage that begins and ends with it. Does not access it."""
     return torch.from_numpy(memory.numpy())
 
 
 class Section:
-    """One section: what lies where, its pages if it is paged, and its memory once `attach` was called.
+    """One section, with memory once `attach` was called.
 
     Args:
-        plan: what lies where.
-        file_offset: where its payload begins in the container, in bytes.
-        page_bytes: size of a page; None for a resident section, which has none.
+        file_offset: of its payload in the container, in bytes.
+        page_bytes: size of a page; None for a resident section.
         first_page: index of its first page.
     """
 
@@ -160,23 +137,20 @@ class Section:
         self.pages = [Page(first_page + i, self, offset, nbytes) for i, (offset, nbytes) in enumerate(pieces)]
         self.piece = Page(
             -1, self, 0, plan.nbytes
-        )  # a resident section as a whole: only its places in the store are used
-        self.guards_writes = False  # the user sees its tensors, and may change them where nobody expects it
+        )  # the whole of a resident section: only its places in the store are used
+        self.guards_writes = False  # the user sees its tensors, and may change them without a lease for writing
         self._memory: torch.Tensor | None = None
         self._window: Window | None = None
         self.view: View | None = None
 
     def attach(self, memory: torch.Tensor, window: Window | None, view: View | None = None) -> None:
-        """Give the section its memory: uint8, plan.nbytes of it; of a window exactly if the section is paged.
-
-        `view`: the part of an arena that a resident section has.
-        """
+        """Give the section its memory, uint8 of shape (plan.nbytes,): of `window` if it is paged, else of `view` of an arena."""
         self._memory = memory
         self._window = window
         self.view = view
 
     def detach(self) -> None:
-        """Let go of the memory."""
+        """Drop the memory."""
         self._memory = self._window = self.view = None
 
     @property
@@ -192,18 +166,18 @@ class Section:
         return self._window
 
     def tensor(self, slot: Slot) -> torch.Tensor:
-        """Return `slot`'s tensor, a view of the section's memory. Makes no access to it."""
+        """Return `slot`'s tensor, a view of the section's memory. Does not access it."""
         flat = self.memory[slot.offset : slot.end].view(slot.spec.dtype)
         return flat.view(slot.spec.shape)
 
     def own_tensor(self, slot: Slot) -> torch.Tensor:
-        """As `tensor`, but with a storage that is only its own, as a parameter has in plain torch."""
+        """Return the same with a storage of its own, as a parameter has in plain torch."""
         if slot.spec.numel == 0:
-            return self.tensor(slot)  # no memory has no address of its own
+            return self.tensor(slot)  # an empty tensor has no address of its own
         return own_storage(self.memory[slot.offset : slot.end]).view(slot.spec.dtype).view(slot.spec.shape)
 
     def owner_at(self, at: int) -> str:
-        """Return the name of the parameter that has the byte at offset `at`, or where that is."""
+        """Return the name of the parameter that has the byte at offset `at`; else that of the section."""
         owners = (slot.spec.owner for slot in self.plan.slots if slot.offset <= at < slot.end)
         return next(owners, f"in {self.plan.name}")
 
@@ -216,5 +190,5 @@ class Section:
 
 
 def pieces_of(section: Section) -> list[Page]:
-    """Return what the store keeps of a section: its pages, or a resident one as a whole."""
+    """Return the pieces that the store has of a section: its pages, or a resident one as a whole."""
     return [section.piece] if section.resident else section.pages

@@ -1,1 +1,1 @@
-"""What every part of swapper needs while it runs: counters, traces, interrupts, teardown, what memory the system grants."""
+"""Services of the running process: counters, traces, statistics, interrupts, the watchdog, free memory, checked records."""

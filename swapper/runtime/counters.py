@@ -1,7 +1,4 @@
-"""Counters of one manager or loaded model: bytes, waits, pages. Plain numbers, kept by whoever does the work.
-
-Also who waits for what at this moment, by thread: what the watchdog looks at.
-"""
+"""Counters of one manager or loaded model: bytes, waits and pages, and, for the watchdog, which thread waits for what now."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 from swapper.runtime.trace import Trace
 
 FAMILIES = {"param": "parameters", "state": "optimizer state", "grad": "gradients"}
-"""What bytes are counted by, as code and as people name it. Masters count as state."""
+"""Families that bytes are counted by, and their names in messages. Masters count as state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +30,27 @@ def _by_family() -> dict[str, int]:
 
 @dataclass
 class Counters:
-    """What was done so far. Times are in seconds; no two of the waits overlap in one thread.
+    """Sums since the start. Times are in seconds; waits of one thread do not overlap.
 
     Attributes:
         step: optimizer steps taken.
         bytes_read, bytes_written: of the engine's completed transfers, whatever they were for.
         read_bytes, written_bytes: by family, of pages and commits, as they were submitted.
-        read_wait_s: computation waited for pages to arrive.
-        write_wait_s: it waited for writes: of pages about to be changed again, and of a commit.
-        frame_wait_s: it waited for a frame, which another page was still being written from or read into.
-        rank_wait_s: it waited for other ranks to come to a step.
+        read_wait_s: waiting for pages to arrive.
+        write_wait_s: waiting for writes: of pages about to be changed again, and of a commit.
+        frame_wait_s: waiting for a frame that another page was still being written from or read into.
+        rank_wait_s: waiting for other ranks to come to a step.
         update_s: in the optimizer's arithmetic.
         pages_used: pages leased in the order of a step, each time.
-        pages_missed: of these, those that nobody had asked for before; the content of pages made anew is not asked for.
-        pages_awaited: those that had to be waited for, asked for early or not.
+        pages_missed: of these, those that had not been prefetched; pages whose content is overwritten do not count.
+        pages_awaited: those that had to be waited for, prefetched or not.
         pool_bytes, frame_bytes: of all frames together, and of one.
-        resident_bytes: what stays in memory beside them.
+        resident_bytes: of sections that stay in memory, outside of the frames.
         state_bytes: parameters, masters and optimizer state together.
         uploaded_bytes, downloaded_bytes: copied to a device, and from it.
-        device_peak_bytes: the most that groups had on it at one time.
-        waits: by thread, who waits now.
-        trace: where spans of time are noted, while somebody records.
+        device_peak_bytes: the peak that groups had on it.
+        waits: by thread, the wait that goes on now.
+        trace: of spans of time, while it is recorded.
     """
 
     step: int = 0
@@ -94,7 +91,7 @@ class Counters:
         finally:
             if outer is None:
                 del self.waits[thread]
-            else:  # a signal's handler came in between
+            else:  # this one was inside a signal handler
                 self.waits[thread] = outer
             ended_s = time.monotonic()
             setattr(self, name, getattr(self, name) + ended_s - began_s)

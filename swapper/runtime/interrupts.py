@@ -1,18 +1,19 @@
-"""Ctrl-C, held back where it would leave something half-changed.
+"""Ctrl-C, deferred where it would leave something half-changed; and closing several things of which each may raise.
 
-Python runs the handler of SIGINT between any two instructions of the main thread, so that KeyboardInterrupt may come up in
-the middle of a list being changed. Within `defer_sigint` the first Ctrl-C is only noted, and takes effect at the end; a second
-one goes through at once, for whoever cannot wait.
+Python runs the handler of SIGINT between any two instructions of the main thread, so that KeyboardInterrupt may arise in the
+middle of a list being changed. Within `defer_sigint` the first Ctrl-C is only noted, and takes effect at the end; a second one
+takes effect at once, for a user who cannot wait.
 
-[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, most of what holding back
-took, and the pager does it several times for each page. The functions that they wrap are used instead.
+[Note: signals without names] `signal.signal` and `getsignal` make enumerations of numbers and handlers, which would be most of the
+cost here, and the pager defers several times for each page. The functions that they wrap are used instead.
 """
 
 from __future__ import annotations
 
 import _signal as unnamed  # [Note: signals without names]
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
@@ -21,9 +22,11 @@ from swapper.runtime.process import is_off
 
 SIGINT: int = unnamed.SIGINT
 
+log = logging.getLogger("swapper")
+
 
 class DeferredSigint:
-    """A context manager, to be entered as often and as deep as wanted. In other threads, which get no signals, it does nothing."""
+    """A context manager that may be nested. In threads other than the main one, which get no signals, it does nothing."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -61,7 +64,7 @@ defer_sigint: AbstractContextManager[None] = nullcontext() if is_off("sigint") e
 
 
 def run_uninterrupted(action: Callable[[], None]) -> None:
-    """Do `action` within `defer_sigint`, even if Ctrl-C comes just before that begins: for what gives something back."""
+    """Do `action` within `defer_sigint`, even if Ctrl-C comes just before: for actions that give something back."""
     begun = False
     try:
         with defer_sigint:
@@ -75,7 +78,7 @@ def run_uninterrupted(action: Callable[[], None]) -> None:
 
 
 class SteadyLock:
-    """A mutex within which Ctrl-C is held back: what it guards is never left half-changed."""
+    """A mutex within which Ctrl-C is deferred: what it guards is never left half-changed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -90,3 +93,25 @@ class SteadyLock:
 
     def locked(self) -> bool:
         return self._lock.locked()
+
+
+def close_all(endings: Iterable[Callable[[], object]]) -> None:
+    """Call all, in order, even if some raise; then raise the first error. Later errors are logged.
+
+    Not `contextlib.ExitStack`: an error that went through one is in a cycle with its own traceback. What the traceback's frames
+    hold, as tensors that the autograd graph has too, is then found by no garbage collector, and stays.
+    """
+    failures: list[BaseException] = []
+    for end in endings:
+        try:
+            end()
+        except BaseException as error:  # also Ctrl-C: half-closed is worse than a moment's wait
+            if failures:
+                log.error("%s: %s (after another error)", type(error).__name__, error)
+            else:
+                failures.append(error)
+    if failures:
+        try:
+            raise failures[0]
+        finally:
+            failures.clear()  # its traceback has this frame

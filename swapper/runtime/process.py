@@ -1,7 +1,7 @@
-"""What swapper changes in the process that it runs in, beyond its own memory and the user's model, and how to have it not do so.
+"""Names the changes that swapper makes in its process, beyond its own memory and the user's model, and turns them off.
 
-Each change has a word. Those that SWAPPER_OFF in the environment names are left out, for the whole process: it is read when swapper
-is imported (csrc/base/process.h reads it too). docs/process.md says of each what it is for and what is lost without it.
+The environment's SWAPPER_OFF names those to leave out. It is read when swapper is imported (csrc/base/process.h reads it too).
+docs/process.md says what each is for, and what is lost without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swapper.errors import ConfigError
 VARIABLE = "SWAPPER_OFF"
 CHANGES = {
     "atexit": "what is open is closed when the program ends",
-    "fork": "a forked child lets go of the run's lock, and its parameters raise errors",
+    "fork": "a forked child gives up the run's lock, and its parameters raise errors",
     "mallopt": "glibc keeps freed memory until swapper gives it back",
     "mlock": "memory of transfers is locked",
     "optimizers": "another optimizer's step on parameters of a manager is refused",
@@ -23,7 +23,7 @@ CHANGES = {
     "sigusr1": "the signal asks for a dump",
     "watchdog": "a thread looks for waits that are too long",
 }
-"""By word, what the process has."""
+"""By name, the change."""
 
 
 def _parse(said: str) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""Small files that nobody vouches for: their JSON, their checksums, and the shapes that they are believed in.
+"""Reads small untrusted files: JSON, checksums, and shapes that a value is checked against.
 
-A shape is a function that raises ValueError for a value that has another one. `fields`, `listing` and `mapping` make shapes of
-shapes; the error then says where in the whole the wrong part is.
+A shape is a function that raises ValueError for a value of another shape. `fields`, `listing` and `mapping` combine shapes; the
+error then says where in the whole the wrong part is.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 Shape = Callable[[Any], None]
 
-MOST_RECORD_BYTES = 64 << 20
+MAX_RECORD_BYTES = 64 << 20
 """Of a record as JSON: a list of a hundred thousand names takes 25 MB."""
-MOST_NAME_BYTES = 255
+MAX_NAME_BYTES = 255
 """Of a file's name, on every filesystem of Linux."""
 
 
@@ -61,7 +61,7 @@ def unseal(data: bytes, shape: Shape) -> dict[str, Any]:
     if not isinstance(found, dict) or "crc32" not in found:
         raise ValueError("it is not a record with a checksum")
     if found.pop("crc32") != zlib.crc32(_text_of(found)):
-        raise ValueError("its bytes have not the CRC-32 that they were written with")
+        raise ValueError("its bytes do not have the CRC-32 that they were written with")
     shape(found)
     return found
 
@@ -78,7 +78,7 @@ def anything(value: Any) -> None:
 
 
 def exactly(expected: Any) -> Shape:
-    """This very value."""
+    """Exactly this value, and of this type."""
 
     def check(value: Any) -> None:
         if type(value) is not type(expected) or value != expected:
@@ -114,25 +114,25 @@ def path(value: Any) -> None:
     if (
         not value
         or "\0" in value
-        or any(len(part.encode(errors="replace")) > MOST_NAME_BYTES for part in value.split("/"))
+        or any(len(part.encode(errors="replace")) > MAX_NAME_BYTES for part in value.split("/"))
     ):
         raise ValueError(f"it is {_short(value)}, not a path")
 
 
 def name(value: Any) -> None:
-    """The plain name of a file beside the record."""
+    """The plain name of a file in the record's directory."""
     path(value)
     if "/" in value or value in (".", ".."):
         raise ValueError(f"it is {_short(value)}, not the plain name of a file beside it")
 
 
 def nullable(shape: Shape) -> Shape:
-    """None too."""
+    """None, or a value of the shape."""
     return lambda value: None if value is None else shape(value)
 
 
 def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
-    """A list of so many of a shape."""
+    """A list of `least` to `most` entries of one shape."""
 
     def check(value: Any) -> None:
         if not isinstance(value, list) or len(value) < least or (most is not None and len(value) > most):
@@ -144,7 +144,7 @@ def listing(shape: Shape, least: int = 0, most: int | None = None) -> Shape:
 
 
 def row(*shapes: Shape) -> Shape:
-    """A list or tuple of one of each shape, in order."""
+    """A list or tuple with one entry for each shape, in order."""
 
     def check(value: Any) -> None:
         if not isinstance(value, list | tuple) or len(value) != len(shapes):
@@ -156,7 +156,7 @@ def row(*shapes: Shape) -> Shape:
 
 
 def mapping(keys: Shape, values: Shape) -> Shape:
-    """A dictionary from any of a shape to any of another one."""
+    """A dictionary whose keys have one shape and whose values another."""
 
     def check(value: Any) -> None:
         if not isinstance(value, dict):
@@ -195,7 +195,7 @@ def _within(place: str, shape: Shape, value: Any) -> None:
 
 
 def _short(value: Any) -> str:
-    """Return how a value looks, in bounded time. What is nested is named by its type."""
+    """Return the value as text, in bounded time. A nested value is named by its type."""
     if isinstance(value, str):
         return repr(value[:80])
     if isinstance(value, int) and not -(1 << 64) < value < 1 << 64:

@@ -2,8 +2,8 @@
 
 A step goes from the end of one `optimizer.step()` to the end of the next. Its phases: *forward* (from the first hook of a model's
 forward to the last), *backward*, *step* (inside `optimizer.step()`), and *between*, everything else: the loop's own work, losses,
-data. Work is counted where it happens (runtime/counters.py) and read off at the few moments when a phase ends, so it costs a step
-microseconds. Transfers count in the phase that submits them.
+data. Counters (runtime/counters.py) are read when a phase ends, which costs a step microseconds. Transfers count in the phase
+that submits them.
 """
 
 from __future__ import annotations
@@ -174,18 +174,13 @@ def _cells(phase: PhaseStats) -> tuple[str, ...]:
 
 
 class DriveSpeed(Protocol):
-    """What is known of a drive, as `swapper tune` keeps it."""
+    """The speed of a drive, as `swapper tune` measured it."""
 
     def seconds_for(self, read_bytes: int, written_bytes: int) -> float: ...
 
 
 class StepClock:
-    """Divides the run's time into steps and phases.
-
-    Args:
-        counters: kept by whoever does the work.
-        clock: seconds that only grow.
-    """
+    """Divides the run's time into steps and phases, and what `counters` count in it. `clock` gives monotonic seconds."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self.counters = counters
@@ -194,40 +189,35 @@ class StepClock:
         self.start(None)
 
     def start(self, tuning: DriveSpeed | None) -> None:
-        """The run begins now, in the phase "between".
-
-        Args:
-            tuning: what is known of the drive's speed.
-        """
+        """Begin the run, in the phase "between"."""
         self._tuning = tuning
-        self._phase = "between"
-        self._since_s = self._clock()
-        self._before = self._tally()
-        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
+        self._phase, self._before = "between", self._tally()
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._spent = {phase: [0.0] * len(self._before) for phase in PHASES}
         self._pages = self._page_counts()
 
     def enter(self, phase: str) -> None:
-        """From now on it is another phase, or the same again."""
-        now_s, now = self._clock(), self._tally()
-        spent = self._spent[self._phase]
-        spent[0] += now_s - self._since_s
-        for index, (after, before) in enumerate(zip(now, self._before, strict=True), 1):
-            spent[index] += after - before
+        """End the present phase and begin `phase`."""
+        now, before = self._tally(), self._before
+        columns = zip(self._spent[self._phase], now, before, strict=True)
+        self._spent[self._phase] = [spent + (after - start) for spent, after, start in columns]
         if self.counters.trace is not None:
-            self.counters.trace.add("phases", self._phase, self._since_s, now_s, step=self.counters.step + 1)
-        self._phase, self._since_s, self._before = phase, now_s, now
+            self.counters.trace.add("phases", self._phase, before[0], now[0], step=self.counters.step + 1)
+        self._phase, self._before = phase, now
 
     def enter_again(self) -> None:
-        """Count what the phase has done so far."""
+        """Count what the present phase has done so far."""
         self.enter(self._phase)
 
     def describe(self) -> str:
-        """Say which phase it is, and for how long."""
-        return f"{self._phase} for {self._clock() - self._since_s:.1f} s"
+        """Return the present phase, and how long it has taken, for people."""
+        return f"{self._phase} for {self._clock() - self._before[0]:.1f} s"
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within the context it is that phase, and "between" after it."""
+        """Return a context with that phase; "between" follows it."""
         self.enter(name)
         try:
             yield
@@ -235,11 +225,10 @@ class StepClock:
             self.enter("between")
 
     def end_step(self) -> None:
-        """The step is over: `last` is what became of it."""
+        """End the step: `last` has its statistics."""
         self.enter_again()
         self.last = self._stats(self.counters.step)
-        self._spent = {phase: [0.0] * (1 + len(self._before)) for phase in PHASES}
-        self._pages = self._page_counts()
+        self._begin_step()
 
     def stats(self) -> StepStats:
         """Return the last step; before there was one, what happened until now."""
@@ -249,12 +238,10 @@ class StepClock:
         return self._stats(0)
 
     def _tally(self) -> list[float]:
+        """Return the time now, and the counters in the order of PhaseStats' fields."""
         counters = self.counters
-        return [
-            *(getattr(counters, name) for name in _TIMES),
-            *counters.read_bytes.values(),
-            *counters.written_bytes.values(),
-        ]
+        times = (getattr(counters, name) for name in _TIMES)
+        return [self._clock(), *times, *counters.read_bytes.values(), *counters.written_bytes.values()]
 
     def _page_counts(self) -> tuple[int, int, int]:
         return self.counters.pages_used, self.counters.pages_missed, self.counters.pages_awaited
@@ -270,14 +257,8 @@ class StepClock:
 
 
 def _phase_stats(spent: list[float]) -> PhaseStats:
-    wall_s, read_wait_s, write_wait_s, frame_wait_s, update_s, *nbytes = spent
-    counts = [int(count) for count in nbytes]
-    return PhaseStats(
-        wall_s,
-        read_wait_s,
-        write_wait_s,
-        frame_wait_s,
-        update_s,
-        dict(zip(FAMILIES, counts[: len(FAMILIES)], strict=True)),
-        dict(zip(FAMILIES, counts[len(FAMILIES) :], strict=True)),
+    times, counts = spent[: 1 + len(_TIMES)], [int(count) for count in spent[1 + len(_TIMES) :]]
+    read, written = (
+        dict(zip(FAMILIES, part, strict=True)) for part in (counts[: len(FAMILIES)], counts[len(FAMILIES) :])
     )
+    return PhaseStats(**dict(zip(("wall_s", *_TIMES), times, strict=True)), read_bytes=read, written_bytes=written)

@@ -1,8 +1,7 @@
-"""A trace: what happened when, in the JSON that chrome://tracing and ui.perfetto.dev open.
+"""A trace of a run, in the JSON that chrome://tracing and ui.perfetto.dev open.
 
-Spans of time on named tracks: phases of a step, waits, the optimizer's arithmetic, leases, and every transfer from the moment
-it was submitted to the moment the engine had finished it. Kept in a ring of bounded memory: of a long run the last spans are kept.
-Costs nothing while nobody records: then `Counters.trace` is None.
+It has spans of time on named tracks: phases of a step, waits, the optimizer's arithmetic, leases, and transfers from submission to
+completion. A ring keeps the last spans of a long run. Without recording it costs nothing: then `Counters.trace` is None.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-MOST_SPANS = 200_000
-"""Spans that are kept, some 50 MB of them."""
+MAX_SPANS = 200_000
+"""About 50 MB."""
 
 ENVIRONMENT = "SWAPPER_TRACE"
-"""The name of a file: each manager of the process is traced there."""
+"""Environment variable with the name of a file: each manager of the process is traced there."""
 
 TRACKS = ("phases", "waits", "updates", "leases", "reads", "writes")
 LANES = 1000
@@ -32,11 +31,7 @@ Span = tuple[str, str, float, float, dict[str, Any]]
 
 
 def asked_for(rank: int) -> Path | None:
-    """Return where the environment asks for a trace of each manager: a name that is not taken; None if it does not ask.
-
-    Args:
-        rank: of this process; others than rank 0 have it in the name.
-    """
+    """Return a free path for the trace that the environment asks for; None if it does not. Ranks but 0 have theirs in the name."""
     wanted = os.environ.get(ENVIRONMENT)
     if not wanted:
         return None
@@ -47,13 +42,9 @@ def asked_for(rank: int) -> Path | None:
 
 
 class Trace:
-    """Owns the spans.
+    """Owns the spans, the latest `most_spans` of them."""
 
-    Args:
-        most_spans: how many are kept, the latest ones.
-    """
-
-    def __init__(self, most_spans: int = MOST_SPANS) -> None:
+    def __init__(self, most_spans: int = MAX_SPANS) -> None:
         self._spans: deque[Span] = deque(maxlen=most_spans)
         self._began_s = time.monotonic()
         self._count = 0
@@ -61,17 +52,17 @@ class Trace:
 
     @property
     def dropped(self) -> int:
-        """How many spans were let go to make room for later ones."""
+        """How many spans were dropped for later ones."""
         return self._count - len(self._spans)
 
     def add(self, track: str, name: str, begin_s: float, end_s: float, **arguments: Any) -> None:
-        """Note that `name` took from `begin_s` to `end_s`; `arguments` are shown beside it, as JSON or as their str."""
+        """Note that `name` took from `begin_s` to `end_s`; `arguments` are shown with it, as JSON or as their str."""
         with self._lock:
             self._count += 1
             self._spans.append((track, name, begin_s, end_s, arguments))
 
     def write(self, path: Path) -> None:
-        """Write what is kept to `path`, as JSON in Chrome's trace event format."""
+        """Write the spans to `path`, as JSON in Chrome's trace event format."""
         with self._lock:
             spans = list(self._spans)
         with path.open("w") as stream:

@@ -1,12 +1,12 @@
-"""The watchdog: says where a run stands when it waits too long, and whenever it is sent SIGUSR1.
+"""The watchdog: logs a dump of the run's state when a wait is too long, and at each SIGUSR1.
 
-One thread for each manager. It looks now and then at who waits for what (runtime/counters.py), and writes a dump to the
-log ("swapper", a warning, which Python prints to stderr unless logging is set up otherwise) once for each wait that is
-longer than allowed. It reads without locks and changes nothing.
+Each manager has one thread. It checks the waits (runtime/counters.py) now and then, and logs a dump (logger "swapper", a warning,
+which Python prints to stderr by default) once for each wait that is longer than allowed. It reads without locks and changes
+nothing.
 
-[Note: whose SIGUSR1] By default the signal ends a process. So where nobody has a handler for it, and the manager is made in the
-main thread, swapper's is put in; with the last manager it goes again. A handler of the user's, made before or after, stays, and
-can call `manager.dump()`. The handler itself only sends word to the threads: it may come in the middle of anything.
+[Note: whose SIGUSR1] By default the signal ends a process. So if it has no handler, and the manager is made in the main thread,
+swapper installs one, and removes it with the last manager. A handler of the user's, made before or after, stays, and can call
+`manager.dump()`. Swapper's only notifies the threads: it may run in the middle of anything.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ _watching: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 class Watchdog:
-    """Owns the thread.
-
-    Args:
-        counters: have who waits.
-        describe: returns the dump; called without locks, from the thread.
-        stall_s: how long one wait may be; None: as long as it likes.
-    """
+    """Owns the thread, which calls `describe` for a dump, without locks. `stall_s` limits a wait; None: no limit."""
 
     def __init__(self, counters: Counters, describe: Callable[[], str], stall_s: float | None) -> None:
-        self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # whose put may come in the middle of another
+        self._queue: queue.SimpleQueue[str | None] = (
+            queue.SimpleQueue()
+        )  # its put is reentrant, as a signal handler needs
         self._pid = os.getpid()
         self._thread = threading.Thread(
             target=_watch, args=(self._queue, counters, describe, stall_s), name="swapper-watchdog", daemon=True
@@ -50,7 +46,7 @@ class Watchdog:
         _take_signal()
 
     def ask(self, why: str) -> None:
-        """Have a dump written, soon."""
+        """Have a dump logged soon."""
         if os.getpid() == self._pid:
             self._queue.put(why)
 
@@ -67,7 +63,7 @@ class Watchdog:
 def _watch(
     inbox: queue.SimpleQueue[str | None], counters: Counters, describe: Callable[[], str], stall_s: float | None
 ) -> None:
-    told: Wait | None = None  # the last wait that was written about
+    logged: Wait | None = None
     while True:
         try:
             why = inbox.get(timeout=None if stall_s is None else stall_s / 4)
@@ -75,12 +71,12 @@ def _watch(
                 return
         except queue.Empty:
             wait = _longest(counters)
-            if wait is None or stall_s is None or wait is told or time.monotonic() - wait.since_s < stall_s:
+            if wait is None or stall_s is None or wait is logged or time.monotonic() - wait.since_s < stall_s:
                 continue
-            told, why = wait, f"waiting for {stall_s:g} s and more"
+            logged, why = wait, f"waiting for {stall_s:g} s and more"
         try:
             log.warning("%s\n%s", why, describe())
-        except Exception:  # what it looks at changes under it; the run must not suffer
+        except Exception:  # it reads what other threads change; the run must not suffer
             log.exception("the dump failed")
 
 
@@ -89,7 +85,7 @@ def _longest(counters: Counters) -> Wait | None:
 
 
 def describe_waits(counters: Counters) -> str:
-    """Return who waits for what, a line for each thread."""
+    """Return the waits that go on now, a line for each thread."""
     now_s = time.monotonic()
     waits = [
         f"waiting {now_s - wait.since_s:.1f} s for a {wait.kind}: {wait.what}" for wait in list(counters.waits.values())
@@ -104,7 +100,7 @@ def _on_signal(number: int, frame: Any) -> None:
     watchdogs = list(_watching)
     for watchdog in watchdogs:
         watchdog.ask("SIGUSR1")
-    if not watchdogs:  # the last run was dropped and not closed: as if we had never been here
+    if not watchdogs:  # the last run was dropped and not closed: do what the system does by default
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 

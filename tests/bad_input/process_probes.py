@@ -75,7 +75,7 @@ def sigsegv(directory: Path) -> None:
 
 
 def mallopt(directory: Path) -> None:
-    from swapper.runtime.heap import _anonymous_bytes, watch_free_memory
+    from swapper.runtime.free_memory import _anonymous_bytes, watch_free_memory
 
     watch = watch_free_memory(1 << 30)
     before = _anonymous_bytes()

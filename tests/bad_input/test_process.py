@@ -25,7 +25,7 @@ WAYS = {
         "swapper/runtime/interrupts.py": "sigint",
         "swapper/runtime/watchdog.py": "sigusr1",
     },
-    r"\"mallopt\", None": {"swapper/runtime/heap.py": "mallopt"},
+    r"\"mallopt\", None": {"swapper/runtime/free_memory.py": "mallopt"},
     r"::mlock2?\(|mlockall": {"csrc/memory/arena.cpp": "mlock"},
     r"register_at_fork\(|pthread_atfork\(": {"swapper/runtime/process.py": "fork", "csrc/memory/owned.cpp": "fork"},
     r"atexit\.register\(|\"atexit\"\)\.attr|std::atexit": {

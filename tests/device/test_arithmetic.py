@@ -10,8 +10,8 @@ import torch
 
 from swapper import ConfigError, UnsupportedError
 from swapper.device.kernels import adamw, quantized
+from swapper.device.kernels.adamw import philox, random_words
 from swapper.device.kernels.compiler import kernel
-from swapper.device.kernels.random_words import philox, random_words
 
 
 def slice_of(count: int, **others: torch.Tensor) -> adamw.AdamWSlice:

@@ -15,8 +15,7 @@ from infer.host_device import HostDevice, Registering
 
 from swapper import _C
 from swapper.device.device_placement import place_on_device
-from swapper.device.device_storage import DeviceStorage
-from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, Span, place_in_storage, spans_of_page
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, Span, place_in_storage, spans_of_page
 from swapper.errors import BudgetError, IoError
 from swapper.infer.planning.infer_placement import Demand, place
 from swapper.io.alignment import SECTOR_BYTES
@@ -111,7 +110,7 @@ def test_a_storage_keeps_its_tensors_while_its_memory_comes_and_goes():
         storage.fill([(512, torch.full((128,), value).view(torch.uint8))], stream)
         storage.all_is_queued()
         version = view._version
-        storage.let_compute_use()
+        storage.wait_on_current_stream()
         assert (view == value).all()
         assert view._version == version
         storage.free()

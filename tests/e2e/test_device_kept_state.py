@@ -24,8 +24,8 @@ from e2e.device_twins import (
 from e2e.keywords import for_offload
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, assert_same, smallest_device_budget
+from swapper.device.copies import Downloads
 from swapper.device.device_storage import DeviceStorage
-from swapper.device.downloads import Downloads
 from swapper.paging.pager import Pager
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.resident_state import DeviceResidentState
@@ -274,7 +274,7 @@ def test_state_that_is_used_before_its_copy_is_over_is_noticed(
     model = pair.manager.current.run.model
     if not waits:
         monkeypatch.setattr(TrainingDevice, "finish", lambda on_device: None)
-        monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
+        monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", lambda storage: None)
     model.optimizer_state.kept.ready(trainable.group for trainable in model._trainables)
     same = []
     for trainable in model._trainables:

@@ -239,7 +239,7 @@ def test_memory_is_given_back_and_filled_anew_behind_the_kernels_of_every_stream
     storage.all_is_queued()
     for stream in streams:
         with device.module.stream(stream):
-            storage.let_compute_use()
+            storage.wait_on_current_stream()
             device.use(storage.memory)
     if not waits:
         monkeypatch.setattr(DeviceStorage, "_follow_users", lambda self: None)

@@ -35,7 +35,7 @@ def test_a_slice_whose_update_does_not_wait_for_its_state_is_noticed(on_device: 
 
     def without_waiting(self: DeviceSweep, group: Any) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(DeviceStorage, "let_compute_use", lambda storage: None)
+            patch.setattr(DeviceStorage, "wait_on_current_stream", lambda storage: None)
             update(self, group)
 
     monkeypatch.setattr(DeviceSweep, "update", without_waiting)

@@ -12,8 +12,8 @@ from infer.host_device import HostDevice
 
 from e2e.device_twins import MIB, MakeTwins, forget_copies, on_device, two_steps
 from e2e.models import loss_of, tokens, train_step
+from swapper.device.copies import Downloads
 from swapper.device.device_storage import DeviceStorage
-from swapper.device.downloads import Downloads
 from swapper.device.tier import DeviceTier
 from swapper.errors import DeviceError, InvariantError
 from swapper.runtime.counters import Counters
@@ -26,7 +26,7 @@ UPDATES = ("step", "deferred", "backward")
 
 
 def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
-    monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda self: None)
+    monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", lambda self: None)
     with pytest.raises(AssertionError):
         two_steps(on_device())
 
@@ -144,14 +144,14 @@ def test_places_that_an_update_on_the_device_has_not_reached_yet_are_noticed(
 
 def test_an_image_that_is_filled_anew_while_kernels_use_it_is_noticed(on_device: MakeTwins, monkeypatch: Any) -> None:
     """The device of the tests does not know when kernels run: here it is told that they use a storage from a lease on."""
-    use = DeviceStorage.let_compute_use
+    use = DeviceStorage.wait_on_current_stream
     pair = on_device(device_memory=64 * MIB, device=(device := HostDevice("late")))
 
     def used(self: DeviceStorage) -> None:
         use(self)
         device.taken[self.identity] = device.module.compute.tick()
 
-    monkeypatch.setattr(DeviceStorage, "let_compute_use", used)
+    monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", used)
     pair.train(train_step, steps=2)
 
     def invalidate(self: DeviceStorage) -> None:

@@ -9,8 +9,8 @@ import swapper
 from infer.device_models import MIB, check, load, run
 from infer.host_device import HostDevice
 from infer.small import make
+from swapper.device.copies import Uploads
 from swapper.device.device_storage import DeviceStorage
-from swapper.device.uploads import Uploads
 
 pytestmark = pytest.mark.large_table
 
@@ -33,7 +33,7 @@ def test_a_frame_that_is_given_back_too_early_is_noticed(saved, opened, monkeypa
 
 
 def test_a_kernel_that_does_not_wait_for_its_weights_is_noticed(saved, opened, monkeypatch):
-    monkeypatch.setattr(DeviceStorage, "let_compute_use", lambda self: None)
+    monkeypatch.setattr(DeviceStorage, "wait_on_current_stream", lambda self: None)
     model, _ = late_model(saved, opened)
     assert not torch.equal(run(model), run(make()))
 

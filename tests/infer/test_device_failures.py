@@ -33,7 +33,7 @@ def test_a_device_that_runs_out_of_memory_has_what_stays_given_up(saved, device,
 
 
 def test_out_of_memory_in_the_middle_of_a_pass_is_tried_once_more(saved, device, opened, monkeypatch):
-    monkeypatch.setattr(DeviceTier, "keep_some_free", lambda self: None)
+    monkeypatch.setattr(DeviceTier, "keep_free_memory", lambda self: None)
     reference = make()
     model = load(saved(reference), device, opened, budget=12 * MIB)
     run(model)

@@ -157,7 +157,7 @@ def test_on_a_side_stream_and_back(path):
 
 def test_a_device_that_is_full_gives_up_what_stays(path, monkeypatch):
     """Allocations of weights fail; those of one token's activations come from what torch keeps for small tensors."""
-    monkeypatch.setattr(tier, "LEAST_FREE_BYTES", 0)
+    monkeypatch.setattr(tier, "MIN_FREE_BYTES", 0)
     reference, one = make(config=LARGE).cuda(), tokens(rows=1)[:, :1]
     expected = run(reference, one)
     device_bytes = torch.cuda.get_device_properties(0).total_memory

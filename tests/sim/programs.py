@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 from simulated_engine import SimulationError
 from simulated_run import Lease, Run
@@ -41,14 +42,7 @@ def train(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_class
     frames = min(needed + random.choice([0, 0, 1, 2, 5, pages]), pages)
     guess = random.choice([[], [*uses, *reversed(uses), *slices]])
     sections = [*param_pages, *state_pages]
-    deferred_writes = random.choice([0, 1, frames // 2]) if frames > needed else 0
-    strays = frames > needed and random.random() < 0.5
-    options = {
-        "victim_cache": True,
-        "max_deferred_writes": deferred_writes,
-        "tolerance": TOLERANCES[seed % 3],
-        "strays": strays,
-    }
+    options = _options(seed, random, frames, needed)
     run = Run(seed, sections, frames, guess, pager_class, fault_rate, threads, **options)
     for group in range(groups):
         for number in (*states[group], *params[group]):
@@ -82,14 +76,7 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
     frames = random.randint(1, pages)
     known = [_known_access(random, pages, frames, key) for key in range(random.randint(1, 8))]
     cycle = [random.choice(known) for _ in range(random.randint(0, 12))]
-    deferred_writes = random.choice([0, 1, frames // 2]) if frames > 1 else 0
-    strays = frames > 1 and random.random() < 0.5
-    options = {
-        "victim_cache": True,
-        "max_deferred_writes": deferred_writes,
-        "tolerance": TOLERANCES[seed % 3],
-        "strays": strays,
-    }
+    options = _options(seed, random, frames, needed=1)
     run = Run(seed, section_pages, frames, cycle, pager_class, fault_rate, threads, **options)
     for number in range(pages):
         if random.random() < 0.9:
@@ -99,6 +86,16 @@ def wander(seed: int, fault_rate: float = 0.0, threads: bool = False, pager_clas
         run.check()
     run.finish()
     return run
+
+
+def _options(seed: int, random: Random, frames: int, needed: int) -> dict[str, Any]:
+    """Deferred writes, and writes past the guard, need a frame more than the program itself."""
+    return {
+        "victim_cache": True,
+        "max_deferred_writes": random.choice([0, 1, frames // 2]) if frames > needed else 0,
+        "tolerance": TOLERANCES[seed % 3],
+        "strays": frames > needed and random.random() < 0.5,
+    }
 
 
 # --- pieces of training -----------------------------------------------------------------------------------------------

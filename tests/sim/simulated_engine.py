@@ -16,11 +16,13 @@ from __future__ import annotations
 import errno
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
-from swapper.errors import IoError
+import pytest
+
+from swapper.errors import InvariantError, IoError
 
 CALLS_PER_REQUEST = 20_000
 """A single request to the pager that asks the engine more often than this will never end."""
@@ -28,6 +30,16 @@ CALLS_PER_REQUEST = 20_000
 
 class SimulationError(AssertionError):
     """The code under test broke a rule of memory, of the drive, or of its own."""
+
+
+def assert_noticed(attempts: Iterable[Callable[[], object]]) -> None:
+    """Fail unless a rule that is broken on purpose is noticed by one of the attempts."""
+    for attempt in attempts:
+        try:
+            attempt()
+        except (SimulationError, InvariantError):
+            return
+    pytest.fail("no seed noticed it")
 
 
 class Arena:

@@ -13,13 +13,12 @@ from typing import Any
 
 from kept_contents import KeptContents
 from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
-from simulated_spare import VictimCache
-from simulated_store import PAGE_BYTES, SimulatedStore, make_sections
+from simulated_store import PAGE_BYTES, SimulatedStore, VictimCache, make_sections
 
 from swapper.errors import BudgetError, IoError
+from swapper.paging.host_memory import Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access, Schedule
-from swapper.paging.pool import Pool
 from swapper.paging.residency import Residency
 from swapper.paging.section import Page
 from swapper.runtime.counters import Counters
@@ -56,9 +55,9 @@ class Run:
         hurry: chance that the engine makes a move whenever somebody looks; None lets the seed say.
         window_pages, lazy: the pager's; None lets the seed say.
         transient: numbers of the sections whose content need not be kept.
-        spare: there is spare memory, by chance.
+        victim_cache: there is one, with room by chance.
         tolerance: the schedule's.
-        most_owed: so many pages of what is there may be owed to the store.
+        max_deferred_writes: see `Pager`.
         strays: somebody changes pages past the guard; there must be a frame more than what is leased needs.
     """
 
@@ -107,7 +106,7 @@ class Run:
             lazy = self.random.random() < 0.3
         if window_pages is None:
             window_pages = self.random.choice([1, 2, frame_count // 2, frame_count])
-        # What is owed, or was written while it was away, comes back by way of a frame.
+        # A deferred or unannounced write needs a frame.
         self._most_leased = frame_count - 1 if max_deferred_writes or strays else frame_count
         self.pager = pager_class(
             self.pages,
@@ -122,7 +121,7 @@ class Run:
         )
         self.victim_cache = VictimCache(self.arena, Random(f"spare {seed}"))
         if victim_cache:
-            self.pager.use_spare(self.victim_cache)
+            self.pager.use_victim_cache(self.victim_cache)
         self.leases: list[Lease] = []
         self.content: list[bytes | None] = [None] * len(self.pages)  # as last written; None: never
         self.kept = KeptContents(self.pages, self.store)
@@ -164,7 +163,7 @@ class Run:
     def lease(self, access: Access, other: bool = False) -> Lease | None:
         if self.random.random() < 0.1 and not other:
             dropped = self.victim_cache.choose()
-            if self.attempt(self.pager.drop_kept, dropped):
+            if self.attempt(self.pager.drop_cached, dropped):
                 self.victim_cache.take_back(dropped)
         lease = Lease(access, other)
         self.leases.append(lease)
@@ -188,7 +187,7 @@ class Run:
         return True
 
     def write_past_the_guard(self) -> None:
-        """Change a page by way of an alias, though nobody leases it. [Note: writes that nobody announced], paging/frames.py"""
+        """Change a page by way of an alias, though nobody leases it. [Note: unannounced writes], paging/frames.py"""
         idle = [p for p in self.pages if not (p.leases or p.section.transient or p.fresh or p.index in self.unfilled)]
         idle = [page for page in idle if self.content[page.index] is not None]
         if idle and self.strays:
@@ -354,7 +353,7 @@ class Run:
         elif page.index in self.pager._frames.deferred_writes:
             self.engine.seen["deferred_writes"] += 1
             if self.victim_cache.content(page) != content:
-                raise SimulationError(f"{page} is owed, and spare memory does not have what was written to it")
+                raise SimulationError(f"{page} has a deferred write, and the victim cache does not have its content")
         elif content != stored:
             raise SimulationError(f"{page} is not in memory, and the drive does not have what was written to it")
         is_clean = page.residency is Residency.CLEAN and not self._is_written(page)

@@ -1,4 +1,4 @@
-"""The real store, its files in memory, and sections of sizes that a seed decides."""
+"""The real store, its files in memory; sections of sizes that a seed decides; and a victim cache with room by chance."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 from random import Random
 
 import torch
-from simulated_engine import Engine, File
+from simulated_engine import Arena, Engine, File
 
 from swapper.io.drives import Drives
 from swapper.paging.planning.layout import SectionPlan
 from swapper.paging.section import Page, Section
-from swapper.paging.store.swap_file import SwapFile
+from swapper.paging.store.page_files import SwapFile
 from swapper.paging.store.swap_files import TURNS, Store
 
 PAGE_BYTES = 16
@@ -55,3 +55,42 @@ def make_sections(section_pages: list[int], random: Random, transient: frozenset
         offset += nbytes + random.randrange(8)
         first_page += pages
     return sections, offset
+
+
+class VictimCache:
+    """A victim cache that has room by chance, and is needed for something else by chance."""
+
+    def __init__(self, arena: Arena, random: Random) -> None:
+        self._arena = arena
+        self._random = random
+        self._kept: dict[int, bytes] = {}
+        self.generosity = random.choice([0.0, 0.5, 1.0])
+        self.loads = 0
+
+    def keep(self, page: Page, address: int) -> bool:
+        if page.section.transient or self._random.random() >= self.generosity:
+            return False
+        self._kept[page.index] = bytes(self._arena.at(address, page.nbytes))
+        return True
+
+    def load(self, page: Page, address: int) -> None:
+        self._arena.at(address, page.nbytes)[:] = self._kept.pop(page.index)
+        self.loads += 1
+
+    def place_of(self, page: Page) -> tuple[object, int]:
+        return self, page.index
+
+    def at(self, index: int, nbytes: int) -> bytes:
+        return self._kept[index]
+
+    def content(self, page: Page) -> bytes | None:
+        return self._kept.get(page.index)
+
+    def choose(self) -> list[int]:
+        """Returns pages whose memory is wanted back."""
+        return [index for index in self._kept if self._random.random() < 0.3]
+
+    def take_back(self, dropped: list[int]) -> None:
+        """What was kept of these pages is gone."""
+        for index in dropped:
+            self._kept.pop(index, None)

@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all
 
 
 class Thing:

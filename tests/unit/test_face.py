@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import swapper
-from swapper.modules.cold import FaultHandler
+from swapper.modules.guarded import FaultHandler
 
 FACE = Path(__file__).with_name("public_face.txt")
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from swapper.runtime.headroom import headroom_bytes, read_kernel
+from swapper.runtime.free_memory import headroom_bytes, read_kernel
 
 CAPPED = Path(__file__).resolve().parents[2] / "tools" / "capped"
 NOT_PERMITTED = 77
-ASK = "import sys; from swapper.runtime.headroom import headroom_bytes; print(headroom_bytes()); sys.stdout.flush()"
+ASK = "import sys; from swapper.runtime.free_memory import headroom_bytes; print(headroom_bytes()); sys.stdout.flush()"
 
 
 def test_no_more_than_the_system_has():

@@ -1,4 +1,4 @@
-"""Who gives free memory back to the system: glibc by itself, or the looks of a run."""
+"""Who gives free memory back to the system: glibc by itself, or the checks of a run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from swapper.runtime.heap import USERS_OWN
+from swapper.runtime.free_memory import HEAP_SETTINGS
 
 FREE = """
 import torch
-from swapper.runtime import heap
+from swapper.runtime import free_memory as heap
 
 NBYTES, COUNT = 8 << 20, 16
 if not hasattr(heap._libc, "mallopt"):
@@ -43,7 +43,7 @@ print(*shares)
 
 
 SET_UP = """
-from swapper.runtime import heap
+from swapper.runtime import free_memory as heap
 
 called = []
 heap._libc.mallopt = lambda *arguments: called.append(arguments)
@@ -54,7 +54,7 @@ print(len(called))
 
 def run(program: str, **set_up: str) -> str:
     """Run it in a process whose heap is set up by `set_up` and nothing else; returns what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name not in USERS_OWN}
+    environment = {name: value for name, value in os.environ.items() if name not in HEAP_SETTINGS}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env={**environment, **set_up}, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_while_there_is_a_run_what_is_free_stays_until_a_look() -> None:
     assert after_all < 0.1
 
 
-@pytest.mark.parametrize("name", USERS_OWN)
+@pytest.mark.parametrize("name", HEAP_SETTINGS)
 def test_a_heap_that_the_user_has_set_up_stays_as_it_is(name: str) -> None:
     assert int(run(SET_UP)) > 0
     assert int(run(SET_UP, **{name: "" if name == "GLIBC_TUNABLES" else "131072"})) == 0

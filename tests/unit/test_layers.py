@@ -179,7 +179,7 @@ def test_an_import_against_the_rules_is_noticed(module, source):
         ),
         ("swapper.paging.store.swap_files", "from ..section import Page\nfrom ...io import handle"),
         ("swapper.train.parameters.train_hooks", "from torch import nn\nfrom swapper.paging.pager import Pager"),
-        ("swapper.durability.recovery", "from swapper.paging.pool import Pool"),
+        ("swapper.durability.recovery", "from swapper.paging.host_memory import Pool"),
         ("swapper.cli.demo", "import swapper\nfrom swapper import SwapManager"),
     ],
 )

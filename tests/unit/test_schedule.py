@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from sampling import examples
 
 import swapper.paging.planning.schedule as schedule_module
-from swapper.paging.planning.resident_set import FIRST, choose_resident_set
-from swapper.paging.planning.schedule import NEVER, Access, Schedule
+from swapper.paging.planning.schedule import FIRST_SHARE, NEVER, Access, Schedule, choose_resident_set
 
 PAGES = range(6)
 
@@ -265,7 +264,7 @@ def test_an_even_share_of_pages_that_are_used_once_stays_and_more_of_the_first(
 ) -> None:
     kept = sorted(choose_resident_set(one_use_each(pages), lambda page: 8, frames, window))
     assert len(kept) == min(frames - window - 2, pages)
-    lead = min(int(FIRST * len(kept)), window)
+    lead = min(int(FIRST_SHARE * len(kept)), window)
     assert kept[:lead] == list(range(lead))
     gaps = [after - before for before, after in itertools.pairwise(kept[lead:])]
     assert max(gaps) - min(gaps) <= 1

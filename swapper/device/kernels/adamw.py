@@ -1,4 +1,4 @@
-"""AdamW over a slice, in one pass: fp32 masters and moments change in place, and the parameters come out rounded.
+"""AdamW over a slice, in one pass: updates fp32 masters and moments in place, and writes the rounded parameters.
 
 Each operation is rounded by itself, in the order of `reference_`, so that plain torch and the kernel give the same bits on every
 device: the kernel is compiled without contraction into fused multiply-adds, and with correctly rounded division and root. That
@@ -13,8 +13,11 @@ from dataclasses import dataclass
 import torch
 
 from swapper.device.kernels.compiler import kernel, uses_kernel
-from swapper.device.kernels.random_words import random_words
 from swapper.errors import ConfigError
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_WORD = 0xFFFFFFFF
 
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 PARAMETERS = (torch.bfloat16, torch.float16)
@@ -25,8 +28,8 @@ class AdamWStep:
     """The numbers of one step, as torch.optim.AdamW has them in a parameter group; `step` counts from 1.
 
     Attributes:
-        seed: rounds parameters stochastically, up or down by chance in proportion to what is nearer, so that they are right on
-            average; None rounds to nearest. Each element's chance depends on the seed, the step and the element's number alone.
+        seed: of stochastic rounding of parameters, unbiased on average; None rounds to nearest. An element's random word depends
+            on the seed, the step and the element's number alone.
     """
 
     step: int
@@ -44,7 +47,7 @@ class AdamWStep:
 
     @property
     def decay(self) -> float:
-        """What masters are multiplied by."""
+        """Factor of the masters."""
         return 1 - self.lr * self.weight_decay
 
     @property
@@ -53,7 +56,7 @@ class AdamWStep:
 
     @property
     def root_scale(self) -> float:
-        """What the root of the second moment is multiplied by."""
+        """Factor of the second moment's root."""
         return 1 / math.sqrt(1 - self.betas[1] ** self.step)
 
 
@@ -83,11 +86,11 @@ class AdamWSlice:
 def update_(
     part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None = None, skip: torch.Tensor | None = None
 ) -> None:
-    """Updates a slice where it lies, by one kernel on a GPU.
+    """Update a slice in place, by one kernel on a GPU.
 
     Args:
         factor: one fp32 element on the device by which gradients are multiplied: for unscaling, clipping or both.
-        skip: one fp32 element on the device; unless it is 0 nothing changes, as where gradients have overflown.
+        skip: one fp32 element on the device; unless it is 0 nothing changes: for gradients that overflowed.
 
     Raises:
         ConfigError: dtypes, shapes or devices do not fit together, or stochastic rounding is asked for other than bf16.
@@ -102,7 +105,7 @@ def update_(
 
 
 def reference_(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip: torch.Tensor | None) -> None:
-    """What `update_` means."""
+    """Define the result of `update_`, in plain torch."""
     if skip is not None and skip.item() != 0:
         return
     beta1, beta2 = step.betas
@@ -122,7 +125,7 @@ def reference_(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, s
 
 
 def stochastically_rounded(values: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """fp32 to bf16, away from zero with the probability of the part that is cut off; by 16 bits of a random word each."""
+    """Round fp32 to bf16, away from zero with the probability of the part that is cut off; by 16 bits of a random word each."""
     moved = (values.view(torch.int32) + (words & 0xFFFF).int()) & -0x10000
     return torch.where(values.isfinite(), moved.view(torch.float32), values).bfloat16()
 
@@ -149,3 +152,39 @@ def _check(part: AdamWSlice, step: AdamWStep, factor: torch.Tensor | None, skip:
         raise ConfigError("stochastic rounding is for bf16 parameters: leave seed=None for fp16")
     if part.first % 4 or part.first < 0:
         raise ConfigError(f"first={part.first} must be a multiple of 4")
+
+
+# --- random words for stochastic rounding -----------------------------------------------------------------------------
+
+
+def random_words(seed: int, step: int, first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return words first to first + count, from 0 to 2**32 - 1, as int64; `first` is a multiple of 4.
+
+    Philox 4x32 with 10 rounds (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), in plain torch;
+    Triton has the same generator. Word i depends on the seed, the step and i alone, so it does not matter how a tensor is cut into
+    slices. Four words come from one counter: (i // 4, 0 to 63), step, 0.
+    """
+    counters = torch.arange(first // 4, (first + count + 3) // 4, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(counters)
+    words = philox(seed, counters & _WORD, counters >> 32, zero + step, zero)
+    return torch.stack(words, dim=1).flatten()[:count]
+
+
+def philox(
+    seed: int, c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ten rounds over four counters of 32 bits, each as int64, under a key of 64 bits."""
+    k0, k1 = seed & _WORD, seed >> 32 & _WORD
+    for _ in range(10):
+        high0, low0 = _product(_MULTIPLIERS[0], c0)
+        high2, low2 = _product(_MULTIPLIERS[1], c2)
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
+    return c0, c1, c2, c3
+
+
+def _product(factor: int, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and the low word of 64; by halves, since int64 has no room for the whole."""
+    low_part = factor * (words & 0xFFFF)
+    high_part = factor * (words >> 16) + (low_part >> 16)
+    return high_part >> 16, (high_part << 16 | low_part & 0xFFFF) & _WORD

@@ -1,7 +1,7 @@
-"""Triton, which compiles the kernels: an extra of this package, imported when a kernel is first used.
+"""Imports the kernels' Triton modules when a kernel is first used: Triton is an extra of this package.
 
-On a GPU the kernels run; on a CPU the plain torch beside them does, unless TRITON_INTERPRET=1 has Triton's interpreter run the
-kernels there, as the tests do. The variable counts from the first import of Triton on.
+On a GPU the kernels run; on a CPU plain torch does, unless TRITON_INTERPRET=1 has Triton's interpreter run the kernels there, as
+the tests do. Triton reads the variable when it is first imported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def is_interpreted() -> bool:
 
 
 def uses_kernel(device: torch.device) -> bool:
-    """Whether arithmetic on `device` is a kernel's, and not plain torch's."""
+    """Return whether kernels, and not plain torch, compute on `device`."""
     return device.type in ACCELERATORS or is_interpreted()
 
 
 def kernel(name: str) -> ModuleType:
-    """The Triton module of that name in `swapper.device.kernels.triton`.
+    """Return the Triton module of that name in `swapper.device.kernels.triton`.
 
     Raises:
         UnsupportedError: Triton is not installed, or too old.

@@ -1,6 +1,6 @@
-"""Weights in 8 or 4 bits on an accelerator, in the format of checkpoint/quantization.py, to the bit.
+"""Checks and launches the kernels that convert weights to and from 8 or 4 bits, in the format of checkpoint/quantization.py.
 
-That file has the arithmetic in plain torch, which is what this means; here are only the kernels' doors and the bytes they move.
+That module defines the result, in plain torch; the kernels are bit-equal.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def row_bytes(bits: int, block: int, columns: int) -> int:
-    """Of a quantised row: its codes, then a scale in bf16 for each block of columns."""
+    """Return the bytes of a quantised row: its codes, then a scale in bf16 for each block of columns."""
     return columns * bits // 8 + columns // block * 2
 
 
 def bytes_moved(bits: int, block: int, columns: int, rows: int, dtype: torch.dtype) -> int:
-    """What quantising or dequantising has to read and write."""
+    """Return the bytes that quantising or dequantising reads and writes."""
     return rows * (row_bytes(bits, block, columns) + columns * dtype.itemsize)
 
 
 def dequantise_(stored: torch.Tensor, out: torch.Tensor, bits: int, block: int) -> None:
-    """Overwrites `out`, floats of shape (rows, columns), with the values of `stored`, bytes of shape (rows, row_bytes).
+    """Overwrite `out`, floats of shape (rows, columns), with the values of `stored`, bytes of shape (rows, row_bytes).
 
     Raises:
         ConfigError: shapes, dtypes or devices do not fit. UnsupportedError: Triton is not there.

@@ -14,8 +14,9 @@ from swapper.errors import CheckpointError, ConfigError, StateError, Unsupported
 from swapper.formats.naming import Rename, renamed
 from swapper.formats.sources import Source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
-from swapper.modules.cold import is_cold, is_guarded
-from swapper.modules.models import refuse_scripted
+from swapper.modules.cold import is_cold
+from swapper.modules.groups import refuse_scripted
+from swapper.modules.guarded import is_guarded
 
 SHOWN_NAMES = 8  # in a message
 

@@ -27,7 +27,8 @@ from swapper.infer.mapping.tracing import recipe_of_row
 from swapper.infer.operators.embedding_rows import ReadInto
 from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
 from swapper.io.waiting import wait_for_all
-from swapper.modules.cold import FaultHandler, materialize, set_cold
+from swapper.modules.cold import materialize, set_cold
+from swapper.modules.guarded import FaultHandler
 from swapper.paging.pager import Pager
 
 MAX_WEIGHTS = 1 << 20

@@ -24,8 +24,7 @@ from swapper.infer.operators.embedding_rows import ReadInto, check_place
 from swapper.infer.runtime.weights import refuse_gradient
 from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
 from swapper.io.waiting import wait_for_all
-from swapper.modules.own_hook import not_traced
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import not_traced, outside_transforms
 from swapper.runtime.interrupts import defer_sigint
 
 PARTS_IN_MEMORY = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swapper.device.copies import COPIES_IN_FLIGHT
 from swapper.device.device_placement import DevicePlacement, place_on_device
-from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.errors import BudgetError, InvariantError
 from swapper.infer.planning.infer_placement import AHEAD_BYTES, Demand, Placement, place
 from swapper.infer.planning.streaming_plan import StreamingPlan, with_cuts, with_lookups, with_single_experts

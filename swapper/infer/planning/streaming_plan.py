@@ -12,7 +12,7 @@ from typing import cast
 
 from torch import nn
 
-from swapper.device.image_layout import place_in_storage
+from swapper.device.device_storage import place_in_storage
 from swapper.formats.read_plan import FileRange, plan_runs
 from swapper.infer.mapping.matching import Match, Recipe, Weight
 from swapper.infer.operators.embedding_rows import can_look_up

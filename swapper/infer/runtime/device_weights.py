@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
-from swapper.modules.cold import FaultHandler
+from swapper.modules.guarded import FaultHandler
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 
@@ -34,7 +34,7 @@ class DeviceGroup(GroupWeights):
         self.image: DeviceCopy = image
         self._tier = tier
         self._stays_warm = False  # it is on the device for good, and shown
-        image.let_go = self._let_go
+        image.before_eviction = self._let_go
 
     @property
     def settled(self) -> bool:
@@ -72,7 +72,7 @@ class DeviceGroup(GroupWeights):
     def abandon(self, keep_cold: bool = True) -> None:
         is_settled = self.settled
         super().abandon(keep_cold)
-        self.image.let_go = _nothing  # or the two would keep each other, and the memory
+        self.image.before_eviction = _nothing  # or the two would keep each other, and the memory
         if not is_settled:
             self._tier.drop(self.image)
 

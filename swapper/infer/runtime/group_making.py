@@ -18,7 +18,7 @@ from swapper.infer.runtime.device_weights import DeviceGroup, LargerThanDevice
 from swapper.infer.runtime.infer_device import InferenceDevice
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import GroupWeights, PagedWeight
-from swapper.modules.cold import FaultHandler
+from swapper.modules.guarded import FaultHandler
 from swapper.paging.section import Section
 
 

@@ -10,11 +10,11 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from swapper.device.copies import COPIES_IN_FLIGHT
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
-from swapper.device.image_layout import Span
+from swapper.device.device_storage import Span
 from swapper.device.tier import DeviceCopy
-from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.planning.streaming_plan import StreamedGroup
 from swapper.infer.runtime.streaming import Streaming

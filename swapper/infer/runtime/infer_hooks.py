@@ -19,9 +19,8 @@ from torch import nn
 from swapper.errors import BudgetError, StateError
 from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks
-from swapper.modules.outputs import tensors_of
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
+from swapper.modules.own_hook import outside_transforms
 from swapper.modules.turns import Turns
 from swapper.paging.planning.schedule import Access
 

@@ -25,7 +25,7 @@ from swapper.infer.mapping.matching import Match, match
 from swapper.infer.planning.fitting import fit, fit_on_device
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.loaded_model import KEY, LoadedModel
-from swapper.modules.models import Models
+from swapper.modules.groups import Models
 from swapper.options import parse_host_memory
 from swapper.runtime.interrupts import defer_sigint
 

@@ -39,9 +39,9 @@ from swapper.infer.runtime.infer_hooks import InferenceHooks
 from swapper.infer.runtime.refusals import allow_changes, refuse_changes
 from swapper.infer.runtime.streaming import Streaming
 from swapper.infer.runtime.weights import CPU, FOR_INFERENCE, GroupWeights, make_room, refuse_gradient
-from swapper.modules.cold import Run
-from swapper.modules.cold_tables import Function
-from swapper.modules.models import Models
+from swapper.modules.groups import Models
+from swapper.modules.guarded import Run
+from swapper.modules.torch_functions import Function
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
@@ -65,7 +65,7 @@ class LoadedModel:
     """Owns files, memory, engine, pager and hooks of one model. Made by `load`.
 
     Attributes:
-        advice, answers: see swapper.modules.cold.Keeper.
+        advice, answers: see swapper.modules.guarded.FaultHandler.
         counters: what was done so far.
     """
 
@@ -235,7 +235,7 @@ class LoadedModel:
     def __exit__(self, *exception: object) -> None:
         self.unload()
 
-    # --- what cold parameters ask (swapper.modules.cold.Keeper) ---------------------------------------------------
+    # --- what cold parameters ask (swapper.modules.guarded.FaultHandler) ---------------------------------------------------
 
     def bring(self, parameter: nn.Parameter) -> bool:
         self._check_usable()
@@ -353,7 +353,7 @@ class LoadedModel:
         for group in self._groups:
             group.refuse_change()
         if self._on_device is not None:
-            self._on_device.tier.keep_some_free()
+            self._on_device.tier.keep_free_memory()
 
     def _end_pass(self, name: str, order: list[int]) -> None:
         """A pass is over: expect the next one to be like it, if it was the whole model's or came twice."""

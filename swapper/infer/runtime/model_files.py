@@ -12,7 +12,7 @@ from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.sources import Source
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import Page, Section
-from swapper.paging.store.external_files import ExternalFiles
+from swapper.paging.store.page_files import ExternalFiles
 
 
 class WeightFiles:

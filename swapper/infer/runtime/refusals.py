@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.conversions import changes_nothing
+from swapper.modules.torch_functions import changes_nothing
 
 REFUSED = ("_apply", "train", "__reduce_ex__")
 

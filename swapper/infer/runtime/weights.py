@@ -18,7 +18,8 @@ from swapper.device.tier import DeviceCopy
 from swapper.errors import BudgetError, StateError
 from swapper.infer.mapping.matching import Recipe
 from swapper.io.alignment import round_up
-from swapper.modules.cold import FaultHandler, guard, materialize, set_cold
+from swapper.modules.cold import materialize, set_cold
+from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES

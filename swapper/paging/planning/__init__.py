@@ -1,1 +1,1 @@
-"""Pure planning: tensors to sections to pages, the budget, the order of accesses, what stays and how far ahead is read."""
+"""Pure planning: tensors to sections to pages, the budget, the order of accesses, the resident set, the prefetch distance."""

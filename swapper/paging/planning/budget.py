@@ -1,4 +1,4 @@
-"""Dividing the host budget. Pure: from section sizes to what is resident, how large a page is, and how many frames there are."""
+"""Divides the host budget: from section sizes to resident bytes, the page size and the number of frames. Pure."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from swapper.paging.planning.layout import choose_page_bytes
 from swapper.runtime.sizes import format_bytes
 
 ARENA_ALIGNMENT_BYTES = 2 << 20
-"""Frames begin at a huge page, and an arena consists of whole ones."""
+"""Frames begin at a huge page, and an arena consists of whole huge pages."""
 
 READ_AHEAD_BYTES = 128 << 20
-"""Reads and the writes that they wait for keep a drive busy in both directions with this much under way."""
+"""Reads and the writes that they wait for, in flight, that keep a drive busy in both directions."""
 
 RESIDENT_SLICE_BYTES = 32 << 20
-"""Where there are no pages at all, updates are cut as if they were so large."""
+"""The page size by which updates are cut if nothing is paged."""
 
 SMALL_SECTION_BYTES = 64 << 10
 """A section this small (step counters) always stays in memory: a page of its own would waste a frame."""
@@ -27,7 +27,7 @@ SMALL_SECTION_BYTES = 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """How large a page is, in bytes, and how many frames there are."""
+    """The size of a page in bytes, and the number of frames."""
 
     page_bytes: int
     frame_count: int
@@ -42,7 +42,7 @@ SizeT = TypeVar("SizeT", bound=PoolSize)
 
 @dataclass(frozen=True, slots=True)
 class Budget(PoolSize):
-    """How a host budget is used: what stays in memory, and the pool. Together at most the budget."""
+    """The division of a host budget: resident bytes and the pool, together at most the budget."""
 
     resident_bytes: int
 
@@ -59,11 +59,11 @@ def divide(
 
     Args:
         host_bytes: the budget.
-        kept_bytes: what stays in memory, gradients included.
-        paged: sizes of the sections that do not.
-        frames_needed: for a page size, how many frames one step needs at one time so that it can never deadlock.
-        explain: what takes the room, for the error message.
-        page_bytes: the size of a page if it is given, as where a run goes on.
+        kept_bytes: of what stays in memory, gradients included.
+        paged: sizes of the other sections.
+        frames_needed: for a page size, how many frames a step needs at once so that it can never deadlock.
+        explain: of `kept_bytes`, for the error message.
+        page_bytes: the size of a page if it is given, as in a resumed run.
 
     Raises:
         BudgetError: with the smallest budget that works.
@@ -83,14 +83,14 @@ def divide(
 def divide_host_memory(
     host_bytes: int, fixed_bytes: int, fit: Callable[[int], SizeT | None], who: str, rest: Callable[[], str]
 ) -> SizeT:
-    """Return what `fit` makes of the memory that a budget leaves for a pool.
+    """Return how `fit` divides the memory that a budget leaves for a pool.
 
     Args:
         host_bytes: the budget.
-        fixed_bytes: what is not for the pool.
-        fit: divides a pool of so many bytes, a multiple of ARENA_ALIGNMENT_BYTES; None where it is too small.
+        fixed_bytes: of the budget, not for the pool.
+        fit: divides a pool of a multiple of ARENA_ALIGNMENT_BYTES; None if it is too small.
         who: "this model needs", for the message.
-        rest: says, for the message, what the fixed bytes are, and what can be done.
+        rest: returns what the fixed bytes are and what the user can do, for the message.
 
     Raises:
         BudgetError: with the smallest budget that works.
@@ -121,15 +121,15 @@ def _smallest_pool(fit: Callable[[int], object]) -> int:
 
 
 def read_ahead_pages(budget: Budget) -> int:
-    """Return how many pages a training may bring in early at the cost of others ([Note: what stays], paging/pager.py).
+    """Return how many pages a training may read early at the cost of others ([Note: what stays], paging/prefetcher.py).
 
-    An eighth of the pool, for where phases that compute and phases that move data take turns, and what keeps a drive busy.
+    That is an eighth of the pool, for phases of computing that alternate with phases of transfers, and at least READ_AHEAD_BYTES.
     """
     return max(budget.frame_count // 8, -(-READ_AHEAD_BYTES // budget.page_bytes))
 
 
 def resident_bytes(sections: Sequence[int]) -> int:
-    """Return what resident sections of these sizes take in an arena, up to where frames begin."""
+    """Return the bytes that resident sections of these sizes take in an arena, up to the first frame."""
     return round_up(sum(round_up(nbytes, SECTOR_BYTES) for nbytes in sections), ARENA_ALIGNMENT_BYTES)
 
 

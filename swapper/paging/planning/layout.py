@@ -1,4 +1,4 @@
-"""Pure planning: which bytes of which tensor lie where. Tensors -> sections -> pages. No I/O, no memory, no state.
+"""The layout of tensors in sections and of sections in pages. Pure: no I/O, no memory, no state.
 
 A *section* is one storage of the container: the tensors of one group that share a family ("param", "state", "grad") and a
 dtype, laid out one after the other. A *page* is a fixed-size piece of a section, the unit of I/O and of residency; the
@@ -19,9 +19,9 @@ from swapper.io.alignment import LARGE_TENSOR_BYTES, SECTOR_BYTES, TENSOR_ALIGNM
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor to be placed: `owner` is the parameter's qualified name, `kind` what it is for it ("param", "exp_avg", ...).
+    """One tensor to be placed: `owner` is the parameter's qualified name, `kind` its role ("param", "exp_avg", ...).
 
-    `padded_numel`: for how many elements there is room at least.
+    `padded_numel`: the minimum of elements to reserve.
     """
 
     owner: str
@@ -53,7 +53,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ExternalBytes:
-    """Bytes [offset, offset + nbytes) of a file of the user's: what a section begins with, byte for byte. Never written."""
+    """Bytes [offset, offset + nbytes) of a user's file, with which a section begins. Never written."""
 
     path: Path
     offset: int
@@ -64,7 +64,7 @@ class ExternalBytes:
 class SectionPlan:
     """The tensors of one group, family and dtype, with their places. `nbytes` is a multiple of SECTOR_BYTES.
 
-    `external`: where the content lies if it is read from a file of the user's; less than `nbytes` where that file ends before.
+    `external`: the content's place if it is read from a user's file; shorter than `nbytes` if that file ends before.
     """
 
     group: int
@@ -76,7 +76,7 @@ class SectionPlan:
 
     @property
     def transient(self) -> bool:
-        """Whether the content matters within a step only: it is never committed, and written only when its frame is needed."""
+        """Whether the content matters only within a step: it is never committed, and written only when its frame is needed."""
         return self.family == "grad"
 
     @property
@@ -85,7 +85,7 @@ class SectionPlan:
 
     @property
     def where(self) -> str:
-        """The name with that of the module whose tensors they are, as far as they have one in common."""
+        """The name, and that of the innermost module with all the tensors."""
         owners = [slot.spec.owner for slot in self.slots]
         first = owners[0].split(".") if owners else []
         common = [
@@ -99,7 +99,7 @@ class SectionPlan:
 
 
 def plan_section(group: int, family: str, dtype: torch.dtype, specs: Iterable[TensorSpec]) -> SectionPlan:
-    """Lay `specs` one after the other, in the order given."""
+    """Return a section of `specs` in the order given."""
     slots = []
     cursor = 0
     for spec in specs:
@@ -117,7 +117,7 @@ def plan_group(group: int, family: str, specs: Sequence[TensorSpec]) -> list[Sec
 
 
 def choose_page_bytes(section_bytes: Sequence[int], pool_bytes: int) -> int:
-    """Return the page size for a pool of `pool_bytes`: large for the drive, small enough for many in flight, little waste.
+    """Return the page size for a pool of `pool_bytes`: large for the drive, small enough for many in flight, with little waste.
 
     A short last page occupies a whole frame, so sizes that divide the sections well are worth more than round ones.
     Candidates lie between a 16th of a target and the target, which is a 40th of the pool, at least 256 KiB and at most 32 MiB.

@@ -1,41 +1,50 @@
-"""The order in which a step uses its pages: recorded once, then followed, so that the pager can read ahead and evict well.
+"""The schedule: the order in which a step uses its pages; and what follows from it: the resident set, and how far to prefetch.
 
-The schedule is a cycle of accesses, one step long. Positions count accesses from the start of the run and never wrap, so
-that "farther in the future" is "the larger number". Before anything was recorded the cycle is a guess from module order;
-where the run departs from the cycle, the schedule finds its place again, and the order that was really seen replaces the
-cycle at the end of the step.
+Pure. The schedule is a cycle of accesses, one step long, recorded once and then followed. Positions count accesses from the start
+of the run and never wrap, so that a later use has a larger number. Before anything was recorded the cycle is a guess from module
+order. If the run departs from the cycle, the schedule finds its place again, and the recorded order replaces the cycle at the end
+of the step.
 
-[Note: before its turn] Where several things go on at one time, as copies to an accelerator beside updates, who of them comes first
-is another in each step. With a `tolerance` an access that comes before its turn is no departure: the place stays what it is, and
-the turn is left out when it comes. A step with nothing else in it teaches nothing: the next one would have another order again.
+[Note: before its turn] If several things go on at once, as copies to an accelerator during updates, their order differs from step
+to step. With a `tolerance` an access that comes before its turn is no departure: the place stays, and the turn is skipped when it
+comes. A step whose accesses are all within the tolerance is not learned: the next one would have another order again.
 
-[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or each step takes one of
-two ways. So what the step before had is expected still, at the place where it came: only what two steps in a row left out is
-forgotten.
+[Note: what a step leaves out] Layers may be left out by chance (layerdrop), and others in the next step; or steps alternate between
+two orders. So what the step before had is still expected, at its place: only what two steps in a row left out is forgotten.
+
+[Note: an even share] Of pages that are used once in a cycle which does not fit, any fixed set may be resident: as many must be
+read whichever it is. But computing hides only transfers that go on at the same time: if all of one layer is resident and nothing
+of the next, the drive first idles and is then waited for. So the resident set is an even share of the cycle, with more of what
+comes first: it follows a time without transfers (a step's other half, where nothing is paged), and then much is needed at once.
+If some pages are used several times in a step, the resident set is no free choice: the page that is needed latest is evicted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 NEVER = 1 << 62
 """The next use of a page that the schedule does not know."""
 
+ONE_USE_SHARE = 1 / 8
+"""Uses of a page within this part of a cycle count as one: slices of one layer that meet on a page."""
+FIRST_SHARE = 2 / 5
+"""At most this part of the resident set is what comes first in the cycle."""
 LONGEST_STEP = 1 << 18
-"""Of more accesses than this in one step the last ones are recorded: a long evaluation between two steps is not a step."""
+"""Accesses that are recorded of one step, the last ones: a long evaluation between two steps is not a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of some pages at one time.
+    """One use of some pages.
 
     Attributes:
-        key: what is used: ("param", group) or ("slice", group, number). None: outside the order of a step, never recorded.
-        pages: indices of all pages used, in the order in which they are wanted.
-        fresh: those whose whole content is made anew: they need a frame but no read.
+        key: ("param", group) or ("slice", group, number). None: outside the order of a step, never recorded.
+        pages: indices of all pages, in the order in which they are needed.
+        fresh: those that are overwritten: they need a frame but no read.
         writes: those that are changed.
     """
 
@@ -46,13 +55,7 @@ class Access:
 
 
 class Schedule:
-    """A cycle of accesses and the place in it. Knows nothing of frames or I/O.
-
-    Args:
-        cycle: what is expected.
-        tolerance: how much of the cycle an access may come before its turn, as one part in so many; None: not at all.
-            [Note: before its turn]
-    """
+    """A cycle of accesses and the place in it. An access may come 1/tolerance of a cycle early. [Note: before its turn]"""
 
     def __init__(self, cycle: Sequence[Access], tolerance: int | None = None) -> None:
         self._position = 0
@@ -74,7 +77,7 @@ class Schedule:
         return self._cycle[(position - self._origin) % len(self._cycle)]
 
     def advance(self, access: Access) -> bool:
-        """Note that `access` happens now. Returns False if it is not what was expected, so that read-ahead must start anew."""
+        """Note that `access` happens now. Returns False if it was not expected, so that read-ahead must start again."""
         self._recording.append(access)
         if not self._cycle:
             return False
@@ -94,7 +97,7 @@ class Schedule:
         return False
 
     def is_over(self, position: int) -> bool:
-        """Whether what is expected at `position`, now or later, has come before its turn."""
+        """Return whether the access at `position`, now or later, has come before its turn."""
         return position in self._early
 
     def next_use(self, page: int) -> int:
@@ -103,7 +106,7 @@ class Schedule:
         return NEVER if places is None else self._next_of(places, self._position - 1)
 
     def expected_before(self, key: Hashable) -> list[Hashable]:
-        """Return the keys of what is expected in what is left of this cycle before `key`; of nothing if that is not."""
+        """Return the keys expected in the rest of this cycle before `key`; none if `key` is not expected."""
         if not self._cycle:
             return []
         now = (self._position - self._origin) % len(self._cycle)
@@ -112,10 +115,10 @@ class Schedule:
         return [access.key for access in self._cycle[now : places[found]]] if found < len(places) else []
 
     def end_step(self, learn: bool = True) -> bool:
-        """The step is over: what was recorded becomes the cycle, with what it left out. Returns True if that changed anything.
+        """End the step: its record, with what it left out, becomes the cycle. Returns whether that changed anything.
 
         Args:
-            learn: False where what was recorded is no step like the next one: the cycle that there is begins anew.
+            learn: False if the next step will differ: the present cycle begins again.
         """
         recorded, in_order = list(self._recording), self._tolerance is not None and not self._has_departed
         self._recording.clear()
@@ -130,12 +133,12 @@ class Schedule:
         return True
 
     def _with_left_out(self, step: Sequence[Access]) -> list[Access]:
-        """Return the accesses of `step`, and behind what they come behind in the cycle those that it is the first to leave out."""
+        """Return the accesses of `step`, and those that it is the first to leave out, each after its predecessor in the cycle."""
         places: dict[Hashable, deque[int]] = {}
         for place, access in enumerate(step):
             places.setdefault(access.key, deque()).append(place)
         before, self._left_out = self._left_out, Counter()
-        kept: dict[int, list[Access]] = {}  # by the place that they come behind
+        kept: dict[int, list[Access]] = {}  # by the place of the predecessor
         last = -1
         for access in self._cycle:
             if places.get(access.key):
@@ -168,7 +171,7 @@ class Schedule:
                     places.append(index)
 
     def _next_of(self, places: list[int], after: int) -> int:
-        """The first position > `after` that falls on one of `places` (ascending indices into the cycle) and is not over."""
+        """Return the first position > `after` on one of `places` (ascending indices into the cycle) that is not over."""
         length, count = len(self._cycle), len(places)
         cycles, index = divmod(after - self._origin, length)
         found = bisect_right(places, index)
@@ -181,9 +184,66 @@ class Schedule:
             found += 1
 
     def _go_on(self, position: int) -> None:
-        """What is expected next is at `position`, or behind it."""
+        """Expect the first access from `position` on that is not over."""
         while position in self._early:
             position += 1
         self._position = position
         if self._early:
             self._early = {early for early in self._early if early > position}
+
+
+# --- the resident set ---------------------------------------------------------------------------------------------------
+
+
+def choose_resident_set(
+    cycle: Sequence[Access], page_bytes: Callable[[int], int], frame_count: int, window_pages: int
+) -> frozenset[int]:
+    """Return the pages that stay in memory; none if that is no free choice, or without room. [Note: an even share]
+
+    Args:
+        page_bytes: returns the size of a page; only pages of the largest size stay.
+        window_pages: how many pages may be read early.
+    """
+    first: dict[int, int] = {}
+    for position, access in enumerate(cycle):
+        for page in access.pages:
+            if position - first.setdefault(page, position) > ONE_USE_SHARE * len(cycle):
+                return frozenset()
+    neighbors = zip(cycle, [*cycle[1:], *cycle[:1]], strict=True)
+    working = max((len({*one.pages, *other.pages}) for one, other in neighbors), default=0)
+    largest = max((page_bytes(page) for page in first), default=0)
+    order = [page for page in first if page_bytes(page) == largest]
+    streaming = max(window_pages + 2, working + 1)
+    count = min(frame_count - streaming, len(order))
+    if count <= 0:
+        return frozenset()
+    lead = min(int(FIRST_SHARE * count), window_pages)
+    rest, count = order[lead:], count - lead
+    return frozenset(order[:lead]) | {rest[(2 * n + 1) * len(rest) // (2 * count)] for n in range(count)}
+
+
+class PrefetchDistance:
+    """Counts how long a step goes as expected, from miss to miss, and says from that how far to read ahead.
+
+    That is the whole cycle while a step goes as expected, or leaves out a little of what was already prefetched. A miss elsewhere
+    in the schedule means that what was prefetched in vain took the drive's time and others' frames. Then another miss is expected
+    after as many hits as before the last ones, and no further is read; once there are more hits, the distance grows again.
+    """
+
+    def __init__(self) -> None:
+        self._run = 0  # hits since the last miss
+        self._before = (NEVER, NEVER)  # hits between the misses before
+
+    def hit(self) -> None:
+        """An access came as expected."""
+        self._run += 1
+
+    def miss(self) -> None:
+        """An access came that is elsewhere in the schedule."""
+        self._before = (self._before[1], self._run)
+        self._run = 0
+
+    def accesses(self, cycle: int) -> int:
+        """Return how many accesses to read ahead, the present one included; a whole step has `cycle`."""
+        expected = min(self._before)
+        return cycle if expected >= cycle else min(abs(expected - self._run), cycle)

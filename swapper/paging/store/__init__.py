@@ -1,1 +1,1 @@
-"""Where pages are stored: swap files, scratch files, and external files that are only read."""
+"""Stores of pages: swap files, scratch files, and external files that are only read."""

@@ -1,4 +1,4 @@
-"""Where transient pages live: a file without a name, that no commit and no snapshot knows, gone with the process."""
+"""The scratch file of transient pages, without a name: no commit or snapshot knows it, and it ends with the process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from swapper.io import beneath
 from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import Page
-from swapper.paging.store import swap_file
-from swapper.paging.store.damage import as_changed
-from swapper.paging.store.page_store import PageStore
+from swapper.paging.store import page_files
+from swapper.paging.store.page_store import PageStore, as_changed
 from swapper.paging.store.swap_files import Store
 
 
@@ -21,9 +20,8 @@ class ScratchFile:
     """Owns a file for transient pages. The engine outlives it.
 
     Args:
-        engine: does the transfers.
-        drives: that shall hold it; each page is dealt to one.
-        pages: all that have a place in it; the space is taken now.
+        drives: each page is assigned to one.
+        pages: all that have an offset in it; the space is allocated now.
         check_reads: compare what is read with the checksum of what was written. [Note: checksums], swap_files.py
 
     Raises:
@@ -36,7 +34,7 @@ class ScratchFile:
         for page, drive in zip(pages, drives.assign_to_drives([page.nbytes for page in pages]), strict=True):
             page.drive = drive
         nbytes = max(page.file_offset + page.nbytes for page in pages)
-        self._file = swap_file.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
+        self._file = page_files.create(drives, f"scratch-{os.getpid()}.swap", nbytes, (), pages)
         for path in self._file.paths:
             beneath.unlink(path)
 
@@ -72,7 +70,7 @@ class ScratchFile:
 
 
 class Stores:
-    """Swap files and a scratch file as one, for the pager: each page goes where its section belongs. Owns both."""
+    """Swap files and a scratch file as one store for the pager: transient sections belong to the latter. Owns both."""
 
     def __init__(self, swap_files: Store, scratch: ScratchFile | None) -> None:
         self.swap_files = swap_files

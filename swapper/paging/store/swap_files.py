@@ -1,23 +1,23 @@
-"""The store: the swap files, and which of them has the newest content of each page. Each has a part on every drive (swap_file.py).
+"""The store of a run: its swap files (page_files.py), and which of them has the newest content of each page.
 
-All files have one layout, and two of them are written in turns. A page's newest content is in file `location`; the last commit
-names file `committed` for it. A page is written to the turn that the commit does not name for it, so that what the commit names
-stays whole while a step is under way, at no extra I/O: a step rewrites what it touches anyway.
+All files have one layout, and two of them, the turns, alternate. A page's newest content is in file `location`; the last commit
+names file `committed` for it. A page is written to the turn that the commit does not name for it, so that the committed content
+stays whole during a step, at no extra I/O: a step rewrites what it touches anyway.
 
 [Note: frozen files] A file that is published as a snapshot is frozen: it may be the user's too, by hard link, and the store never
 writes to it again. Another takes its turn. It stays until it is published and no page needs it. On disk a frozen file is one
-whose first part has no write permission or a second name, so that a run which goes on after a crash knows it without being told.
+whose first part has no write permission or a second name, so that a run recognizes it after a crash.
 
-[Note: checksums] What is written has its CRC-32 taken in passing, on the engine's thread: a commit names it, and every read is
-compared with it there (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step,
-and no commit names a page that was found to be changed. Without `check_reads` nothing is compared but what a run goes on from or
-back to, and in a run that never commits the optimizer's state, most of what a step writes, has no checksum: the snapshot's own
-thread takes it then, by reading. What that costs is in docs/decisions/checks-of-reads.md.
+[Note: checksums] The engine's thread takes the CRC-32 of what it writes: a commit names it, and the engine compares every read with
+it (`check_reads`). So bytes that a drive, memory or another program has changed do not become part of a step, and no commit names
+a page that was found changed. Without `check_reads` only reads for a resume or a rollback are compared, and in a run that never
+commits the optimizer's state, most of what a step writes, has no checksum: the snapshot's thread takes it then, by reading. The
+costs are in docs/decisions/checks-of-reads.md.
 
-[Note: what is lent] A section may have been lent its content by a file of the user's (Lent, layout.py). Its pages have their place
-in the swap files as others have, which takes no space: they are read from that file until they are changed, if ever, and what
-is changed is written to its place. Nobody has their checksums until then; the file's size and times stand for them, and what the
-first read of a page gave is what later ones are compared with.
+[Note: external sections] A section may begin with the content of a file of the user's (ExternalBytes, layout.py). Its pages have
+offsets in the swap files as others have, where they take no space: they are read from the user's file until they are changed, if
+ever, and changed pages are written to the swap files. They have no checksums until then: the file's size and times stand for
+those, and the first read of a page gives what later ones are compared with.
 """
 
 from __future__ import annotations
@@ -32,33 +32,31 @@ from swapper.io import beneath
 from swapper.io.drives import Drives
 from swapper.io.engines import Engine, Transfer
 from swapper.paging.section import EXTERNAL, Page, Section
-from swapper.paging.store import swap_file
-from swapper.paging.store.damage import Damages, as_changed
-from swapper.paging.store.external_files import ExternalFiles
-from swapper.paging.store.swap_file import FileStatus, SwapFile, status_of
+from swapper.paging.store import page_files
+from swapper.paging.store.page_files import ExternalFiles, FileStatus, SwapFile, status_of
+from swapper.paging.store.page_store import Damages, as_changed
 
 TURNS = 2
-"""How many files are written in turns, so that one of them stays as the last commit has it."""
+"""Files that alternate, so that one of them stays as the last commit has it."""
 
 
 class Store:
     """Owns the swap files of one run. The engine outlives it.
 
     Args:
-        engine: does the transfers.
-        drives: of the run; each page is dealt to one.
+        drives: of the run; each page is assigned to one.
         headers: (file offset, bytes) of everything before the tail that is not payload.
         nbytes: size of a file, without a tail.
-        existing: names of the files of a run that goes on, by number; empty for a new run.
+        existing: names of the files of a resumed run, by number; empty for a new run.
         first: number of the first file of a new run.
-        turns: how many files are written in turns: TURNS, or 1 for a run that never commits. [Note: checksums]
+        turns: how many files alternate: TURNS, or 1 for a run that never commits. [Note: checksums]
         pieces: everything that is stored: pages, and resident sections as a whole.
-        needed: numbers of those of `existing` that have something of the run, which must be whole; None: all.
+        needed: numbers of those of `existing` that the run needs, which must be whole; None: all.
         check_reads: compare what is read with the checksum of what was written. [Note: checksums]
 
     Raises:
         IoError: the drive is full, or the directory refuses. Files that were created are removed again.
-        CheckpointError: a file of a run that goes on is missing or too short.
+        CheckpointError: a file of a resumed run is missing or too short.
     """
 
     def __init__(
@@ -87,13 +85,13 @@ class Store:
         self._files: dict[int, SwapFile] = {}
         self._external: ExternalFiles | None = None
         self._checks_reads = check_reads
-        self._first_reads: dict[Page, Transfer] = {}  # tickets of what is lent
+        self._first_reads: dict[Page, Transfer] = {}  # tickets, of external pages
         self._damages = Damages()
         self._frozen: dict[int, FileStatus | None] = {}  # by number; None while it is being published, which changes it
         self._preferred: int | None = None
         self._spared: frozenset[int] = frozenset()
         self._written: dict[Page, None] = {}  # since the last commit, each once
-        self._targets: dict[Page, int] = {}  # of the last write of each: what is preferred may change before it is done
+        self._targets: dict[Page, int] = {}  # of the last write of each: the preference may change before it is done
         created: list[SwapFile] = []
         try:
             self._external = ExternalFiles(
@@ -114,13 +112,13 @@ class Store:
 
     @property
     def names(self) -> dict[int, str]:
-        """Names, by number, of the files that are written in turns and of those that have the newest content of something."""
+        """Names, by number, of the turns and of the files that have the newest content of some page."""
         needed = {piece.location for piece in self._pieces} | set(self._turns)
         return {number: file.name for number, file in self._files.items() if number in needed}
 
     @property
     def paths(self) -> dict[int, list[Path]]:
-        """All files, by number: their parts by drive."""
+        """Paths of each file's parts, by number."""
         return {number: file.paths for number, file in self._files.items()}
 
     @property
@@ -129,14 +127,11 @@ class Store:
         return self._files[self._turns[0]].io_mode
 
     def create_file(self, number: int) -> SwapFile:
-        """Create a file of the store's layout: its space allocated, its headers written, its payload still empty."""
-        return swap_file.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
+        """Create a file of the store's layout, without payload yet."""
+        return page_files.create(self._drives, f"turn-{number}.swap", self.nbytes, self._headers, self._pieces)
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
-        """Submit a read of `page` into memory at `address`; returns its ticket. `explain` says why it failed.
-
-        Bytes that are not those that were written are an error. [Note: checksums]
-        """
+        """Submit a read of `page` into memory at `address`; returns its ticket. It fails on changed bytes. [Note: checksums]"""
         if page.location == EXTERNAL and self._checks_reads and page.crc32 is None:
             return self._read_unknown(page, address, after)
         ticket = self._read(page, address, after, page.crc32 if self._checks_reads else None)
@@ -147,7 +142,7 @@ class Store:
         """Read a page, or a resident section's piece, into memory at `address`, and return the CRC-32 of its bytes.
 
         Raises:
-            ChecksumError: they are not those that were written.
+            ChecksumError: they were changed.
             IoError: they cannot be read.
         """
         ticket = self._read(piece, address, None, piece.crc32, checksum=True)
@@ -173,7 +168,7 @@ class Store:
         return self._files[page.location].of(page)
 
     def _read_unknown(self, page: Page, address: int, after: Transfer | None) -> Transfer:
-        """Read what nobody has the checksum of, or only from the first read. [Note: what is lent]"""
+        """Read an external page, whose checksum is known from its first read at best. [Note: external sections]"""
         first = self._first_reads.get(page)
         if first is not None and first.done and first.error is None:
             return self._read(page, address, after, first.crc32)
@@ -181,37 +176,38 @@ class Store:
         return ticket
 
     def explain(self, page: Page, error: IoError) -> IoError:
-        """Return what to raise where a read of `page` failed with `error`.
+        """Return the error to raise for a read of `page` that failed with `error`.
 
-        That is a ChecksumError if it has other bytes than were written, and then `check_whole` refuses it as it is.
+        That is a ChecksumError if its bytes were changed; then `check_whole` raises it too.
         """
-        changed = as_changed(page, error, self._ways_on(page))
+        changed = as_changed(page, error, self._remedy(page))
         if changed is None:
             return error
         self._damages.note(page, changed)
         return changed
 
-    def _ways_on(self, page: Page) -> str:
+    def _remedy(self, page: Page) -> str:
         if page.location == EXTERNAL:
             return "Put the file back, with its time, and begin again with resume='auto'"
         if not self._commits:
-            return "Close the manager and go on from a snapshot that was taken before"
+            return "Close the manager and resume from a snapshot that was taken before"
         if page.location != page.committed:
             return (
                 "The last commit does not need them: close the manager and begin again with resume='auto', or, if it is said that "
                 "something else is lost there, from a snapshot"
             )
         if page.location in self._frozen and self._spared:
-            return "Close the manager and begin again with resume='auto', which goes on from the commit before"
-        return "The last commit needs them: close the manager and go on from a snapshot, with resume='discard'"
+            return "Close the manager and begin again with resume='auto', which resumes from the commit before"
+        return "The last commit needs them: close the manager and resume from a snapshot, with resume='discard'"
 
     def check_whole(self, places: Mapping[Page, int | None] | None = None) -> None:
-        """
+        """Check what is known of the files.
+
         Args:
-            places: in which file each page is looked for; None: in those that have the newest content.
+            places: the file of each page; None: those that have the newest content.
 
         Raises:
-            ChecksumError: one of these pages was read and is not what was written, or a file that is written in turns was cut off.
+            ChecksumError: one of these pages was found changed, or a turn was cut off.
         """
         self._damages.check(places)
         for file in [self._files[number] for number in self._turns]:
@@ -245,11 +241,7 @@ class Store:
         return self._checks_reads or self._commits or page.section.resident or page.section.plan.family != "state"
 
     def commit(self, spared: frozenset[int] = frozenset()) -> None:
-        """What is written is what the commit names from now on. Call when no write is in flight.
-
-        Args:
-            spared: files that the commit before needs, and that are to `spare` from now on.
-        """
+        """Note a commit of all that is written. No write is in flight. `spared`: files of the commit before, see `spare`."""
         for page in self._written:
             page.committed = page.location
             page.committed_crc32 = page.crc32
@@ -258,14 +250,14 @@ class Store:
         self.release_frozen()
 
     def roll_back(self, pieces: Iterable[Page]) -> None:
-        """What the last commit names of `pieces` is the newest content again. Call when no write of them is in flight."""
+        """Return `pieces` to the content that the last commit names. No write of them is in flight."""
         for piece in pieces:
             piece.location, piece.crc32 = piece.committed, piece.committed_crc32
             self._written.pop(piece, None)
             self._targets.pop(piece, None)
 
     def take_over(self, pieces: Iterable[Page], earlier: Iterable[Page]) -> None:
-        """`pieces` are divided as `earlier` were, of a store that had these very files: what that one knew of them is so."""
+        """Copy the locations and checksums of `earlier`, the same pieces in an earlier store of the same files."""
         for piece, known in zip(pieces, earlier, strict=True):
             piece.location, piece.crc32 = known.location, known.crc32
             piece.committed, piece.committed_crc32 = known.committed, known.committed_crc32
@@ -275,8 +267,7 @@ class Store:
     def newest(self, without: Collection[Section] = ()) -> int:
         """Return the number of the turn that has, or is about to get, the newest content of the most bytes.
 
-        Args:
-            without: sections that do not count.
+        Sections in `without` do not count.
         """
         nbytes = dict.fromkeys(self._turns, 0)
         for piece in self._pieces:
@@ -292,15 +283,15 @@ class Store:
         return self._files[number].path
 
     def prefer(self, number: int | None) -> None:
-        """Until this is called with None, write to file `number` whatever the last commit does not have there."""
+        """Write to file `number`, until a call with None, all pages that the last commit does not name there."""
         self._preferred = number
 
     def spare(self, numbers: frozenset[int]) -> None:
-        """Until the next commit leave these files as they are, as far as there are others to write to."""
+        """Do not write to these files until the next commit, unless a page has no other."""
         self._spared = numbers
 
     def leave_spared(self) -> None:
-        """From now on there is another file than those that are spared for every page that may be written.
+        """Have a file that is not spared for every page that may be written, from now on.
 
         Raises:
             IoError: there is no room for another; nothing is changed.
@@ -312,7 +303,7 @@ class Store:
             self.published(spared[0], self._look(spared[0]) or (-1, 0, 0))
 
     def replace(self, number: int) -> None:
-        """Have another file take the turn of file `number`, which is about to be published. [Note: frozen files]
+        """Freeze file `number`, which is about to be published, and create another for its turn. [Note: frozen files]
 
         Raises:
             IoError: there is no room for another; nothing is changed.
@@ -324,15 +315,15 @@ class Store:
         self.freeze(number)
 
     def freeze(self, number: int) -> None:
-        """Have a run that goes on after a crash know that file `number` is not to be written."""
+        """Mark file `number` on disk as not to be written, also after a crash."""
         beneath.make_read_only(self.path(number))
 
     def published(self, number: int, status: FileStatus) -> None:
-        """File `number` was published, or could not be: from now on it may go. Until then nobody may change its `status`."""
+        """Note that file `number` was published, or could not be. It may be removed now; `status` shows later changes."""
         self._frozen[number] = status
 
     def changed_frozen(self) -> dict[int, Path]:
-        """Return the published files, by number, that the run still needs and that were changed by someone."""
+        """Return the published files, by number, that the run still needs and that were changed."""
         return {
             number: self.path(number)
             for number, expected in self._frozen.items()
@@ -340,9 +331,9 @@ class Store:
         }
 
     def accept(self, number: int) -> bool:
-        """What the run needs of the changed file `number` is whole: notice only what is changed from now on.
+        """Accept the changed file `number`: what the run needs of it is whole. Only later changes are reported from now on.
 
-        Returns whether more than its names and rights seems to have changed.
+        Returns whether more than its names and permissions seems to have changed.
         """
         before, self._frozen[number] = self._frozen[number], self._look(number) or (-1, 0, 0)
         return before is None or before[:2] != self._frozen[number][:2]  # type: ignore[index]
@@ -354,7 +345,7 @@ class Store:
             return None
 
     def release_frozen(self) -> None:
-        """Let go the frozen files that are published and that no page needs any more. The snapshot keeps its own name."""
+        """Remove the published files that no page needs any more. A snapshot keeps its own name."""
         if not self._frozen:
             return
         needed = {piece.committed for piece in self._pieces} | self._spared
@@ -365,7 +356,7 @@ class Store:
             del self._frozen[number]
 
     def sync(self) -> None:
-        """Have the drive keep what was written to it."""
+        """Sync all files to their drives."""
         for file in self._files.values():
             file.sync()
 
@@ -383,8 +374,8 @@ class Store:
         return next((number for number in turns if number not in self._spared), turns[0])
 
     def _open(self, number: int, name: str, is_needed: bool) -> None:
-        """Open a file of a run that goes on. [Note: frozen files]"""
-        self._files[number], frozen = swap_file.reopen(self._drives, name, self.nbytes, self._headers, is_needed)
+        """Open a file of a resumed run. [Note: frozen files]"""
+        self._files[number], frozen = page_files.reopen(self._drives, name, self.nbytes, self._headers, is_needed)
         if frozen is not None:
             self._frozen[number] = frozen
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from swapper.device.device import OUT_OF_MEMORY, Device
-from swapper.device.locked_memory import LockedMemory
+from swapper.device.registered_memory import LockedMemory
 from swapper.errors import BudgetError, DeviceError, IoError
 from swapper.runtime.interrupts import SteadyLock
 from swapper.runtime.sizes import format_bytes

@@ -29,7 +29,7 @@ from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.extents import Extents
 from swapper.paging.residency import Residency, Resident
-from swapper.runtime.heap import note_freed
+from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import SteadyLock
 
 

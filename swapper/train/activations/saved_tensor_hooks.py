@@ -24,7 +24,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from swapper.device.device import Device
-from swapper.device.locked_memory import LockedMemory
+from swapper.device.registered_memory import LockedMemory
 from swapper.errors import StateError
 from swapper.io.engines import open_engine
 from swapper.options import parse_choice

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from swapper.device.registered_frames import STAGING_BYTES
+from swapper.device.registered_memory import STAGING_BYTES
 from swapper.paging.pager import Pager
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, TrainingDevice
 from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot

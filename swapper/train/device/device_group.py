@@ -14,8 +14,8 @@ from torch import nn
 
 from swapper.device.tier import DeviceCopy
 from swapper.errors import UnsupportedError
-from swapper.modules.cold import FaultHandler
 from swapper.modules.groups import Group
+from swapper.modules.guarded import FaultHandler
 from swapper.modules.leased_group import storage_of
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot

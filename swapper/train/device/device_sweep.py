@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.device.device_storage import DeviceStorage
-from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, DeviceStorage, place_in_storage
 from swapper.errors import DeviceError, InvariantError
 from swapper.io.alignment import round_up
 from swapper.paging.planning.schedule import Access

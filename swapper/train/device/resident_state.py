@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from swapper.device.copies import PageCopy
 from swapper.device.device_storage import DeviceStorage
-from swapper.device.uploads import PageCopy
 from swapper.modules.model_device import page_copies
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
@@ -120,7 +120,7 @@ class DeviceResidentState:
             if missing:
                 self._on_device.finish()  # all frames are free for slices; it is seldom
         for group in found:
-            group.storage.let_compute_use()
+            group.storage.wait_on_current_stream()
             group.is_changed = True
 
     def _fill(self, group: _Group) -> None:
@@ -143,7 +143,7 @@ class DeviceResidentState:
         if found is None or not found.is_changed:
             return None
         here = found.views.get(place)
-        found.storage.let_compute_read()
+        found.storage.wait_for_users()
         return found.others[place].clone() if here is None else here.cpu().clone().view(place.slot.spec.shape)
 
     def sync_to_host(self) -> None:
@@ -155,7 +155,7 @@ class DeviceResidentState:
         """
         for group in self._groups.values():
             if group.is_changed:
-                group.storage.let_compute_read()
+                group.storage.wait_for_users()
                 for page in group.pages:
                     self._bring_page(group.storage, page)
                 group.is_changed = False

@@ -22,23 +22,21 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from swapper.device.copies import Downloads, PageCopy
 from swapper.device.device import OUT_OF_MEMORY, Device
 from swapper.device.device_placement import DeviceBudget, DevicePlacement
-from swapper.device.device_storage import DeviceStorage
-from swapper.device.downloads import Downloads
-from swapper.device.image_layout import Span
-from swapper.device.registered_frames import HostSide
+from swapper.device.device_storage import DeviceStorage, Span
+from swapper.device.registered_memory import HostSide
 from swapper.device.tier import DeviceCopy
-from swapper.device.uploads import PageCopy
 from swapper.errors import BudgetError, ConfigError, DeviceError
-from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Group
 from swapper.modules.model_device import ModelDevice
+from swapper.modules.torch_functions import tensors_among
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Section
-from swapper.paging.store.external_files import checksum_of
+from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
 
@@ -141,7 +139,7 @@ class TrainingDevice(ModelDevice):
     # --- what passes tell -------------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
-        self.tier.keep_some_free()
+        self.tier.keep_free_memory()
 
     def check_inputs(self, module: nn.Module, inputs: object) -> None:
         """Raise ConfigError where a forward is given tensors, and all of them are somewhere else."""
@@ -171,7 +169,7 @@ class TrainingDevice(ModelDevice):
             IoError: a page could not be read.
             DeviceError: the device failed.
         """
-        image.storage.let_compute_read()
+        image.storage.wait_for_users()
         for copy in image.copies:
             only = frozenset() if copy.page.section.resident else frozenset({copy.page.index})
             access = Access(None, tuple(only), writes=only)
@@ -197,7 +195,7 @@ class TrainingDevice(ModelDevice):
         try:
             storage = DeviceStorage(self.device, nbytes)
         except OUT_OF_MEMORY:
-            self.tier.give_up_what_is_idle()
+            self.tier.evict_idle()
             try:
                 storage = DeviceStorage(self.device, nbytes)
             except OUT_OF_MEMORY as error:
@@ -228,7 +226,7 @@ class TrainingDevice(ModelDevice):
         try:
             storage.allocate()
         except OUT_OF_MEMORY:
-            self.tier.give_up_what_is_idle()
+            self.tier.evict_idle()
             try:
                 storage.allocate()
             except OUT_OF_MEMORY as error:
@@ -241,7 +239,7 @@ class TrainingDevice(ModelDevice):
         """Fill a storage anew, in the order of kernels that have used it, and have those that are queued next wait for that."""
         storage.invalidate()
         self._uploads.fill(storage, pieces)
-        storage.let_compute_use()
+        storage.wait_on_current_stream()
 
     def finish(self) -> None:
         """Wait for all copies, also of passes that failed. What was on its way from a device that failed is lost."""
@@ -264,7 +262,7 @@ class TrainingDevice(ModelDevice):
         if self._used:
             self.tier.expect(self._used)
         self._used.clear()
-        self.tier.prepare()
+        self.tier.prepare_next()
 
     # ----------------------------------------------------------------------------------------------------------------
 

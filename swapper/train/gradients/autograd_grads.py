@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.device.train_device import TrainingDevice

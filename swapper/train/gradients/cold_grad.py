@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from swapper.errors import ColdParameterError
-from swapper.modules.cold_tables import METADATA
+from swapper.modules.torch_functions import METADATA
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"

@@ -27,7 +27,7 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
-from swapper.runtime.heap import note_freed
+from swapper.runtime.free_memory import note_freed
 from swapper.train.device.device_grads import DeviceGradients
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.autograd_grads import AutogradGradients, GradientsOnDevice
@@ -185,7 +185,7 @@ class HostGradients:
                 handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
             self._handles.append(handle)
         if rooms:
-            pager.use_spare(GradientVictimCache(rooms, {name: home.is_idle for name, home in homes.items()}))
+            pager.use_victim_cache(GradientVictimCache(rooms, {name: home.is_idle for name, home in homes.items()}))
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -248,7 +248,7 @@ class _Home:
         try:
             pager = self._pager()
             if self._guests and pager is not None:
-                pager.drop_kept(self._guests)
+                pager.drop_cached(self._guests)
             self._place.copy_(gradient)
             parameter.grad = here = self._make()
             self._last = weakref.ref(here)

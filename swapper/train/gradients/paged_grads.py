@@ -22,7 +22,7 @@ from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
-from swapper.runtime.heap import note_freed
+from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.gradients.cold_grad import Change, ColdGradient
 from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot, is_part, without_data

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from swapper.device.uploads import COPIES_IN_FLIGHT
+from swapper.device.copies import COPIES_IN_FLIGHT
 from swapper.modules.groups import largest_working_set
 from swapper.modules.model_device import page_access
 from swapper.paging.planning.layout import SectionPlan

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.formats.stored import StoredTensor
-from swapper.modules.cold import is_cold, is_guarded
-from swapper.modules.groups import Group, Unit, partition
-from swapper.modules.models import refuse_scripted
+from swapper.modules.cold import is_cold
+from swapper.modules.groups import Group, Unit, partition, refuse_scripted
+from swapper.modules.guarded import is_guarded
 from swapper.paging.planning.layout import SectionPlan, TensorSpec, plan_group
 from swapper.paging.section import Section
 from swapper.train.layout.frozen import FrozenFiles

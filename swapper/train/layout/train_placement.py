@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from swapper.device.copies import MAX_DOWNLOAD_BYTES
 from swapper.device.device_placement import DeviceBudget, DevicePlacement, place_on_device
-from swapper.device.downloads import MOST_BYTES
-from swapper.device.image_layout import DEVICE_ALIGNMENT_BYTES, place_in_storage
-from swapper.device.registered_frames import STAGING_BYTES
+from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES, place_in_storage
+from swapper.device.registered_memory import STAGING_BYTES
 from swapper.errors import BudgetError, ConfigError
 from swapper.io.alignment import round_up
 from swapper.modules.groups import working_sets
@@ -145,7 +145,7 @@ def place_on_accelerator(
 def _down_bytes(inventory: Inventory, budget: DeviceBudget) -> int:
     """Return the bytes reserved for gradients in flight to the host: one in flight, while another arrives."""
     largest = max((slot.spec.nbytes for plan in inventory.grad_plans for slot in plan.slots), default=0)
-    return max(2 * largest, min(MOST_BYTES, budget.nbytes // DOWN_SHARE))
+    return max(2 * largest, min(MAX_DOWNLOAD_BYTES, budget.nbytes // DOWN_SHARE))
 
 
 def without_gradients(inventory: Inventory, groups: Collection[int]) -> Inventory:

@@ -21,8 +21,7 @@ import torch
 
 from swapper.errors import IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
-from swapper.modules.cold import tensors_among, written_among
-from swapper.modules.cold_tables import METADATA
+from swapper.modules.torch_functions import METADATA, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.process import after_fork_in_child

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from swapper.errors import StateError
-from swapper.modules.cold import tensors_among
+from swapper.modules.torch_functions import tensors_among
 
 
 class StateStore(Protocol):

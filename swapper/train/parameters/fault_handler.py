@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from swapper.errors import BudgetError, StateError
-from swapper.modules.cold import Run, is_cold
-from swapper.modules.cold_tables import KEEPS_NOTHING, Function
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.cold import is_cold
+from swapper.modules.guarded import Run
+from swapper.modules.own_hook import outside_transforms
+from swapper.modules.torch_functions import KEEPS_NOTHING, Function
 from swapper.paging.pager import Pager
 from swapper.train.layout.inventory import Inventory
 from swapper.train.layout.slices import TensorLocation
@@ -31,7 +32,7 @@ Follow = Callable[[Sequence[nn.Parameter], Callable[[], Any]], Any]
 
 
 class ParameterFaultHandler:
-    """What cold parameters ask. See swapper.modules.cold.Keeper.
+    """What cold parameters ask. See swapper.modules.guarded.FaultHandler.
 
     Args:
         inventory: what the model consists of.

@@ -9,10 +9,9 @@ from functools import partial
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import outside_transforms
 from swapper.modules.turns import Turns
-from swapper.runtime.interrupts import defer_sigint, run_uninterrupted
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all, defer_sigint, run_uninterrupted
 from swapper.train.parameters.parameter_group import GroupParameters
 
 

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.cold import FaultHandler, guard, materialize, set_cold, unguard
+from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.groups import Group
+from swapper.modules.guarded import FaultHandler, guard
 from swapper.modules.leased_group import LeasedGroup
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
-from swapper.paging.store.external_files import checksum_of
+from swapper.paging.store.page_files import checksum_of
 from swapper.train.layout.content import SectionSource, compare, fill
 
 

@@ -12,7 +12,7 @@ import torch
 
 from swapper.errors import DeviceError
 from swapper.modules.groups import Unit
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.stats import StepClock

@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from swapper.modules.cold import aliases, is_aliasing
-from swapper.modules.groups import Unit
+from swapper.modules.groups import Models, Unit
 from swapper.modules.leased_group import storage_of
-from swapper.modules.models import Models
 from swapper.modules.own_hook import OwnHook, copy_without_hooks
-from swapper.runtime.teardown import close_all
+from swapper.runtime.interrupts import close_all
 from swapper.train.parameters.parameter_group import GroupParameters
 
 

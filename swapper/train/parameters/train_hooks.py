@@ -36,15 +36,13 @@ from torch import nn
 from torch.nn.utils import stateless
 
 from swapper.errors import StateError
-from swapper.modules.cold import tensors_among
 from swapper.modules.groups import Unit
-from swapper.modules.module_hooks import Call, ModuleHooks
-from swapper.modules.outputs import tensors_of
-from swapper.modules.own_hook import OwnHook
-from swapper.modules.transforms import outside_transforms
+from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
+from swapper.modules.own_hook import OwnHook, outside_transforms
+from swapper.modules.torch_functions import tensors_among
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.paging.planning.schedule import Access
-from swapper.runtime.heap import note_used
+from swapper.runtime.free_memory import note_used
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
 

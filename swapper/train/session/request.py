@@ -14,7 +14,7 @@ from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.drives import Drives
-from swapper.modules.models import as_one
+from swapper.modules.groups import as_one
 from swapper.options import PLACEMENTS, UPDATES, Accelerator, ExternalWeights, parse_choice
 from swapper.train.layout.frozen import FrozenFiles
 from swapper.train.layout.inventory import Inventory, take_inventory

@@ -33,12 +33,11 @@ from swapper.paging.planning.schedule import Schedule
 from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.scratch import ScratchFile, Stores
 from swapper.paging.store.swap_files import Store
-from swapper.runtime.heap import Watch, watch_free_memory
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.free_memory import Watch, watch_free_memory
+from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import StepClock
-from swapper.runtime.teardown import close_all
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, SectionSource

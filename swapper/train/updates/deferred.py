@@ -32,9 +32,8 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.cold import tensors_among
-from swapper.modules.cold_tables import METADATA
 from swapper.modules.own_hook import OwnHook, hookable
+from swapper.modules.torch_functions import METADATA, tensors_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass

@@ -41,9 +41,8 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.cold import written_among
-from swapper.modules.cold_tables import METADATA
 from swapper.modules.own_hook import hookable
+from swapper.modules.torch_functions import METADATA, written_among
 from swapper.paging.planning.schedule import Access
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass

@@ -24,7 +24,7 @@ from swapper.errors import InvariantError, UnsupportedError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
-from swapper.runtime.heap import note_freed
+from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work

@@ -96,7 +96,7 @@ def _update(
 
 @triton.jit
 def _words(seed, step, counter, ELEMENTS: tl.constexpr):
-    """Random words for ELEMENTS neighbours, four from each counter from `counter` on: as random_words.py."""
+    """Random words for ELEMENTS neighbours, four from each counter from `counter` on: as `random_words` in adamw.py."""
     counters = counter + tl.arange(0, ELEMENTS // 4).to(tl.int64)
     low = (counters & 0xFFFFFFFF).to(tl.uint32)
     zero = low * 0

@@ -1,4 +1,4 @@
-"""Parameters wait for backward in the room of their gradients: less is read, and no gradient that somebody has is touched."""
+"""Gradient slots cache parameters until backward: less is read, and no gradient that is still referenced changes."""
 
 from __future__ import annotations
 

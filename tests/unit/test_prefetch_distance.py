@@ -1,21 +1,21 @@
-"""How far ahead is read: as far as there is room, until a step jumps; then as far as it is known to go on."""
+"""The prefetch distance: unlimited until a step misses; then as far as hits are expected."""
 
 from __future__ import annotations
 
-from swapper.paging.planning.prefetch_distance import PrefetchDistance
+from swapper.paging.planning.schedule import PrefetchDistance
 
 CYCLE = 1000
 
 
 def after(*runs: int) -> PrefetchDistance:
     """A step that jumped after each of `runs` accesses that came as expected, but for the last."""
-    reach = PrefetchDistance()
+    distance = PrefetchDistance()
     for number, run in enumerate(runs):
         if number:
-            reach.miss()
+            distance.miss()
         for _ in range(run):
-            reach.hit()
-    return reach
+            distance.hit()
+    return distance
 
 
 def test_without_a_jump_and_after_one_of_its_kind_a_whole_step_is_read_ahead():

@@ -1,4 +1,4 @@
-"""Pages whose write waits in spare memory until they come back: [Note: deferred writes] in paging/frames.py."""
+"""Deferred writes: pages that wait for their write in the victim cache. [Note: deferred writes], paging/frames.py"""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def deferred_writes(run: Run) -> set[int]:
 
 
 def owing(run: Run) -> Run:
-    """In the middle of a step, with a page owed."""
+    """A run in the middle of a step, with a deferred write."""
     pass_over(run, STEP[:4])
     assert 0 in deferred_writes(run)
     assert all(run.pages[index].residency is Residency.COLD for index in deferred_writes(run))
     return run
 
 
-def test_a_dump_says_how_much_is_owed():
+def test_a_dump_counts_deferred_writes():
     run = owing(deferred())
     assert f"{len(deferred_writes(run))} to be written once they are back" in run.pager.describe()
     pass_over(run, STEP[4:])
@@ -43,7 +43,7 @@ def test_a_dump_says_how_much_is_owed():
     run.finish()
 
 
-def test_what_is_owed_is_written_when_backward_brings_it_back_and_nothing_of_it_is_read():
+def test_a_deferred_write_is_submitted_when_backward_loads_the_page_and_nothing_is_read():
     run = owing(deferred())
     pass_over(run, STEP[4:])
     assert not deferred_writes(run)
@@ -53,7 +53,7 @@ def test_what_is_owed_is_written_when_backward_brings_it_back_and_nothing_of_it_
     run.finish()
 
 
-def test_a_drive_with_nothing_else_to_write_is_owed_nothing():
+def test_no_write_is_deferred_while_the_drive_has_nothing_else_to_write():
     run = deferred(EAGER)
     for access in STEP:
         pass_over(run, [access])
@@ -61,7 +61,7 @@ def test_a_drive_with_nothing_else_to_write_is_owed_nothing():
     run.finish()
 
 
-def test_no_more_is_owed_than_may_be():
+def test_no_more_writes_are_deferred_than_may_be():
     for most in range(4):
         run = deferred(max_deferred_writes=most)
         pass_over(run, STEP[:8])
@@ -69,7 +69,7 @@ def test_no_more_is_owed_than_may_be():
         run.finish()
 
 
-def test_writes_are_not_done_while_any_is_owed_and_a_flush_does_them():
+def test_writes_are_not_done_while_any_is_deferred_and_a_flush_does_them():
     run = owing(deferred())
     assert run.attempt(run.pager.wait_for_writes)
     assert not run.commit(flush=False)
@@ -89,19 +89,19 @@ def test_what_was_made_for_a_use_that_does_not_come_is_written_at_the_end_of_the
     run.finish()
 
 
-def test_spare_memory_that_is_wanted_back_is_not_before_what_it_owes_is_written():
+def test_cache_memory_is_used_otherwise_only_after_its_deferred_writes():
     run = owing(deferred())
-    assert run.attempt(run.pager.drop_kept, [0])
+    assert run.attempt(run.pager.drop_cached, [0])
     run.victim_cache.take_back([0])
     assert 0 not in deferred_writes(run)
     run.check()
     run.finish()
 
 
-def test_a_write_that_fails_when_spare_memory_is_wanted_back_is_told_and_the_content_stays():
+def test_a_deferred_write_that_fails_when_cache_memory_is_needed_raises_and_the_content_stays():
     run = owing(deferred())
     fail(run, "write", 0)
-    run.attempt(run.pager.drop_kept, [0])
+    run.attempt(run.pager.drop_cached, [0])
     error_of(run, "flush")
     run.check()
     assert run.look(0) == run.content[0]
@@ -110,7 +110,7 @@ def test_a_write_that_fails_when_spare_memory_is_wanted_back_is_told_and_the_con
     run.finish()
 
 
-def test_who_was_to_make_an_owed_page_anew_and_did_not_finds_what_it_had():
+def test_a_deferred_page_that_was_to_be_overwritten_and_was_not_keeps_its_content():
     run = owing(deferred())
     access = change(None, 0, fresh=(0,))
     run.pager.acquire(access)
@@ -121,7 +121,7 @@ def test_who_was_to_make_an_owed_page_anew_and_did_not_finds_what_it_had():
     run.finish()
 
 
-def test_what_is_thrown_away_is_owed_no_more_and_awaited_no_more():
+def test_discarded_pages_have_no_deferred_write_and_are_not_awaited():
     run = owing(deferred())
     pass_over(run, MAKE[2:3])
     run.discard()

@@ -1,8 +1,8 @@
-"""Which of torch's functions need the data of a tensor that they are given, and which do not."""
+"""Torch's functions: tables of those that need the data of their arguments and those that do not, and what each writes to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,7 +46,7 @@ METADATA: set[Function] = {
         torch,
     ),
 }
-"""What asks for or changes what a tensor is besides its data."""
+"""Functions that read or change properties of a tensor, not its data."""
 
 LIKE: set[Function] = _named(
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
@@ -54,10 +54,10 @@ LIKE: set[Function] = _named(
     torch,
     torch.Tensor,
 )
-"""What makes a tensor after the form of its first argument."""
+"""Functions that make a tensor of their first argument's form."""
 
 AFTER_ANOTHER: set[Function] = _named("type_as to expand_as view_as reshape_as", torch.Tensor)
-"""What brings its first argument into the form of another one."""
+"""Functions that bring their first argument into the form of another one."""
 
 VIEWS: set[Function] = {
     *getters("data", "T", "mT", "mH", "H"),
@@ -68,7 +68,7 @@ VIEWS: set[Function] = {
         torch,
     ),
 }
-"""What only looks at the memory of its first argument in another way. All others are taken to read it."""
+"""Functions that return a view of their first argument. All others are taken to read it."""
 
 CHANGES_OF_FORM: set[Function] = _named(
     "t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ as_strided_ detach_ resize_ resize_as_ set_ share_memory_ rename_ "
@@ -77,12 +77,12 @@ CHANGES_OF_FORM: set[Function] = _named(
     torch.Tensor,
     torch,
 )
-"""What would change the form or the memory of a tensor that is away, or give that memory out of hand."""
+"""Functions that would change the form or the memory of a cold tensor, or hand out that memory."""
 
 SET_DATA: Function = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 KEEPS_NOTHING: set[Function] = _named("cat concat concatenate stack hstack vstack dstack", torch)
-"""What reads many tensors, and of which autograd keeps the data of none."""
+"""Functions that read many tensors, whose data autograd does not save."""
 
 _OPERATORS = "add sub mul truediv floordiv div mod pow and or xor lshift rshift matmul"
 _IN_PLACE = frozenset(["__setitem__", "__set__", *(f"__i{name}__" for name in _OPERATORS.split())])
@@ -95,7 +95,7 @@ RUNNING: dict[Function, tuple[tuple[int, str], ...]] = {
         _named("batch_norm instance_norm native_batch_norm", torch), ((3, "running_mean"), (4, "running_var"))
     ),
 }
-"""Statistics that are brought up to date, which the schemas do not say: position and name of the argument."""
+"""Running statistics, position and name of each argument: the schemas do not say that they are written."""
 
 
 def written_arguments(function: Function) -> list[tuple[int, str]]:
@@ -106,7 +106,7 @@ def written_arguments(function: Function) -> list[tuple[int, str]]:
 
 @cache
 def _written_by_schema(name: str) -> frozenset[tuple[int, str]]:
-    """Return what an operator writes to after its first argument."""
+    """Return the arguments that an operator writes to, but the first."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     after_first = ((place, of) for schema in schemas for place, of in enumerate(schema.arguments) if place > 0)
     return frozenset(
@@ -118,3 +118,49 @@ def writes_first(function: Function) -> bool:
     """Return whether `function`, one of torch's, writes to its first argument."""
     name = getattr(function, "__name__", "")
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+
+
+CONVERSIONS: frozenset[Function] = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "contiguous")
+)
+"""Conversions, which training loops and pipelines call by habit. One that changes nothing (`.float()` of fp32) needs no data."""
+
+
+def changes_nothing(convert: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> bool:
+    """Return whether `convert(tensor)` would be `tensor` itself, by asking it of a small one that is like it.
+
+    Args:
+        convert: does not change the tensor that it is given, or changes it visibly (`share_memory_`).
+        tensor: contiguous; its data is not read.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        like = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        try:
+            return convert(like) is like and not (like.device.type == "cpu" and like.is_shared())
+        except Exception:
+            return False  # the real conversion raises the error
+
+
+def written_among(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that `func`, one of torch's, would write to with these arguments."""
+    if kwargs.get("inplace") or kwargs.get("max_norm") is not None:  # of torch.nn.functional, which gives these by name
+        return tensors_among((args, kwargs))
+    by_place = [args[place] if place < len(args) else kwargs.get(name) for place, name in written_arguments(func)]
+    by_name = [kwargs.get(name) for name in ("input", "tensor")] if writes_first(func) else []
+    return tensors_among([*by_place, *by_name, kwargs.get("out")])
+
+
+def tensors_among(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in the arguments or the result of a function: in lists, tuples and dictionaries, at any depth."""
+    found: list[torch.Tensor] = []
+    pending = [tree]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+    return found

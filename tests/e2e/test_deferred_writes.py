@@ -1,6 +1,6 @@
 """With deferred updates some parameters are written in backward, not in the forward that made them.
 
-In between the gradients' room alone has them, and whoever looks finds them there. [Note: deferred writes], paging/frames.py
+In between only the gradient slots have them, and every access finds them there. [Note: deferred writes], paging/frames.py
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_a_forward_leaves_some_writes_to_its_backward(twins: MakeTwins) -> None:
     pair.finish()
 
 
-def test_who_reads_an_owed_parameter_past_its_guard_finds_what_it_is_now(twins: MakeTwins) -> None:
+def test_reads_of_a_parameter_with_a_deferred_write_past_its_guard_find_the_new_content(twins: MakeTwins) -> None:
     pair = make(twins)
     pair.train(train_step, steps=3)
     batch = tokens()

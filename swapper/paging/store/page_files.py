@@ -1,8 +1,8 @@
-"""A swap file: a part on each drive of the run, all of one name and one layout.
+"""The files that have pages: swap files, each with a part on every drive of the run, and the user's external files.
 
-A page has the same offset in whichever part it lies, so that only who opens, allocates or removes files need know of drives. On
-several drives each part takes space for the pages of its own drive alone, and is a hole elsewhere; the first one has what is not
-pages too, and can become a snapshot when the other drives' pages are brought over to it.
+All parts of a swap file have one name and one layout: a page has the same offset in every part, so that only opening, allocation
+and removal depend on drives. A part takes space for the pages of its drive alone, and is a hole elsewhere. The first part also
+has what is not pages, and can become a snapshot when the other drives' pages are copied to it.
 """
 
 from __future__ import annotations
@@ -13,29 +13,25 @@ import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from swapper import _C
 from swapper._C import File
 from swapper.errors import CheckpointError, ChecksumError
 from swapper.io import beneath
 from swapper.io.drives import Drives
-from swapper.paging.section import Page
+from swapper.paging.section import EXTERNAL, Page
 
 FileStatus = tuple[int, int, int]
-"""Size of a file in bytes, time of the last change of its bytes, and of that of anything about it, in nanoseconds. Whoever changes
-bytes can put the former back, and not the latter."""
+"""Size of a file in bytes, mtime and ctime in nanoseconds. A program that changes bytes can restore mtime, but not ctime."""
 
 
 def status_of(file: int | Path) -> FileStatus:
-    """Of a path or an open descriptor."""
+    """Return the status of a path or an open descriptor."""
     status = os.fstat(file) if isinstance(file, int) else beneath.status(file)
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 class SwapFile:
-    """Owns its parts, open.
-
-    Args:
-        parts: `swapper._C.File`, one a drive.
-    """
+    """Owns its open parts, one a drive."""
 
     def __init__(self, parts: Sequence[File]) -> None:
         self._parts = list(parts)
@@ -54,7 +50,7 @@ class SwapFile:
 
     @property
     def path(self) -> Path:
-        """Of the first part, which can become a snapshot."""
+        """Path of the first part, which can become a snapshot."""
         return Path(self._parts[0].path)
 
     @property
@@ -68,7 +64,7 @@ class SwapFile:
         return ", ".join(dict.fromkeys(modes))
 
     def check_size(self, nbytes: int) -> None:
-        """Raise ChecksumError if a part has not `nbytes` bytes any more."""
+        """Raise ChecksumError if a part has fewer than `nbytes` bytes."""
         for part in self._parts:
             try:
                 size = status_of(Path(part.path))[0]
@@ -90,7 +86,7 @@ class SwapFile:
             part.close()
 
     def remove(self) -> None:
-        """Close it, and let its names go. A snapshot keeps its own."""
+        """Close it and unlink its names. A snapshot keeps its own."""
         paths = self.paths
         self.close()
         for path in paths:
@@ -100,14 +96,13 @@ class SwapFile:
 def create(
     drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]], pages: Sequence[Page]
 ) -> SwapFile:
-    """Create a swap file: its space is allocated, its headers are written, its pages are still empty.
+    """Create a swap file: allocate its space and write its headers. Its pages are empty.
 
     Args:
-        drives: of the run.
-        name: of each part. Parts of that name that are there are removed: no commit names them.
+        name: of each part. Existing parts of that name are removed: no commit names them.
         nbytes: size of a part, without a tail.
         headers: (file offset, bytes) of what is not pages.
-        pages: all that have a place in it.
+        pages: all that have an offset in it.
 
     Raises:
         IoError: a drive is full, or a directory refuses. What was created is removed again.
@@ -133,12 +128,12 @@ def create(
 def reopen(
     drives: Drives, name: str, nbytes: int, headers: Iterable[tuple[int, bytes]], is_needed: bool
 ) -> tuple[SwapFile, FileStatus | None]:
-    """Open a swap file of a run that goes on; returns the status of its first part too, if that is frozen.
+    """Open a swap file of a resumed run; returns the status of its first part too, if that is frozen.
 
-    See [Note: frozen files], swap_files.py.
+    [Note: frozen files], swap_files.py
 
     Args:
-        is_needed: the commit has something in it.
+        is_needed: the commit names it for some page.
 
     Raises:
         CheckpointError: a part is missing, or too short where it is needed.
@@ -146,7 +141,7 @@ def reopen(
     paths = drives.paths(name)
     status = [_checked_status(path, nbytes if is_needed else 0) for path in paths]
     frozen = is_frozen(paths[0])
-    if not frozen:  # a snapshot or a power loss may have come between its making and its use
+    if not frozen:  # a snapshot or a power loss may have come between its creation and its use
         for path in paths:
             _truncate(path, nbytes)
         write_headers(paths[0], headers)
@@ -161,7 +156,7 @@ def reopen(
 
 
 def is_frozen(path: Path) -> bool:
-    """Whether the file is, or is about to be, a snapshot's too. [Note: frozen files], swap_files.py"""
+    """Return whether the file is, or is about to be, a snapshot too. [Note: frozen files], swap_files.py"""
     try:
         status = beneath.status(path)
     except FileNotFoundError:
@@ -181,7 +176,7 @@ def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
     descriptor = beneath.open_file(path, os.O_WRONLY)
     try:
         for offset, data in headers:
-            _write_all(descriptor, data, offset)
+            write_all(descriptor, data, offset)
     finally:
         os.close(descriptor)
 
@@ -189,7 +184,7 @@ def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
 def _room(drive: int, nbytes: int, pages: Sequence[Page]) -> list[tuple[int, int]]:
     """Return the runs (begin, end) of a part that need space: its pages; in the first part, all but the others' pages.
 
-    What is lent takes none. [Note: what is lent], swap_files.py
+    External sections need none. [Note: external sections], swap_files.py
     """
     if drive > 0:
         return _runs(page for page in pages if page.drive == drive and page.section.plan.external is None)
@@ -226,8 +221,54 @@ def _checked_status(path: Path, nbytes: int) -> FileStatus:
     )
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write all of `data` at `offset`, in as many calls as the system needs."""
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)
         view, offset = view[done:], offset + done
+
+
+class ExternalFiles:
+    """Owns the user's files that external sections are read from. They are never written.
+
+    Attributes:
+        direct: for transfers.
+        cached: the same through the page cache, for unaligned reads.
+
+    Raises:
+        IoError: one cannot be opened.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self.direct: dict[Path, _C.File] = {}
+        self.cached: dict[Path, _C.File] = {}
+        try:
+            for path in dict.fromkeys(paths):
+                self.direct[path] = _C.File(str(path), read_only=True)
+                self.cached[path] = _C.File(str(path), read_only=True, direct=False)
+        except BaseException:
+            self.close()
+            raise
+
+    def file(self, page: Page) -> _C.File:
+        """Return the file that has `page`, at `page.stored_offset`, for transfers."""
+        return self.direct[_path(page)]
+
+    def file_of(self, page: Page) -> _C.File:
+        """Return the same file for reads when the addresses of a cold page are touched."""
+        return self.cached[_path(page)]
+
+    def close(self) -> None:
+        for file in (*self.direct.values(), *self.cached.values()):
+            file.close()
+
+
+def checksum_of(page: Page, address: int) -> int | None:
+    """Return the CRC-32 of `page` in memory at `address` if it is external, to find out later whether it was changed; else None."""
+    return _C.crc32_address(address, page.nbytes) if page.location == EXTERNAL else None
+
+
+def _path(page: Page) -> Path:
+    assert page.section.plan.external is not None
+    return page.section.plan.external.path

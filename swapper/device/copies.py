@@ -1,0 +1,240 @@
+"""Copies between host memory and a device, each direction on a stream of its own; completed in order, by their events.
+
+Uploads lease a page until its copy is over; then its frame is free for the next read. Pages that stay in host memory are leased
+for good. Downloads keep the tensor on the device until its event: its memory would be given out again for kernels that know
+nothing of the copy. Before it, nothing may read the host's side, nor use its frame for something else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swapper.device.device import Device
+from swapper.device.device_storage import DeviceStorage, Span
+from swapper.errors import DeviceError
+from swapper.paging.pager import Pager
+from swapper.paging.planning.schedule import Access
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+from swapper.runtime.counters import Counters
+
+COPIES_IN_FLIGHT = 6
+"""Frames that are leased for copies at once, by default. A drive is no faster than a link: few are enough."""
+
+MAX_DOWNLOAD_BYTES = 256 << 20
+"""Device memory kept for downloads in flight: more does not pay."""
+
+Piece = tuple[torch.Tensor, torch.Tensor]
+"""(host memory, source on the device): uint8, of the same size."""
+
+
+@dataclass(slots=True)
+class PageCopy:
+    """How one page is copied to a device.
+
+    Attributes:
+        access: to that page alone.
+        spans: which bytes of it go where.
+        stays: it stays in host memory once it was read: its lease is kept.
+        is_held: by such a lease.
+    """
+
+    page: Page
+    access: Access
+    spans: tuple[Span, ...]
+    stays: bool = False
+    is_held: bool = False
+
+    def is_read(self) -> bool:
+        """Return whether a lease would be given without waiting."""
+        page = self.page
+        if page.residency is Residency.READING:
+            return (
+                page.ticket is not None
+                and page.previous_owner is None
+                and page.ticket.done
+                and page.ticket.error is None
+            )
+        return page.residency in (Residency.CLEAN, Residency.DIRTY, Residency.WRITING)
+
+
+class Uploads:
+    """Owns the upload stream, and the leases of frames that are being copied.
+
+    Args:
+        source: returns the memory of a leased page's frame, uint8 of shape (page.nbytes,).
+
+    Attributes:
+        most_in_flight: frames that may be leased for copies at once.
+    """
+
+    def __init__(
+        self, device: Device, pager: Pager, source: Callable[[Page], torch.Tensor], counters: Counters
+    ) -> None:
+        self._device = device
+        self._pager = pager
+        self._source = source
+        self._counters = counters
+        self._stream = device.new_stream()
+        self.most_in_flight = COPIES_IN_FLIGHT
+        self._in_flight: deque[tuple[Any, Access]] = deque()  # oldest first: they end in this order
+
+    def send(self, copy: PageCopy, storage: DeviceStorage) -> None:
+        """Queue the copy of a page, once it is in memory.
+
+        Raises:
+            IoError: it could not be read.
+            DeviceError: the device failed.
+        """
+        self.give_back()
+        if not copy.is_held:
+            while len(self._in_flight) >= self.most_in_flight:
+                self._wait_for_oldest()
+            self._pager.acquire(copy.access)
+            copy.is_held = copy.stays
+        try:
+            frame = self._source(copy.page)
+            pieces = [(span.target, frame[span.begin : span.begin + span.nbytes]) for span in copy.spans]
+            storage.fill(pieces, self._stream)
+            event = None if copy.is_held else self._device.record(self._stream)
+        except BaseException:
+            if not copy.is_held:
+                self.finish()  # a part of it may be queued
+                self._pager.release(copy.access)
+            raise
+        self._counters.uploaded_bytes += sum(span.nbytes for span in copy.spans)
+        if not copy.is_held:
+            self._in_flight.append((event, copy.access))
+
+    def fill(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Queue all copies of `storage`, from memory that the caller leaves unchanged until they are over."""
+        storage.fill(pieces, self._stream)
+        storage.all_is_queued()
+        self._counters.uploaded_bytes += sum(source.numel() for _, source in pieces)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `send` would wait for an earlier copy."""
+        self.give_back()
+        return len(self._in_flight) >= self.most_in_flight
+
+    def give_back(self) -> None:
+        """Release the frames whose copies are over."""
+        while self._in_flight and self._device.has_passed(self._in_flight[0][0]):
+            self._pager.release(self._in_flight.popleft()[1])
+
+    def finish(self) -> None:
+        """Wait for all copies and release their frames. A device that failed uses no memory any more."""
+        while self._in_flight:
+            with contextlib.suppress(DeviceError):
+                self._device.wait_for(self._in_flight[0][0])
+            self._pager.release(self._in_flight.popleft()[1])
+        with contextlib.suppress(DeviceError):
+            self._device.wait_for(self._device.record(self._stream))
+
+    def _wait_for_oldest(self) -> None:
+        event, access = self._in_flight[0]
+        with self._counters.waiting("frame", f"a copy to {self._device}"):
+            self._device.wait_for(event)
+        self._in_flight.popleft()
+        self._pager.release(access)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A download in flight, over after `event`. `nbytes` counts `sources` if only this keeps them."""
+
+    event: Any
+    sources: tuple[torch.Tensor, ...]
+    nbytes: int
+    arrived: Callable[[], None]
+    lost: Callable[[BaseException], None]
+
+
+class Downloads:
+    """Owns the download stream and its copies in flight, which keep at most `most_bytes` of the device's memory."""
+
+    def __init__(self, device: Device, counters: Counters, most_bytes: int = MAX_DOWNLOAD_BYTES) -> None:
+        self._most_bytes = most_bytes
+        self._device = device
+        self._counters = counters
+        self._stream = device.new_stream()
+        self._in_flight: deque[_Copy] = deque()  # oldest first: they end in this order
+        self._bytes = 0
+
+    def send(
+        self,
+        pieces: Sequence[Piece],
+        arrived: Callable[[], None] = lambda: None,
+        lost: Callable[[BaseException], None] = lambda error: None,
+        is_held: bool = True,
+    ) -> None:
+        """Queue copies, behind everything that is queued on the current stream by now. It waits for older ones first if need be.
+
+        Args:
+            arrived: called once they are over, by the next call here that notices.
+            lost: called instead, with the error, if the device fails.
+            is_held: only this keeps the sources.
+
+        Raises:
+            DeviceError: the device failed. `lost` was called.
+        """
+        nbytes = sum(source.numel() for _, source in pieces)
+        held_bytes = nbytes if is_held else 0
+        try:
+            self.collect()
+            while self._in_flight and self._bytes + held_bytes > self._most_bytes:
+                self.wait_for_oldest()
+            self._device.let_wait(self._stream, self._device.record(self._device.current_stream()))
+            with torch.inference_mode(False), torch.no_grad():
+                for target, source in pieces:
+                    self._device.copy(target, source, self._stream)
+            event = self._device.record(self._stream)
+        except BaseException as error:
+            with contextlib.suppress(DeviceError):  # a part of it may be queued
+                self._device.wait_for(self._device.record(self._stream))
+            lost(error)
+            raise
+        self._in_flight.append(_Copy(event, tuple(source for _, source in pieces), held_bytes, arrived, lost))
+        self._bytes += held_bytes
+        self._counters.downloaded_bytes += nbytes
+
+    def collect(self) -> None:
+        """Call `arrived` of the copies that are over."""
+        while self._in_flight and self._device.has_passed(self._in_flight[0].event):
+            self._take_oldest().arrived()
+
+    def wait_for_oldest(self) -> None:
+        """Wait until the oldest copy is over.
+
+        Raises:
+            DeviceError: the device failed: all are lost.
+        """
+        try:
+            with self._counters.waiting("frame", f"a copy from {self._device}"):
+                self._device.wait_for(self._in_flight[0].event)
+        except Exception as error:  # not Ctrl-C: that ends no copy, and the next call waits for it
+            while self._in_flight:
+                self._take_oldest().lost(error)
+            raise
+        self._take_oldest().arrived()
+
+    def finish(self) -> None:
+        """Wait until all copies are over.
+
+        Raises:
+            DeviceError: the device failed: all are lost.
+        """
+        while self._in_flight:
+            self.wait_for_oldest()
+
+    def _take_oldest(self) -> _Copy:
+        copy = self._in_flight.popleft()
+        self._bytes -= copy.nbytes
+        return copy

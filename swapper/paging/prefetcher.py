@@ -1,0 +1,188 @@
+"""The prefetcher: claims frames, for leased pages and along the schedule for the next ones, and chooses the pages to evict.
+
+[Note: what stays] A step is a cycle. Of a cycle that does not fit, the best is to keep a fixed part in memory and to stream the
+rest through few frames: what was used just now is needed latest, so it makes room for what comes next. If read-ahead took every
+frame, it would take them from pages that are still to be used in this cycle, and all of it would be read each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from swapper.errors import BudgetError
+from swapper.io.alignment import round_up
+from swapper.paging.frames import Frames
+from swapper.paging.host_memory import Pool
+from swapper.paging.planning.budget import ARENA_ALIGNMENT_BYTES
+from swapper.paging.planning.schedule import Access, PrefetchDistance, Schedule, choose_resident_set
+from swapper.paging.residency import Residency
+from swapper.paging.section import Page
+from swapper.paging.writeback import WriteBack
+from swapper.runtime.sizes import format_bytes
+
+
+class Prefetcher:
+    """Follows the schedule and claims frames. All methods are called with the pager's lock held; see `Pager` for arguments."""
+
+    def __init__(
+        self,
+        pages: Sequence[Page],
+        pool: Pool,
+        frames: Frames,
+        schedule: Schedule,
+        write_back: WriteBack,
+        window_pages: int | None,
+    ) -> None:
+        self._pages = pages
+        self._pool = pool
+        self._frames = frames
+        self._schedule = schedule
+        self._write_back = write_back
+        self._window_pages = pool.frame_count if window_pages is None else max(window_pages, 1)
+        self._next = 0  # all accesses before this position are prefetched
+        self._distance = PrefetchDistance()
+        self._choose_resident_set()
+
+    # --- the place in the schedule --------------------------------------------------------------------------------
+
+    def follow(self, access: Access) -> None:
+        """Note that `access` happens now, and find its place in the schedule."""
+        before = self._schedule.position
+        if self._schedule.advance(access):
+            self._distance.hit()
+            return
+        if not before <= self._schedule.position <= max(self._next, before + 1):
+            self._distance.miss()
+        self._find_next_uses()
+
+    def end_step(self, learn: bool) -> None:
+        """Expect in the next step what this one did, if `learn`."""
+        if self._schedule.end_step(learn):
+            self._begin_cycle()
+
+    def expect(self, cycle: Sequence[Access]) -> None:
+        """Expect `cycle` from here on, repeatedly."""
+        self._schedule.follow(cycle)
+        self._begin_cycle()
+
+    def start_again(self) -> None:
+        """Read ahead from the present position on: what was read may be gone."""
+        self._next = self._schedule.position
+
+    def _begin_cycle(self) -> None:
+        self._choose_resident_set()
+        self._find_next_uses()
+        self.read_ahead()
+
+    def _choose_resident_set(self) -> None:
+        pages = self._pages
+        self._frames.resident_set = choose_resident_set(
+            self._schedule.cycle, lambda index: pages[index].nbytes, self._pool.frame_count, self._window_pages
+        )
+
+    def _find_next_uses(self) -> None:
+        """Update all next uses: the run departed from the schedule, or the schedule is new."""
+        self._write_back.stop_waiting()
+        self.start_again()
+        self._frames.ahead.clear()
+        for page in self._pages:
+            if page.residency is Residency.READING and page.ticket is None and page.leases == 0:
+                self._frames.give_up_claim(page)  # to be overwritten, but perhaps not soon
+        self._frames.enqueue_all_for_eviction(self._schedule.next_use)
+
+    # --- claiming frames ------------------------------------------------------------------------------------------
+
+    def claim_leased(self, missing: list[Page], fresh: Collection[int]) -> Page | None:
+        """Claim frames for leased pages, last first, taking them off `missing`. Returns the page in flight to wait for, if any.
+
+        If there is none and some pages are left, wait for the pool to grow.
+
+        Args:
+            fresh: indices of pages that are overwritten.
+
+        Raises:
+            IoError: a write failed, and its page keeps a frame.
+            BudgetError: all frames are leased.
+        """
+        while missing:
+            page = missing[-1]
+            if page.residency is Residency.WRITING and page.next_owner is not None:
+                return page  # its frame is promised: it must be evicted before it can be read again
+            if page.residency is not Residency.COLD or self._claim(page, page.index in fresh, -1):
+                missing.pop()
+            elif self._pool.is_growing:
+                return None
+            elif self._write_back.has_put_off:
+                self._write_back.write_put_off()
+            elif self._frames.in_flight:
+                return next(iter(self._frames.in_flight.values()))  # the oldest
+            else:
+                self._make_room()
+        return None
+
+    def read_ahead(self) -> None:
+        """Claim frames along the schedule, as long as other pages are needed later than those wanted."""
+        pages, cold, ahead = self._pages, Residency.COLD, self._frames.ahead
+        self._next = max(self._next, self._schedule.position)
+        end = self._schedule.position + self._distance.accesses(len(self._schedule.cycle))
+        while self._next < end:
+            access = self._schedule.at(self._next)
+            for index in () if self._schedule.is_over(self._next) else access.pages:
+                page = pages[index]
+                if page.residency is cold and page.leases == 0:
+                    fresh = index in access.fresh
+                    if not fresh and page.location is None:
+                        if page.section.transient:
+                            continue  # its content does not exist yet
+                        return
+                    if len(ahead) >= self._window_pages and not self._pool.has_free():
+                        return  # [Note: what stays]
+                    if not self._claim(page, fresh, self._next):
+                        return
+                    ahead.add(index)
+            self._next += 1
+
+    def _claim(self, page: Page, fresh: bool, position: int) -> bool:
+        """Give `page` a frame, or a promise of one, and submit its read. False if no page with a later use can be evicted."""
+        victim: Page | None = None
+        if not self._pool.has_free():
+            victim = self._frames.pop_victim(position)
+            if victim is None:
+                return False
+            self._next = min(self._next, victim.next_use)  # if that was prefetched already, it must be again
+        page.next_use = position if position >= 0 else page.next_use
+        self._frames.claim(page, fresh, victim, keep=victim is not None and self._write_back.is_read_again(victim))
+        return True
+
+    def _make_room(self) -> None:
+        """Free the frames of failed writes and early claims for fresh data: no page can be evicted, and none is in flight.
+
+        Raises:
+            IoError: a write failed; that is why its page keeps a frame.
+            BudgetError: all frames are leased.
+        """
+        self._frames.raise_failure()
+        idle = [page for page in self._pages if page.leases == 0]
+        dirty = [page for page in idle if page.residency is Residency.DIRTY]
+        claimed = [page for page in idle if page.residency is Residency.READING]
+        for page in dirty:
+            self._frames.write(page)
+        for page in claimed:
+            self._frames.give_up_claim(page)
+            self.start_again()
+        if not dirty and not claimed:
+            raise self._too_few_frames(sum(page.leases > 0 and page.frame is None for page in self._pages))
+
+    def check_room(self, pages: Iterable[int]) -> None:
+        """Raise BudgetError if there are too few frames for `pages` in addition to those that are leased now."""
+        leased = {page.index for page in self._pages if page.leases}
+        missing = len(leased.union(pages)) - self._pool.frame_count
+        if missing > 0:
+            raise self._too_few_frames(missing)
+
+    def _too_few_frames(self, missing: int) -> BudgetError:
+        nbytes = round_up(max(missing, 1) * self._pool.frame_bytes, ARENA_ALIGNMENT_BYTES)
+        return BudgetError(
+            f"too much is in use at once: raise host_memory by at least {format_bytes(nbytes)} ({nbytes} bytes), or use "
+            f"or gather fewer modules at once\n{self._frames.describe()}"
+        )
