@@ -15,15 +15,9 @@ PENDING = (
     "swapper/device/",
     "swapper/infer/planning/",
     "swapper/infer/runtime/",
-    "swapper/manager.py",
     "swapper/modules/",
-    "swapper/options.py",
     "swapper/paging/",
     "swapper/runtime/",
-    "swapper/train/device/",
-    "swapper/train/model.py",
-    "swapper/train/parameters/",
-    "swapper/train/session/",
 )
 """Not rewritten yet. Only ever remove entries."""
 BANNED = re.compile(

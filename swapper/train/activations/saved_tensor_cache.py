@@ -122,11 +122,10 @@ class SavedTensorCache:
 
     @property
     def writes(self) -> bool:
-        """Return True if the excess goes to the drive."""
+        """True if the excess is written to the drive."""
         return self._keep_bytes is not None
 
-    # --- the forward
-    # ----------------------------------------------------------------------------------------------------
+    # --- the forward --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a forward."""
@@ -219,11 +218,10 @@ class SavedTensorCache:
         self._send_away(more_bytes)
         return len(self._here) < before
 
-    # --- the backward
-    # ---------------------------------------------------------------------------------------------------
+    # --- the backward -------------------------------------------------------------------------------------------------
 
     def fetch(self, stored: Stored) -> torch.Tensor:
-        """Return the bytes of `stored`, and prefetch those that backward needs next.
+        """Return the bytes of `stored`, and prefetch storages that backward needs next.
 
         Raises:
             IoError: it could not be written, or cannot be read.
@@ -290,20 +288,15 @@ class SavedTensorCache:
         """
         for reference in list(self._restored.values()):
             stored = reference()
-            if (
-                stored is None
-                or stored is wanted
-                or stored.residency is not Residency.CLEAN
-                or (only_used and stored.uses_left)
-            ):
+            if stored is None or stored is wanted or stored.residency is not Residency.CLEAN:
                 continue
-            del self._restored[stored.number]
-            self._let_go(stored)
-            return True
+            if not (only_used and stored.uses_left):
+                del self._restored[stored.number]
+                self._let_go(stored)
+                return True
         return False
 
-    # --- completions
-    # ----------------------------------------------------------------------------------------------------
+    # --- completions --------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Handle every finished transfer and every dropped storage."""

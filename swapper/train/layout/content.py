@@ -24,7 +24,7 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
-from swapper.train.layout.inventory import MASTER
+from swapper.train.layout.inventory import MASTER, find_places
 from swapper.train.layout.slices import TensorLocation
 
 STAGING_BYTES = 4 << 20  # a choice
@@ -112,9 +112,7 @@ class CarriedSource:
 
     def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]) -> None:
         self._given = GivenSource(optimizer)
-        self._places = {
-            (slot.spec.owner, slot.spec.kind): TensorLocation(s, slot) for s in sections for slot in s.plan.slots
-        }
+        self._places = find_places(sections)
         self._paths = files
         self._files: dict[Path, Any] = {}
         self._compared: set[Page] = set()

@@ -198,7 +198,7 @@ def _by_training(
     return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
 
 
-def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
+def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
     """Return the location of each tensor by (parameter's name, kind)."""
     return {
         (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)

@@ -1,4 +1,4 @@
-"""Plans and opens a manager's run: a new one, one that goes on from a commit, or another one that trains more."""
+"""Plans and opens a manager's session: new, resumed from a commit, or laid out again to train more."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from swapper.train.optimizer.optim import PagedOptimizer, StateOwner
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
-from swapper.train.session.session_guard import Callbacks, SessionGuard
-from swapper.train.session.session_slot import SessionSlot
+from swapper.train.session.session_slot import Callbacks, SessionGuard, SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.user_state import UserState
 from swapper.train.sharded.sharded_state import ShardedState
@@ -31,15 +30,15 @@ from swapper.train.sharded.shards import Shards
 
 
 class SessionFactory:
-    """Puts runs into a manager's `current`, and binds the user's optimizer to them.
+    """Puts sessions into a manager's slot, and binds the user's optimizer to them.
 
     Args:
-        current: where the run will be.
+        current: the slot.
         directory: the manager's.
-        clock: divides runs into steps and phases.
-        user: what belongs to a step besides.
-        record: the commit to go on from, or None.
-        fallback: the one before it, if that is still a way back.
+        clock: divides steps into phases.
+        user: the user's own state that belongs to a step.
+        record: the commit to resume from, or None.
+        fallback: the one before it, if the run can still return to that.
     """
 
     _given_members: list[list[str]]
@@ -64,15 +63,15 @@ class SessionFactory:
     # --- planning ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: Request, may_be_meta: bool, made: Plan | None = None) -> Plan:
-        """Return what `open` does: of a new run, or of the one that is gone on from, which stays as it was divided.
+        """Return the plan for `open`. A resumed run keeps its layout.
 
         Args:
-            request: what the user asks for.
-            may_be_meta: parameters may be on the meta device: their values come later, or are the run's.
-            made: a plan of this request, which was made some time ago.
+            request: the user's model, optimizer and options.
+            may_be_meta: parameters may be on the meta device: their values come later.
+            made: an earlier plan of this request, which is returned.
 
         Raises:
-            StateError: the model or the optimizer is not as it was then.
+            StateError: the model or the optimizer has changed since `made`.
         """
         record, frozen = self._record, request.frozen
         inventory = request.inventory(may_be_meta or record is not None)
@@ -94,14 +93,14 @@ class SessionFactory:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def open(self, make: Callable[[], Plan], init: Any) -> PagedOptimizer:
-        """Open the run and have the model in it. Where that fails, `give_up`.
+        """Open the session and adopt the model. If that fails, call `give_up`.
 
         Args:
-            make: returns its plan.
-            init: where first values come from, or None.
+            make: returns the plan.
+            init: the source of initial values, or None.
 
         Returns:
-            What takes the place of the user's optimizer.
+            The replacement of the user's optimizer.
         """
         plan = self._agree(lambda: self._with_buffers(make(), init is not None))
         request, record = plan.request, self._record
@@ -125,36 +124,36 @@ class SessionFactory:
         return self._optimizer
 
     def give_up(self) -> None:
-        """Close what was opened, and leave the directory as it was."""
+        """Close the session, and leave the directory as it was."""
         if self._current.run is not None:
             self._current.run.close()
         self._current.run = None
         self.remove_strays()
 
     def forget(self) -> None:
-        """The manager closes: let go of the user's optimizer."""
+        """Drop the user's optimizer: the manager closes."""
         self._optimizer = None
 
     def remove_strays(self) -> None:
-        """Remove what a run that ended has left in the directory beside its commit. No run is open."""
+        """Remove files in the directory that its commit does not name. Requires that no session is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
 
     def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
-        """Return `plan`. Raise UnsupportedError if the model has buffers without values, and nothing gives them any."""
+        """Return `plan`. Raise UnsupportedError if buffers of the model have no values, and there is no source of them."""
         if self._record is not None:
-            check_buffers(plan.request.model, "what a run goes on from")
+            check_buffers(plan.request.model, "a resumed run")
         elif plan.request.frozen is not None and not has_init:
             check_buffers(plan.request.model, "external")
         return plan
 
     def _agree(self, make: Callable[[], Plan]) -> Plan:
-        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
+        """Return this rank's plan. If a rank can make none, or they would commit at different steps, all fail."""
         plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
         if len(set(every)) > 1:
             steps = ["never" if n is None else f"every {n} steps" for n in every]
             commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
             raise ConfigError(
-                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
+                f"ranks would commit at different steps ({commits}), so none could be resumed: give all the same "
                 "CommitPolicy, placements and host_memory"
             )
         return plan
@@ -163,7 +162,7 @@ class SessionFactory:
         current, request = self._current, plan.request
         guard = SessionGuard(current.check, current.check_to_write, current.turns, request.manager.operates)
         describe = self._describe_commits(plan)
-        callbacks = Callbacks(guard, current.begin_step, current.undo_update, describe)
+        callbacks = Callbacks(guard, current.begin_step, current.undo_update, current.changed_in_pass, describe)
         return TrainingSession(plan, self._directory, origin, self._clock, callbacks)
 
     def _describe_commits(self, plan: Plan) -> Callable[[int], CommitRecord]:
@@ -175,14 +174,14 @@ class SessionFactory:
         )
 
     def _edited_members(self, request: Request, names: Mapping[int, str]) -> list[list[str]] | None:
-        """Return which parameters the optimizer's groups have; None where they are those that the script gives."""
+        """Return the parameters of the optimizer's groups; None if they are those given to `offload`."""
         members = names_by_group(request.optimizer, names)
         return None if members == self._given_members else members
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train_more(self, add: Callable[[], None]) -> None:
-        """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
+        """Call `add`, which adds to the optimizer's groups, and replace the session by one that trains all of them."""
         current, optimizer = self._current, self._optimizer
         with current.turns.turn():
             current.check()
@@ -209,7 +208,7 @@ class SessionFactory:
 
 
 def state_for(request: Request, run: TrainingSession) -> StateOwner:
-    """Return who shows the user the optimizer's state."""
+    """Return the owner of the state that the user's optimizer shows."""
     owner, model = run.model.optimizer_state, request.model
     return ShardedState(owner, model, request.given_optimizer) if isinstance(model, Shards) else owner
 
