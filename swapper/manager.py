@@ -30,6 +30,7 @@ from swapper.runtime.counters import Counters
 from swapper.runtime.interrupts import defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
+from swapper.runtime.teardown import close_all
 from swapper.runtime.trace import MOST_SPANS, Trace, asked_for
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
@@ -459,10 +460,8 @@ class SwapManager:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._factory.forget()
-                    if run is not None:
-                        run.close()
-                    self._directory.close()
-                    self._ranks.close()
+                    owned = (run, self._directory, self._ranks)
+                    close_all(owner.close for owner in owned if owner is not None)
         if run is not None:
             run.publisher.raise_failure()
 

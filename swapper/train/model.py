@@ -59,15 +59,11 @@ class OffloadedModel:
         plan: of the session; has the user's model and optimizer.
         sections: param and state sections, with memory.
         grad_sections: of gradients; resident ones get their memory before `start`.
-        pager: makes the leases.
         clock: notified of the phases of a step; has the counters to update.
-        manager: the manager's callbacks.
-        on_device: the accelerator of forwards and backwards, if any.
 
     Attributes:
         optimizer_state: of all trained parameters.
         fault_handler: answers accesses to cold parameters.
-        gathering: pins parameters.
         updates: decides when groups are updated.
     """
 
@@ -95,7 +91,7 @@ class OffloadedModel:
         self._grad_sections = grad_sections
         self._places = find_places([*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
-        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._names = inventory.names
         self._membership = Membership(optimizer, self._trainables, self._names)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(

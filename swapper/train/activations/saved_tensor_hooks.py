@@ -58,7 +58,6 @@ class View:
 
     Args:
         tensor: the one that autograd saves.
-        stored: its storage.
     """
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:

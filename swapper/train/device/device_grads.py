@@ -30,8 +30,6 @@ class DeviceGradients(PagedGradients):
 
     Args:
         places: for each trainable parameter its qualified name and its gradient's location.
-        pager: makes the leases.
-        on_device: copies gradients to the host.
     """
 
     def __init__(

@@ -80,10 +80,7 @@ class DeviceSweep(Sweep):
     """A sweep that updates on the device.
 
     Args:
-        on_device: copies slices up and down.
-        gradient_of: see Gradient.
         kept: state that stays on the device.
-        others: as for any sweep.
     """
 
     def __init__(

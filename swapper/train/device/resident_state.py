@@ -62,8 +62,6 @@ class DeviceResidentState:
 
     Args:
         trainables: of those groups.
-        on_device: copies it.
-        pager: makes the leases of its pages.
     """
 
     def __init__(self, trainables: Iterable[Trainable], on_device: TrainingDevice, pager: Pager) -> None:

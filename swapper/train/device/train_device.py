@@ -62,8 +62,6 @@ class TrainingDevice(ModelDevice):
         budget: the device, and how much of its memory may be used.
         placement: the division of that.
         host: memory of frames and resident sections.
-        pager: of the frames.
-        counters: to update.
         updates: the optimizer's updates run there too.
         kernel: updates instead of the optimizer, or None.
 
@@ -271,11 +269,7 @@ def _check_others(budget: DeviceBudget) -> None:
 
 
 class StreamOrder:
-    """Records the streams with work that the next user must wait for; with a single stream no event is needed.
-
-    Args:
-        device: of the streams.
-    """
+    """Records the streams with work that the next user must wait for; with a single stream no event is needed."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

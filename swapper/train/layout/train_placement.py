@@ -69,7 +69,6 @@ def choose_placement(
     """Return the places of "param", "state" and "grad", and the division of the budget.
 
     Args:
-        inventory: to be placed.
         params, optimizer_state, gradients: "host", "nvme" or "auto", which keeps in memory as much as fits the budget.
         host_bytes: the budget.
         page_bytes: the size of a page of a resumed run; None to choose it.
@@ -137,7 +136,6 @@ def place_on_accelerator(
     former.
 
     Args:
-        inventory: of the model.
         budget: of the device.
         buffer_bytes: other bytes on the device: the model's buffers, slices that are updated.
         params: "device" if all of them must stay.
@@ -222,9 +220,7 @@ def frames_needed(
     leased while they are in flight.
 
     Args:
-        inventory: of the model.
         resident: tells if a section stays in memory.
-        page_bytes: the size of a page.
         step: its variant.
     """
     plans = [*inventory.plans, *inventory.grad_plans]
@@ -263,10 +259,7 @@ def expected_cycle(
     """Predict a step from module order: forward, backward, optimizer. The first observed step replaces the prediction.
 
     Args:
-        inventory: of the model.
         sections: all.
-        trainables: the updated parameters.
-        page_bytes: the size of a page.
         update: when.
         resident_set: the groups that stay on a device, if there is one: pages of parameters are used one by one there,
             and those of these groups for the first use after an update.

@@ -32,14 +32,7 @@ class ParameterFaultHandler:
     """Implements swapper.modules.cold.FaultHandler.
 
     Args:
-        inventory: contents of the model.
-        trainables: the trained parameters.
         groups: all groups, by index; they may be added later.
-        places: of everything, by name of a parameter and key.
-        pager: flushes changes before parameters are shown.
-        session_guard: called at each use by the user.
-        gathering: pins parameters.
-        finish_update: finishes the last step's updates.
         changes_itself: forwards change parameters, as far as the model tells.
         changed_in_pass: called when a forward has changed parameters.
 
@@ -77,7 +70,7 @@ class ParameterFaultHandler:
         self.hooks: TrainingHooks | None = None
         self._is_trained = bool(trainables)
         self._warned: set[str] = set()
-        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._names = inventory.names
         self._group_of = {name: group.index for group in inventory.groups for name, _ in group.parameters}
         self._mastered = {of.name for trainable in trainables for of in trainable.places if of.has_master}
         self.shown = ShownParameters(places, self._group_of, pager)
@@ -194,9 +187,7 @@ class ShownParameters:
     Each is shown by one tensor, however often it is requested: torch.save writes a tied one once.
 
     Args:
-        places: of everything, by name of a parameter and key.
         group_of: index of the group of each parameter, by name.
-        pager: flushes changes before parameters are shown.
     """
 
     def __init__(

@@ -36,8 +36,6 @@ class Gathering:
 
     Args:
         groups: all groups, by index; they may be added later.
-        refresh_masters: see RefreshMasters.
-        turns: of the model.
         check_room: raises BudgetError if these pages do not fit the pool at once.
 
     Attributes:
@@ -128,10 +126,7 @@ class LoadHooks:
     """Owns the hooks around `load_state_dict` and `state_dict`.
 
     Args:
-        units: the modules to hook.
-        groups: all groups, by index.
         check_to_write: raises if parameters cannot be changed now.
-        refresh_masters: see RefreshMasters.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ class GroupParameters(LeasedGroup):
     """Owns the placement of one group's parameters.
 
     Args:
-        group: the group; `adopt` moves its parameters' data to their slots.
         places: for each parameter, its section and slot.
-        pager: makes the leases.
-        fault_handler: answers for cold parameters.
         expire: called with a reason before changed parameters may be written: expires the tensors that show them.
     """
 
@@ -259,12 +256,7 @@ class GroupParameters(LeasedGroup):
 
 
 class DeviceGroupParameters(GroupParameters):
-    """Leases a group's image on an accelerator; its pages are leased only while they are copied.
-
-    Args:
-        group, places, pager, fault_handler, expire: as for any group.
-        on_device: has the images.
-    """
+    """Leases a group's image on an accelerator; its pages are leased only while they are copied."""
 
     image: DeviceCopy
 

@@ -28,16 +28,7 @@ class PassLifecycle:
     """Owns the hooks of one model, and installs them.
 
     Args:
-        inventory: contents of the model.
-        groups: all groups, by index.
-        updates: notified by passes.
         sweep: an abandoned pass drops its leases too.
-        pager: makes the leases.
-        fault_handler: faults parameters in for the running forward.
-        session_guard: called at each use by the user.
-        clock: notified of the phases of a step.
-        on_device: the accelerator of forwards and backwards, if any.
-        gradients: notified when a forward begins.
         refresh_masters: called with groups that `load_state_dict` has changed.
     """
 

@@ -71,14 +71,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     """Owns the hooks of one model and the leases that they hold.
 
     Args:
-        units: the modules to hook.
-        groups: all groups, by index.
         check_usable: called at the start of each forward; raises if the manager cannot be used.
         drop_leases: drops all leases except the given ones, after a pass was abandoned.
         enter_phase: called when a phase of a step begins: "forward", "backward" or "between".
-        updates: notified by passes.
-        turns: of the model.
-        on_device: the accelerator of forwards and backwards, if any.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,6 @@ DETACHED = (
 
 class Relayout:
     """Owns the session during a relayout.
-
-    Args:
-        run: the old one.
-        directory: the run's.
-        open_run: opens a session.
 
     Attributes:
         run: the present one; None if neither could be opened.
@@ -95,43 +91,32 @@ class Relayout:
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
         assert self.run is not None
-        stash = GradientStash(self._directory.path)
-        content = self.run.carried(self._request.optimizer)
         old = _OldSession.of(self.run)
-        try:
+        with (
+            closing(GradientStash(self._directory.path)) as stash,
+            closing(self.run.carried(self._request.optimizer)) as content,
+        ):
             stash.fill(self.run.model.gradients)
-            self._replace(plan, old, content, stash, step, undo)
-        finally:
-            stash.close()
-            content.close()
+            self._detach()
+            try:
+                self._open_new(plan, old, content, stash, step)
+            except BaseException:
+                undo()
+                if self.run is not None:
+                    self._detach()
+                self._reopen(old, stash, step)
+                raise
+            finally:
+                self._remove_old_files()
 
-    def _replace(
-        self,
-        plan: Plan,
-        old: _OldSession,
-        content: CarriedSource,
-        stash: GradientStash,
-        step: int,
-        undo: Callable[[], None],
-    ) -> None:
-        self._detach()
-        new: TrainingSession | None = None
-        try:
-            first = first_free_number(self._directory.path)
-            self.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
-            new.adopt(content)
-            new.model.optimizer_state.entries.unpack(old.entries)
-            new.begin(None)
-            stash.empty_into(new.model.gradients)
-            new.committer.write_all(step)
-        except BaseException:
-            undo()
-            if new is not None:
-                self._detach()
-            self._reopen(old, stash, step)
-            raise
-        finally:
-            self._remove_old_files()
+    def _open_new(self, plan: Plan, old: _OldSession, content: CarriedSource, stash: GradientStash, step: int) -> None:
+        first = first_free_number(self._directory.path)
+        self.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
+        new.adopt(content)
+        new.model.optimizer_state.entries.unpack(old.entries)
+        new.begin(None)
+        stash.empty_into(new.model.gradients)
+        new.committer.write_all(step)
 
     def _reopen(self, old: _OldSession, stash: GradientStash, step: int) -> None:
         run = self._open_run(old.plan, old.origin)

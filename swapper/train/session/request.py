@@ -34,7 +34,6 @@ class ManagerOptions:
         commit_every: "free", a number of steps, or None.
         fsync: commits survive a power loss.
         drives: of the run.
-        backend: of transfers.
         check_reads: reads from swap files are compared with checksums.
         operates: operations on cold parameters are done; else they are refused.
         stall_s: seconds of one wait until the watchdog logs a dump; None: it never does.

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from swapper.durability.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
+from swapper.durability.commit import (
+    CommitRecord,
+    boot_id,
+    check_group_count,
+    check_same,
+    check_trained,
+    describe_plans,
+)
 from swapper.durability.directory import RunDirectory
 from swapper.durability.fallback import Commit
 from swapper.durability.recovery import follow_placement, page_bytes_of
@@ -18,7 +26,7 @@ from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.membership import names_by_group
-from swapper.train.optimizer.optim import PagedOptimizer, StateOwner
+from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
@@ -33,10 +41,6 @@ class SessionFactory:
     """Puts sessions into a manager's slot, and binds the user's optimizer to them.
 
     Args:
-        current: the slot.
-        directory: the manager's.
-        clock: divides steps into phases.
-        user: the user's own state that belongs to a step.
         record: the commit to resume from, or None.
         fallback: the one before it, if the run can still return to that.
     """
@@ -81,7 +85,7 @@ class SessionFactory:
         tuning = find_tuning_of(self._directory.drives)
         if record is None:
             return plan_run(request, inventory, tuning=tuning)
-        check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+        check_trained(record, set(inventory.names.values()), inventory.forms.keys())
         check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
         check_same(record, inventory.plans, request.kind)
         check_group_count(record, len(request.optimizer.param_groups))
@@ -104,10 +108,11 @@ class SessionFactory:
         """
         plan = self._agree(lambda: self._with_buffers(make(), init is not None))
         request, record = plan.request, self._record
-        self._given_members = names_by_group(request.optimizer, _names(plan.inventory))
+        self._given_members = names_by_group(request.optimizer, plan.inventory.names)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
         if init is not None and record is None:
+            assert run.engine is not None
             values = Values(init, request.model, run.engine, plan.inventory.external)
         if record is not None:
             self._clock.counters.step = record.step
@@ -125,10 +130,12 @@ class SessionFactory:
 
     def give_up(self) -> None:
         """Close the session, and leave the directory as it was."""
-        if self._current.run is not None:
-            self._current.run.close()
-        self._current.run = None
-        self.remove_strays()
+        try:
+            if self._current.run is not None:
+                self._current.run.close()
+        finally:
+            self._current.run = None
+            self.remove_strays()
 
     def forget(self) -> None:
         """Drop the user's optimizer: the manager closes."""
@@ -166,17 +173,32 @@ class SessionFactory:
         return TrainingSession(plan, self._directory, origin, self._clock, callbacks)
 
     def _describe_commits(self, plan: Plan) -> Callable[[int], CommitRecord]:
-        request, frozen = plan.request, plan.request.frozen
-        described, names = describe_plans(plan.inventory.plans), _names(plan.inventory)
+        """Return the function that makes the record of a step, its `files`, `sections` and `state_entries` still empty."""
+        request, frozen, directory = plan.request, plan.request.frozen, self._directory
+        described, names = describe_plans(plan.inventory.plans), plan.inventory.names
         external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
-        return lambda step: self._user.in_commit(
-            step, self._directory, request, plan.places, described, external, self._edited_members(request, names)
-        )
 
-    def _edited_members(self, request: Request, names: Mapping[int, str]) -> list[list[str]] | None:
-        """Return the parameters of the optimizer's groups; None if they are those given to `offload`."""
-        members = names_by_group(request.optimizer, names)
-        return None if members == self._given_members else members
+        def describe(step: int) -> CommitRecord:
+            members = names_by_group(request.optimizer, names)
+            return CommitRecord(
+                step=step,
+                rank=directory.rank,
+                world_size=directory.world_size,
+                boot_id=boot_id(),
+                optimizer=request.kind,
+                placement=plan.places,
+                plans=described,
+                files={},
+                sections=[],
+                param_groups=copy.deepcopy(packed_groups(request.optimizer.param_groups)),
+                state_entries={},
+                external=external,
+                members=None if members == self._given_members else members,  # as in `offload`
+                job=directory.job,
+                **self._user.in_commit(),
+            )
+
+        return describe
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -213,13 +235,9 @@ def state_for(request: Request, run: TrainingSession) -> StateOwner:
     return ShardedState(owner, model, request.given_optimizer) if isinstance(model, Shards) else owner
 
 
-def _names(inventory: Inventory) -> dict[int, str]:
-    return {id(parameter): name for group in inventory.groups for name, parameter in group.parameters}
-
-
 def _check_same_inventory(planned: Inventory, found: Inventory) -> None:
     for what, before, now in (
-        ("parameters", _names(planned), _names(found)),
+        ("parameters", planned.names, found.names),
         ("optimizer's groups", planned.settings, found.settings),
         ("shapes, dtypes or requires_grad", [*planned.plans, *planned.grad_plans], [*found.plans, *found.grad_plans]),
     ):

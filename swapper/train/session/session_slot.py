@@ -55,12 +55,10 @@ class SessionGuard:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What a session calls of its manager.
+    """The manager's functions that a session calls.
 
     Attributes:
-        session_guard: called at each use by the user.
         begin_step: called before a backward updates the first group of a step.
-        undo_sections: see UndoSections.
         changed_in_pass: called when a forward has changed parameters.
         describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
     """
@@ -76,10 +74,7 @@ class SessionSlot:
     """Owns the present session, which a relayout replaces.
 
     Args:
-        directory: the manager's.
-        backend: of transfers.
         clock: divides steps into phases; its counters count them.
-        user: the user's own state that belongs to a step.
 
     Attributes:
         run: the session; None before `offload` and after `close`.

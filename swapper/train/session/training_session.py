@@ -87,7 +87,6 @@ class TrainingSession:
         directory: of the swap files, on each drive.
         origin: its start.
         clock: divides steps into phases; has the counters to update.
-        manager: the manager's callbacks.
 
     Attributes:
         sections: of parameters and optimizer state.

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from swapper.durability.commit import CommitRecord, boot_id, check_state
-from swapper.durability.directory import RunDirectory
+from swapper.durability.commit import CommitRecord, check_state
 from swapper.errors import CheckpointError, ConfigError
-from swapper.train.optimizer.optim import packed_groups
-from swapper.train.session.request import Request
 
 
 class UserState:
@@ -82,42 +79,13 @@ class UserState:
         }
         return content if self._rng is None else {**content, "rng": self._rng}
 
-    def in_commit(
-        self,
-        step: int,
-        directory: RunDirectory,
-        request: Request,
-        places: dict[str, str],
-        plans: list[str],
-        external: dict[str, tuple[int, int]],
-        members: list[list[str]] | None,
-    ) -> CommitRecord:
-        """Return the record of a commit of `step`, its `files`, `sections` and `state_entries` still empty.
-
-        Args:
-            places: of each family.
-            plans: the layout, by `describe_plans`.
-            external, members: see CommitRecord.
-        """
-        return CommitRecord(
-            step=step,
-            rank=directory.rank,
-            world_size=directory.world_size,
-            boot_id=boot_id(),
-            optimizer=request.kind,
-            placement=places,
-            plans=plans,
-            files={},
-            sections=[],
-            param_groups=copy.deepcopy(packed_groups(request.optimizer.param_groups)),
-            state_entries={},
-            registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
-            extra=copy.deepcopy(self.extra),
-            rng=self._rng,
-            external=external,
-            members=members,
-            job=directory.job,
-        )
+    def in_commit(self) -> dict[str, Any]:
+        """Return its fields of a CommitRecord."""
+        return {
+            "registered": {name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
+            "extra": copy.deepcopy(self.extra),
+            "rng": self._rng,
+        }
 
 
 def rng_states() -> dict[str, Any]:
