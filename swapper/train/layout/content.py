@@ -96,8 +96,8 @@ class CarriedSource:
         self._engine: Engine | None = None
 
     def close(self) -> None:
-        engine = [] if self._engine is None else [self._engine]
-        close_all(owner.close for owner in (*engine, *self._files.values()))
+        if self._engine is not None:
+            close_all([self._engine.close, *(file.close for file in self._files.values())])
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._given.begin([(name, p) for name, p in parameters])

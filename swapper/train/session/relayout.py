@@ -28,6 +28,7 @@ from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.gradient_stash import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.session.plan import Plan, plan_run
+from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 
 DETACHED = (
@@ -37,20 +38,19 @@ DETACHED = (
 
 
 class Relayout:
-    """Owns the session during a relayout.
+    """Replaces the session of a manager's slot, which is empty if neither the new one nor the old one could be opened.
 
-    Attributes:
-        run: the present one; None if neither could be opened.
+    Args:
+        current: the slot, with a session.
     """
 
     def __init__(
         self,
-        run: TrainingSession,
+        current: SessionSlot,
         directory: RunDirectory,
         open_run: Callable[[Plan, Origin], TrainingSession],
     ) -> None:
-        self.run: TrainingSession | None = run
-        self._request = run.plan.request
+        self._current = current
         self._directory = directory
         self._open_run = open_run
 
@@ -68,12 +68,13 @@ class Relayout:
             DirectoryError: the drive has no space for the new files.
             IoError: a transfer failed.
         """
-        assert self.run is not None
-        _check_between_steps(self.run)
-        self.run.committer.write_all(step)
-        self.run.committer.before_change_of_layout()
-        self.run.publisher.raise_failure()
-        groups = self._request.optimizer.param_groups
+        run = self._current.running("add_param_group")
+        _check_between_steps(run)
+        run.committer.write_all(step)
+        run.committer.before_change_of_layout()
+        run.publisher.raise_failure()
+        before, groups = run.plan, run.plan.request.optimizer.param_groups
+        del run  # or a traceback would keep it
         count = len(groups)
 
         def undo() -> None:
@@ -81,7 +82,7 @@ class Relayout:
 
         try:
             add()
-            plan = _plan_more(self.run.plan)
+            plan = _plan_more(before)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
                 self._change(plan, step, undo)
@@ -90,19 +91,20 @@ class Relayout:
             raise
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        assert self.run is not None
-        old = _OldSession.of(self.run)
+        run = self._current.running("add_param_group")
+        old = _OldSession.of(run)
         with (
             closing(GradientStash(self._directory.path)) as stash,
-            closing(self.run.carried(self._request.optimizer)) as content,
+            closing(run.carried(plan.request.optimizer)) as content,
         ):
-            stash.fill(self.run.model.gradients)
+            stash.fill(run.model.gradients)
+            del run
             self._detach()
             try:
                 self._open_new(plan, old, content, stash, step)
             except BaseException:
                 undo()
-                if self.run is not None:
+                if self._current.run is not None:
                     self._detach()
                 self._reopen(old, stash, step)
                 raise
@@ -111,7 +113,7 @@ class Relayout:
 
     def _open_new(self, plan: Plan, old: _OldSession, content: CarriedSource, stash: GradientStash, step: int) -> None:
         first = first_free_number(self._directory.path)
-        self.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
+        self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
         new.adopt(content)
         new.model.optimizer_state.entries.unpack(old.entries)
         new.begin(None)
@@ -129,20 +131,18 @@ class Relayout:
         except BaseException:
             run.close()
             raise
-        self.run = run
+        self._current.run = run
 
     def _detach(self) -> None:
         """Close the session, and release its memory."""
-        assert self.run is not None
-        self.run.detach(DETACHED)
-        self.run = None
+        self._current.running("add_param_group").detach(DETACHED)
+        self._current.run = None
         gc.collect()
 
     def _remove_old_files(self) -> None:
         """Remove files that neither the session nor the commit names. [Note: before or after]"""
-        if self.run is None:
-            return
-        self._directory.remove_strays(self.run.file_names | self._committed_files())
+        if self._current.run is not None:
+            self._directory.remove_strays(self._current.run.file_names | self._committed_files())
 
     def _committed_files(self) -> set[str]:
         record = read_commit(self._directory.path)

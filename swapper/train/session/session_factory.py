@@ -212,21 +212,18 @@ class SessionFactory:
                     "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
                     "groups, before"
                 )
-            change = Relayout(current.running("add_param_group"), self._directory, self._open_run)
             assert optimizer is not None
-            current.run = None
             optimizer.bind(None)
             step = self._clock.counters.step
             try:
-                change.train_more(add, step)
+                Relayout(current, self._directory, self._open_run).train_more(add, step)
             except BaseException as error:
-                if change.run is None:
+                if current.run is None:
                     current.fail(step, error)
                 raise
             finally:
-                current.run = change.run
-                if change.run is not None:
-                    optimizer.bind(state_for(change.run.plan.request, change.run))
+                if current.run is not None:
+                    optimizer.bind(state_for(current.run.plan.request, current.run))
 
 
 def state_for(request: Request, run: TrainingSession) -> StateOwner:

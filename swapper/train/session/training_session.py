@@ -275,8 +275,10 @@ class TrainingSession:
 
     def detach(self, why: str) -> None:
         """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
-        self.model.detach(why)
-        self._close(keep_cold=False)
+        try:
+            self.model.detach(why)
+        finally:
+            self._close(keep_cold=False)
         del self.pager, self.committer, self.publisher, self._store
 
     # ------------------------------------------------------------------------------------------------------------------
