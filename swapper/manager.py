@@ -1,6 +1,6 @@
-"""SwapManager: the user's verbs, over a directory and the run in it.
+"""Defines SwapManager: the user's calls on a run directory and its session.
 
-train/session/training_session.py has what a run opens, and the order of closing.
+train/session/training_session.py opens a session, and states the order of closing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swapper.errors import ConfigError, StateError
 from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
-from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
@@ -42,37 +42,38 @@ class SwapManager:
     """Pages a model's parameters and its optimizer's state between host memory and NVMe, within one budget.
 
     Args:
-        directory: on the drive that shall hold the run; it is made where its parent exists. The run lives in a directory of its own
-            below it, `rank-R-of-W`, by the environment's RANK and WORLD_SIZE. Or a list of them, one a drive: pages are dealt to
-            the drives by the speeds that `swapper tune` measured, equally where it did not.
-        host_memory: every host byte that swapper may hold, in bytes or as "8GiB"; "auto" takes half of what is free.
-        resume: "error" refuses a directory that holds a run; "auto" goes on from its last commit, or begins where there is
-            none; "discard" throws that run away.
-        ranks: "together": where torch.distributed is initialized, all its ranks make a manager each, go on from the newest step
-            that all have committed, and take the same steps. "alone": each rank is a run for itself.
-        commits: after how many steps the run can be gone on from, whatever kills it: a swapper.CommitPolicy(...). By default
-            after each where parameters and optimizer state live on NVMe, else never.
-        check_reads: compare what is read from the swap files with the checksum of what was written there, so that bytes that the
-            drive, memory or another program changed are a ChecksumError and not part of a step. False saves a few percent of a step
-            that computing alone fills.
-        rng: commits and snapshots hold the states of the random number generators (Python's, torch's, NumPy's) as of the
-            end of their step, and a run that goes on puts them back in `offload`.
-        backend: how transfers are made: "auto", "uring" or "threads".
-        cold: what becomes of an operation on a parameter that is away, outside of a forward that contains it: with "read" it is
-            done, in place or not, the parameter being in memory for that one operation; with "raise" it is a ColdParameterError.
-        stall_s: when one wait for the drive takes longer than so many seconds, the log gets a dump of what is going on, as from
-            `dump`; None: never. SIGUSR1 asks for one too, where nobody else has a handler for it (runtime/watchdog.py).
+        directory: on the drive of the run; created if its parent exists. The run has a subdirectory `rank-R-of-W`, by
+            the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
+            the speeds that `swapper tune` measured, equally if it did not.
+        host_memory: maximum host bytes of swapper, in bytes or as "8GiB"; "auto" takes half of the free memory.
+        resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
+            "discard" deletes that run.
+        ranks: "together": if torch.distributed is initialized, each of its ranks makes a manager; all resume from the
+            newest step that each has committed, and take the same steps. "alone": each rank is a run of its own.
+        commits: a swapper.CommitPolicy(...): the number of steps from commit to commit. By default each step is
+            committed if parameters and optimizer state are on NVMe, else none.
+        check_reads: compare reads from the swap files with checksums of the writes: bytes changed by the drive, memory
+            or another program raise ChecksumError before a step uses them. False saves a few percent of a step that is
+            limited by computing.
+        rng: commits and snapshots include the states of the random number generators (Python's, torch's, NumPy's) at
+            the end of their step, and a resumed run restores them in `offload`.
+        backend: of transfers: "auto", "uring" or "threads".
+        cold: for operations on a cold parameter outside of a forward that contains it: "read" brings it in for that
+            operation, which may be in place; "raise" raises ColdParameterError.
+        stall_s: seconds of one wait for the drive until the log gets a `dump`; None: never. SIGUSR1 requests one too,
+            unless it has another handler (runtime/watchdog.py).
 
     Attributes:
-        extra: a dict of the user's own values that belong to a step (an epoch, a position in the data): in every commit and
-            snapshot, and there again in a run that goes on. As of the next use after the step, so set it where schedulers step.
-        current: the run that there is; for swapper's other parts.
+        extra: a dict of the user's values that belong to a step (an epoch, a position in the data), in every commit and
+            snapshot, and restored in a resumed run. Values at the first use after the step count, so set them where
+            schedulers step.
+        current: the present session, for swapper's other parts.
 
     Raises:
-        ConfigError: an option is not known.
-        DirectoryError: the directory's parent is missing; the directory is not writable, in use, or holds a run; or ranks hold
-            what does not fit together.
-        CheckpointError: the last commit of the run to go on from cannot be read.
+        ConfigError: an option is unknown.
+        DirectoryError: the directory's parent is missing; the directory is not writable, in use, or has a run; or the
+            ranks' runs do not fit together.
+        CheckpointError: the last commit of the run to resume cannot be read.
         StateError: another rank could not make its manager.
     """
 
@@ -100,7 +101,7 @@ class SwapManager:
         parse_choice(ranks, "ranks", RANKS_CHOICES)
         if stall_s is not None and not stall_s > 0:
             raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
-        self._recording = ExitStack()  # of the trace that the environment asks for
+        self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
         self._ranks = Ranks.find(ranks)
@@ -114,8 +115,6 @@ class SwapManager:
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
         self._factory = SessionFactory(self.current, self._directory, self._clock, self._user, self._resumed, fallback)
         self._factory.remove_strays()
-
-    # --- the user's verbs -----------------------------------------------------------------------------------------
 
     def offload(
         self,
@@ -134,55 +133,55 @@ class SwapManager:
         external: ExternalWeights | None = None,
         init: Callable[[nn.Module], Any] | str | os.PathLike[str] | None = None,
     ) -> tuple[Any, Any]:
-        """Move `model`'s parameters and `optimizer`'s state to where they shall live. Call it once.
+        """Move `model`'s parameters and `optimizer`'s state to their placement. Call it once.
 
         Args:
-            model: on the CPU, with values, or on the meta device, with `init`; hooks are put into it. Several that are used
-                together (a policy and a reward model, a copy that follows by averaging) in a dictionary by name or in a list:
-                they share the budget.
-            optimizer: over parameters of `model`. It is not used any more; the returned one takes its place. None where nothing
-                is trained.
-            plan: what `manager.plan` has returned for these: it is done as planned. It says all that follows but `init`, so leave
-                that out.
-            params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget goes). `params` may be "device":
-                see `device_memory`. For a model that is on a device and updated there, so may `optimizer_state`: all of it stays
-                there and is never streamed, and with "auto" that of as many groups as `device_memory` has room for when all
-                parameters and gradients stay. Its place on NVMe, or in host memory, has it at commits and snapshots.
-            gradients: "host" or "auto" keeps them in host memory. With "nvme" they leave as they come; `parameter.grad` then
-                says that there is one, but has no data to look at: clipping, scaling and zeroing it work. "device", for a model
-                that is on a device and updated there, keeps all of them there, as ordinary tensors, and "auto" then those of as
-                many groups as `device_memory` has room for where all parameters stay.
-            master_weights: None does exactly what plain torch would do; torch.float32 keeps fp32 masters and fp32
-                optimizer state beside bf16 and fp16 parameters.
-            update: "step" updates all parameters in `optimizer.step()`. With "deferred" that call only fixes what the step is;
-                each group is updated when the next forward reaches it and its parameters are used at once, so that they are read
-                once less. The results are the same. What looks at parameters, state or gradients earlier finishes the step.
-                "backward" updates each group as soon as backward has done with it; see docs/training.md for what that rules out.
-            device: where forwards and backwards run: "cpu", "cuda", "cuda:1", ... Inputs are to be there; the model may be.
-                `parameter.grad` has no data to look at then, unless gradients stay there.
-            device_memory: bytes, or "8GiB", of parameters on the device at one time; "auto" is half of what is free there. What it
-                can hold stays from forward to backward; params="device" refuses a budget that cannot hold all of them.
-            accelerator: how a model on a device is updated: a swapper.Accelerator(...). By default on the CPU, by your optimizer.
-            external: files of yours that have the frozen parameters, which are read in place: a swapper.ExternalWeights(path=...).
+            model: on the CPU, with values, or on the meta device, with `init`; it gets hooks. Several models that are
+                used together (a policy and a reward model, an averaged copy) in a dictionary by name or in a list share
+                the budget.
+            optimizer: over parameters of `model`. Use the returned one instead from now on. None to train nothing.
+            plan: a result of `manager.plan` for these, which is carried out. It includes all options below but `init`,
+                so leave those out.
+            params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget allows). `params` may be
+                "device": see `device_memory`. For a model that is updated on a device, so may `optimizer_state`: all of
+                it stays there. With "auto" the state of as many groups stays as `device_memory` allows in addition to
+                all parameters and gradients. Commits and snapshots copy it to NVMe or host memory.
+            gradients: "host" and "auto" keep them in host memory. "nvme" writes each as it comes; `parameter.grad` then
+                shows that it exists and can be clipped, scaled and zeroed, but not read. For a model that is updated on
+                a device, "device" keeps all there, as ordinary tensors, and "auto" those of as many groups as
+                `device_memory` allows in addition to all parameters.
+            master_weights: None computes exactly as plain torch; torch.float32 keeps fp32 masters and fp32 optimizer
+                state for bf16 and fp16 parameters.
+            update: "step" updates all parameters in `optimizer.step()`. "deferred" only fixes the step there, and
+                updates each group when the next forward reaches it, which saves one read; the results are the same, and
+                an earlier access to parameters, state or gradients finishes the step. "backward" updates each group
+                when backward has finished with it; docs/training.md lists what that excludes.
+            device: of forwards and backwards: "cpu", "cuda", "cuda:1", ... Inputs must be there; the model may be.
+                `parameter.grad` has no data then, unless gradients stay there.
+            device_memory: maximum bytes, or "8GiB", of parameters on the device; "auto" is half of the free memory.
+                What fits stays from forward to backward; params="device" requires that all of them fit.
+            accelerator: a swapper.Accelerator(...): how a model on a device is updated. By default your optimizer does
+                it on the CPU.
+            external: a swapper.ExternalWeights(path=...): your files of the frozen parameters, which are read in place.
                 By default all parameters are copied to the run's directory.
-            init: where the values of a model on the meta device come from: a function that fills the parameters and buffers of the
-                module that it is given, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They are
-                made group by group at their places: the model is never whole in memory. A run that goes on has them already.
+            init: the source of values for a model on the meta device: a function that fills the parameters and buffers
+                of the given module, or the path of a checkpoint (safetensors, Hugging Face directory, torch, DCP). They
+                are filled group by group, so that the model is never whole in memory. A resumed run does not use it.
 
         Returns:
             `model`, the same object, and an optimizer that shares `optimizer.param_groups` (None for None).
 
         Raises:
-            ConfigError: an option is not known, or they do not go together.
-            BudgetError: the budget is too small; says the smallest that works.
+            ConfigError: an option is unknown, or options do not go together.
+            BudgetError: the budget is too small; names the smallest that works.
             UnsupportedError: this model or optimizer cannot be offloaded exactly.
-            DirectoryError: the drive has not enough room.
-            CheckpointError: the run to go on from is another one; what `init` or `external` names is no checkpoint, or damaged;
-                `external` does not fit the model.
-            DeviceError: there is no such device, or it fails.
+            DirectoryError: the drive has too little space.
+            CheckpointError: the run to resume is another one; the path in `init` or `external` is no checkpoint, or a
+                damaged one; `external` does not fit the model.
+            DeviceError: there is no such device, or it failed.
             IoError: a transfer failed.
-            StateError: the manager is closed or has a model already, or the model has another manager; `plan` is of something
-                else, or of how it was.
+            StateError: the manager is closed or has a model already; the model has another manager; `plan` is for
+                something else, or outdated.
         """
         self.current.check()
         self._ranks.check_still_so()
@@ -231,14 +230,13 @@ class SwapManager:
         accelerator: Accelerator | None = None,
         external: ExternalWeights | None = None,
     ) -> Plan:
-        """Return what `offload` will do: placement, memory, space, bytes a step, wear. Nothing is changed. `print` it.
+        """Return the plan of `offload`: placement, memory, space, bytes of a step, wear. Changes nothing. `print` it.
 
-        Give it to `offload` to have just that, or give `offload` the same keywords. A run that is gone on from stays as it was
-        divided.
+        Pass it to `offload`, or call that with the same keywords. A resumed run keeps its layout.
 
         Args: as of `offload`; parameters may be on the meta device.
 
-        Raises: as `offload` does, but for what only files, drives and `init` can tell.
+        Raises: as `offload`, except errors that only files, drives and `init` can cause.
         """
         self.current.check_usable()
         options = OffloadOptions(
@@ -248,28 +246,28 @@ class SwapManager:
         return self._factory.plan(Request.of(model, optimizer, options, self._options), may_be_meta=True)
 
     def register(self, **objects: Any) -> None:
-        """Name objects with `state_dict`/`load_state_dict` that belong to a step (a scheduler, a sampler).
+        """Register objects with `state_dict` and `load_state_dict` that belong to a step (a scheduler, a sampler).
 
-        Commits and snapshots hold their state; in a run that goes on they get here what its last commit has.
+        Commits and snapshots include their state; a resumed run loads its last commit's state into them here.
 
         Raises:
-            ConfigError: an object has not both, or its state cannot be kept in a file that torch.load(weights_only=True) reads.
+            ConfigError: an object lacks these methods, or torch.load(weights_only=True) could not read its state.
         """
         self._user.register(objects)
 
     @contextmanager
     def gather(self, target: nn.Module | nn.Parameter | Iterable[nn.Parameter], write: bool = False) -> Iterator[Any]:
-        """Have parameters in memory for the time of the context; on the device, where the model runs on one.
+        """Hold parameters in memory within the context, or on the device if the model runs there.
 
         Args:
-            target: a module (with all below it), a parameter, or several. The context gives it back, as `as`.
-            write: say True to change them; fp32 masters follow where the new value is another one.
+            target: a module (with its submodules), a parameter, or several; `as` returns it.
+            write: True to change them; fp32 masters are updated if the new value differs.
 
         Raises:
-            BudgetError: they do not fit into the pool, or on the device, at one time.
+            BudgetError: they do not fit the pool, or the device, at once.
             IoError: they could not be read.
-            StateError: parameters were changed without `write=True`, or are not of the offloaded model; or backward has updated
-                some of them and `optimizer.step()` is still to come.
+            StateError: parameters were changed without `write=True`, or are not the model's; or backward has updated
+                some of them before their `optimizer.step()`.
         """
         with self.current.turns.turn():
             self.current.check()
@@ -287,18 +285,18 @@ class SwapManager:
             yield target
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Return a context for the backwards that are not the last ones of their step, as DDP's no_sync.
+        """Return a context for all backwards of a step but the last, as DDP's no_sync.
 
-        Needed with `update="backward"`, where a backward outside of it is taken for the last one and updates; else it does nothing.
+        Needed with `update="backward"`, where a backward outside of it updates; without effect otherwise.
         """
         return self.current.running("accumulate").model.updates.accumulating()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_ does; returns the norm before clipping, a tensor of shape ().
+        """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_, and return the norm before it, of shape ().
 
         Raises:
-            UnsupportedError: with `update="backward"`, which has used gradients by then. So does `clip_grad_value_`.
-            StateError: a gradient did not reach its pages whole.
+            UnsupportedError: with `update="backward"`: the gradients are used already. So does `clip_grad_value_`.
+            StateError: a gradient was not written completely.
         """
         self.current.check()
         model = self.current.running("clip_grad_norm_").model
@@ -306,7 +304,7 @@ class SwapManager:
         return model.gradients.clip_norm(model.given_parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """Clip the gradients' values as torch.nn.utils.clip_grad_value_ does."""
+        """Clip the gradients' values as torch.nn.utils.clip_grad_value_."""
         self.current.check()
         model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
@@ -320,30 +318,28 @@ class SwapManager:
         keep: int | None = None,
         frozen: str = "include",
     ) -> SnapshotTicket:
-        """Take a snapshot of the whole state as of the last step: a file that plain torch.load opens. Training may go on at once.
+        """Take a snapshot of the last step's state: a file that plain torch.load opens. Training may continue at once.
 
-        The file has "model" and "optimizer" (state dicts as torch makes them), "master" (fp32 masters by name, where there
-        are any), "registered", "extra", "rng" (where that was asked for) and "swapper". What of it is on the drive is not
-        copied where `path` is on the same filesystem. It appears when it is whole, in the background: the ticket's `wait`
-        waits for it, and so does `close`.
+        It has "model" and "optimizer" (torch's state dicts), "master" (fp32 masters by name, if any), "registered",
+        "extra", "rng" (if requested) and "swapper". Content on the drive is not copied if `path` is on the same
+        filesystem. The file appears in the background, when it is whole: the ticket's `wait` and `close` wait for it.
 
-        Of ranks that are together each has one of its own: the first has `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
-        path that has "rank-1", "rank_1" or "rank1" in it already is taken as it is. `ticket.path` says it.
+        With ranks together each has its own file: the first `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
+        path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
 
         Args:
             path: the file; must not exist. Its directory must.
-            extra: values of the user's own, beside those of `manager.extra`.
-            keep: remove the oldest snapshots that this run published with `keep` under names like this one, different in
-                digits only ("step-90.pt", "step-100.pt"), until so many are left. Other files are never touched.
-            frozen: "include", or "reference" to leave out the parameters that were frozen when they were offloaded (the
-                base of a LoRA): state["swapper"]["left_out"] names them, and `load_state_dict(..., strict=False)` loads
-                the rest over them.
+            extra: values of the user in addition to `manager.extra`.
+            keep: maximum number of snapshots that this run published with `keep` under names that differ from this one
+                in digits only ("step-90.pt", "step-100.pt"): the oldest are deleted. Other files are never touched.
+            frozen: "include", or "reference" to leave out the parameters that were frozen at `offload` (the base of a
+                LoRA): state["swapper"]["left_out"] names them, and `load_state_dict(..., strict=False)` loads the rest.
 
         Raises:
-            CheckpointError: `path` exists, its directory does not, or something cannot be kept in such a file.
-            ConfigError: `keep` or `frozen` is not known.
+            CheckpointError: `path` exists, its directory does not, or such a file cannot contain a value.
+            ConfigError: `keep` or `frozen` is unknown.
             StateError: parameters are gathered, or the manager cannot be used.
-            IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
+            IoError: an earlier snapshot failed, which was not reported yet. Errors of this one are the ticket's.
         """
         self.current.check()
         run = self.current.running("snapshot")
@@ -355,24 +351,24 @@ class SwapManager:
         ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
         if not is_off("atexit"):
             atexit.unregister(self.close)
-            atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
+            atexit.register(self.close)  # a program that ends without closing still publishes the snapshot
         return ticket
 
     def _finish_snapshots(self) -> None:
-        """A snapshot is waited for: have it started."""
+        """Start a snapshot that a thread waits for."""
         with self.current.turns.turn():
             self.current.check_usable()
             self.current.running("snapshot").committer.finish()
 
     def stats(self) -> StepStats:
-        """Return where the time of the last step went and what it moved, by phase. `print` it; its `brief` is for a progress bar.
+        """Return the last step's times and bytes by phase. `print` it, or its `brief` in a progress bar.
 
-        Before the first step is over: what happened since `offload`.
+        During the first step: those since `offload`.
         """
         return self._clock.stats()
 
     def dump(self) -> str:
-        """Return what is going on, for a person: who waits, leases, frames and transfers in flight, with ages and names.
+        """Return a text about waits, leases, frames and transfers in flight, with ages and names.
 
         Raises:
             StateError: no model is offloaded.
@@ -383,15 +379,15 @@ class SwapManager:
     def trace(self, path: str | os.PathLike[str], most_spans: int = MAX_SPANS) -> Iterator[None]:
         """Record what happens in the context, and write it to `path`: open it with https://ui.perfetto.dev or chrome://tracing.
 
-        Phases, waits, updates, leases, and each transfer from its submission to its end.
+        Open it with https://ui.perfetto.dev or chrome://tracing.
 
         Args:
-            path: the JSON file; must not exist. It appears at the end, also where the context is left by an exception.
-            most_spans: how many spans of time are kept, the latest ones; 200,000 take some 50 MB.
+            path: the JSON file; must not exist. It is written at the end, even after an exception.
+            most_spans: maximum number of recorded spans, the latest ones; 200,000 take some 50 MB.
 
         Raises:
             CheckpointError: `path` exists, or its directory does not.
-            StateError: somebody records already.
+            StateError: a trace is being recorded already.
         """
         if self._counters.trace is not None:
             raise StateError("this manager is being traced already: one trace at a time")
@@ -408,16 +404,16 @@ class SwapManager:
 
     @property
     def counters(self) -> Counters:
-        """What was done so far, in numbers that only grow."""
+        """Counts since the beginning."""
         if self.current.run is not None:
             self.current.run.count_bytes()
         return self._counters
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of the parameters that the run has optimizer state for; before `offload`, of the run that is gone on from.
+        """Names of the parameters with optimizer state; before `offload`, those of the run to resume.
 
-        Where a script adds groups or unfreezes parameters in the middle of a run, this says whether the run has them already.
+        A script that adds groups or unfreezes parameters in the middle of a run sees here if the run has them already.
         """
         if self.current.run is not None:
             return frozenset(self.current.run.plan.inventory.forms)
@@ -433,28 +429,28 @@ class SwapManager:
 
     @property
     def step(self) -> int:
-        """How many optimizer steps were taken."""
+        """Number of optimizer steps taken."""
         return self._counters.step
 
     def close(self) -> None:
-        """Write back what is changed, wait for snapshots, and let everything go. Idempotent.
+        """Write changes back, wait for snapshots, and release everything. Idempotent.
 
-        Parameters that live on NVMe stay away: take a snapshot first, or copy them within `gather`, to use the model without
-        the manager.
+        Parameters on NVMe stay cold: to use the model without the manager, take a snapshot first, or copy them within
+        `gather`.
 
         Raises:
-            IoError: something could not be written, or a snapshot failed and nobody was told yet. All is let go nevertheless.
+            IoError: a write failed, or a snapshot failed, which was not reported yet. Everything is released all the same.
         """
         if self.current.is_over:
             return
-        with self.current.turns.turn():  # a forward that another thread runs is waited for
+        with self.current.turns.turn():  # waits for another thread's forward
             self._close()
 
     def _close(self) -> None:
         run = self.current.run
         if self.current.is_over:
             return  # another thread was faster
-        with self._recording:  # what fails is in it too
+        with self._recording:  # so that it includes failures
             try:
                 if run is not None and not self.current.has_failed:
                     run.finish()
@@ -463,10 +459,8 @@ class SwapManager:
                     self.current.end()
                     atexit.unregister(self.close)
                     self._factory.forget()
-                    if run is not None:
-                        run.close()
-                    self._directory.close()
-                    self._ranks.close()
+                    owned = (run, self._directory, self._ranks)
+                    close_all(owner.close for owner in owned if owner is not None)
         if run is not None:
             run.publisher.raise_failure()
 

@@ -1,4 +1,4 @@
-"""What a user may say: sizes, choices, and what belongs together and is rare, as one object each. Every mistake names the option.
+"""Defines the user's options: sizes, choices, and option objects. Each error names the option.
 
 Sizes are bytes or strings such as "8GiB".
 """
@@ -15,25 +15,25 @@ from swapper.runtime.sizes import parse_bytes
 
 PLACEMENTS = ("device", "host", "nvme", "auto")
 UPDATES = ("step", "deferred", "backward")
-"""When parameters are updated: in `optimizer.step()`, when the next forward reaches them, or as backward has done with them."""
+"""When parameters are updated: in `optimizer.step()`, at their first use after it, or before it, during backward."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """How a model that runs on a device is updated. `manager.offload(..., device="cuda", accelerator=Accelerator(...))`.
+    """How a model on an accelerator is updated. `manager.offload(..., device="cuda", accelerator=Accelerator(...))`.
 
     Args:
-        update_on: where the optimizer's arithmetic is done: on the "cpu" (the default), where the state is; on the "device", to
-            which slices of it go and from which they come back (as plain torch's, its results may differ from the CPU's in the
-            last bits); or "auto", where that is faster by a trial of both.
-        update_with: "optimizer" (the default) does what yours does, bit for bit. "kernel", for torch.optim.AdamW with fp32
-            masters that is updated on the device, is swapper's own AdamW: one pass over a slice, the same formula in another
-            order, so that results differ from torch's in the last bits. They are the same on every device.
-        stochastic_rounding: with update_with="kernel" and bf16 parameters, a seed: masters are rounded up or down by chance, in
-            proportion to what is nearer, instead of to nearest. None (the default): to nearest.
+        update_on: "cpu" (the default) does the optimizer's arithmetic on the CPU, where the state is. "device" copies
+            slices of the state to the accelerator and back; as in plain torch, results may differ from the CPU's in the
+            last bits. "auto" measures both, and takes the faster one.
+        update_with: "optimizer" (the default) runs your optimizer, bit for bit. "kernel", for torch.optim.AdamW with
+            fp32 masters and updates on the device, runs swapper's own AdamW: the same formula in one pass over a slice,
+            with results that differ from torch's in the last bits, and are the same on every device.
+        stochastic_rounding: a seed, for update_with="kernel" and bf16 parameters: masters are rounded up or down at
+            random, with probabilities by distance, instead of to nearest. None (the default): to nearest.
 
     Raises:
-        ConfigError: a value is not known, or they do not go together.
+        ConfigError: a value is unknown, or they do not go together.
     """
 
     update_on: str = "cpu"
@@ -49,17 +49,18 @@ class Accelerator:
 
 @dataclass(frozen=True, kw_only=True)
 class CommitPolicy:
-    """When a run is committed, so that it can be gone on from, whatever kills it. `SwapManager(..., commits=CommitPolicy(...))`.
+    """When a run is committed, so that it can be resumed after a crash. `SwapManager(..., commits=CommitPolicy(...))`.
 
     Args:
-        every: "free" (the default): each step where that costs no extra write, that is where parameters and optimizer state live
-            on NVMe, else never; a number: every so many steps, writing what is in memory too; None: never.
-        crash_resume: False takes half the space, one file that is written in place: the run is never committed, and cannot be
-            gone on from but from a snapshot. Default: True.
+        every: "free" (the default) commits each step if that costs no extra write, which is so if parameters and
+            optimizer state are on NVMe, and else never. A number commits every that many steps, and writes content in
+            memory too. None: never.
+        crash_resume: False takes half the space, one file that is written in place: the run is never committed, and can
+            be resumed from a snapshot only. Default: True.
         fsync: commits survive a power loss too. Default: False.
 
     Raises:
-        ConfigError: a value is not known, or they do not go together.
+        ConfigError: a value is unknown, or they do not go together.
     """
 
     every: str | int | None = "free"
@@ -77,16 +78,15 @@ class CommitPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalWeights:
-    """Where the frozen parameters (requires_grad=False) are, all of them. `manager.offload(..., external=ExternalWeights(...))`.
+    """The files of all frozen parameters (requires_grad=False). `manager.offload(..., external=ExternalWeights(...))`.
 
-    They are read from there, in place, and never copied to the run's directory. The files are not written, and must stay as they
-    are for as long as there is a run that reads them. The model may be on the meta device; values that it has are compared with
-    the file's.
+    They are read in place, and not copied to the run's directory. The files are never written, and must not change as
+    long as a run reads them. The model may be on the meta device; values that it has are compared with the file's.
 
     Args:
         path: a safetensors file, a Hugging Face directory, or a torch checkpoint.
-        rename: a map from its names to the model's, or a function that gives the model's name or None (leave out). Default: they
-            are the model's.
+        rename: maps the file's names to the model's, or is a function that returns the model's name, or None to leave
+            a tensor out. Default: the names are equal.
     """
 
     path: str | os.PathLike[str]
@@ -94,13 +94,14 @@ class ExternalWeights:
 
 
 def parse_host_memory(value: int | str) -> int:
-    """Return the host budget in bytes; "auto" is half of what the machine and this process's control groups leave free."""
+    """Return the host budget in bytes; "auto" is half of the free memory of the machine and of this control group."""
     if value == "auto":
         return headroom_bytes() // 2
     return parse_bytes(value, "host_memory")
 
 
 def parse_choice(value: str, option: str, allowed: Sequence[str]) -> str:
+    """Return `value`. Raises ConfigError unless it is one of `allowed`."""
     if value not in allowed:
         names = ", ".join(repr(name) for name in allowed)
         raise ConfigError(f"{option}={value!r} is not known: use one of {names}")

@@ -1,8 +1,7 @@
-"""One offloaded model and its optimizer: everything that is specific to them, under a manager that owns the resources.
+"""Owns one offloaded model and its optimizer: constructs and closes their parts, within a session that owns the resources.
 
-Its parts are made and ended here, in order: state (optimizer_state.py), what answers for parameters (fault_handler.py),
-when groups are updated (at_step.py) and how that is undone (step_rollback.py), passes (passes.py), gradients
-(grads.py).
+The parts: optimizer state (optimizer_state.py), the fault handler of parameters (fault_handler.py), updates (at_step.py)
+and their rollback (step_rollback.py), gradients (grads.py), passes (pass_lifecycle.py).
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
 from swapper.paging.pager import Pager
-from swapper.paging.planning.layout import Slot
 from swapper.paging.residency import Residency
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.stats import StepClock
-from swapper.train.device.device_group import DeviceGroupParameters
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
@@ -32,18 +29,18 @@ from swapper.train.gradients.victim_cache import find_rooms
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
+from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.conditions import Conditions, OtherOptimizers
 from swapper.train.optimizer.membership import Membership
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import Gathering
-from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.parameters.gathering import Gathering, state_dict_of
+from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
-from swapper.train.parameters.state_loading import state_dict_of
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_guard import Callbacks, SessionGuard
+from swapper.train.session.session_slot import Callbacks, SessionGuard
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
@@ -56,23 +53,18 @@ log = logging.getLogger("swapper")
 
 
 class OffloadedModel:
-    """Moves a model's parameters and its optimizer's state to their sections, and puts the hooks in.
+    """Moves a model's parameters and its optimizer's state to their sections, and installs the hooks.
 
     Args:
-        plan: of the run; has the user's model and optimizer.
+        plan: of the session; has the user's model and optimizer.
         sections: param and state sections, with memory.
-        grad_sections: of gradients; those that are resident get their memory before `start`.
-        pager: what leases go to.
-        clock: is told what phase a step is in; has the counters to keep.
-        manager: whom to ask.
-        on_device: where forwards and backwards run on an accelerator.
+        grad_sections: of gradients; resident ones get their memory before `start`.
+        clock: notified of the phases of a step; has the counters to update.
 
     Attributes:
-        optimizer_state: of all that is trained.
-        fault_handler: answers for parameters that are away.
-        undoing: has what a step is undone to.
-        updates: when groups are updated.
-        passes: forwards, backwards and loads.
+        optimizer_state: of all trained parameters.
+        fault_handler: answers accesses to cold parameters.
+        updates: decides when groups are updated.
     """
 
     def __init__(
@@ -97,9 +89,9 @@ class OffloadedModel:
         self._optimizer = optimizer
         self._sections = sections
         self._grad_sections = grad_sections
-        self._places = find_places(inventory, [*sections, *grad_sections])
+        self._places = find_places([*sections, *grad_sections])
         self._trainables = find_trainables(inventory, self._places)
-        self._names = {id(p): name for group in inventory.groups for name, p in group.parameters}
+        self._names = inventory.names
         self._membership = Membership(optimizer, self._trainables, self._names)
         state_sections = [section for section in sections if section.plan.family == "state"]
         self.optimizer_state = OptimizerState(
@@ -112,17 +104,14 @@ class OffloadedModel:
         self.gathering = Gathering(self.groups, self._refresh_masters, session_guard.turns, pager.check_room)
         self.fault_handler = ParameterFaultHandler(
             inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,
-            changes_itself(model),
+            changes_itself(model), manager.changed_in_pass,
         )  # fmt: skip
         self._gradients: Gradients | None = None
+        self._passes: PassLifecycle | None = None
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
-        self.undoing = StepRollback(optimizer, self.optimizer_state, sections, self.groups, manager.undo_sections)
+        self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, manager.undo_sections)
         self._begin_step = manager.begin_step
         self.updates = self._make_updates(plan.request.options.update, session_guard)
-        check_files = inventory.check_files
-        self.passes = PassLifecycle(
-            self.groups, self.updates, self._sweep, pager, self.fault_handler, session_guard, clock, on_device, check_files
-        )  # fmt: skip
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
@@ -144,13 +133,12 @@ class OffloadedModel:
         return Updates(self._sweep)
 
     def adopt(self, content: SectionSource | None) -> None:
-        """Move everything to its place, group by group.
+        """Move everything to its sections, group by group.
 
         Args:
-            content: fills the places. None where a run goes on: they have their content already, and the model's values are
-                dropped.
+            content: fills the sections. None if they have their content already: the model's values are dropped.
         """
-        self._tell_of_strides()
+        self._warn_of_strides()
         state_sections: dict[int, list[Section]] = {}
         for section in self._sections:
             if section.plan.family == "state":
@@ -164,17 +152,14 @@ class OffloadedModel:
                 if content is not None and name in self.optimizer_state.entries:
                     self.optimizer_state.entries.take(name, content.state(name))
                 self._optimizer.state.pop(parameter, None)
-            places = [
-                (self._places[name, "param"].section, self._places[name, "param"].slot) for name, _ in group.parameters
-            ]
-            parameters = self._group(group, places)
+            parameters = self._make_group(group)
             self.groups.append(parameters)
             parameters.adopt(content)
         if content is not None:
             content.begin(())
 
-    def _tell_of_strides(self) -> None:
-        """Every parameter is contiguous at its place, whatever strides it had."""
+    def _warn_of_strides(self) -> None:
+        """Log a warning for parameters that are not contiguous: in their sections all are."""
         strided = [name for group in self._inventory.groups for name, p in group.parameters if not p.is_contiguous()]
         if strided:
             log.warning(
@@ -183,27 +168,32 @@ class OffloadedModel:
                 ", ".join(strided[:3]), " is" if len(strided) == 1 else f" ({len(strided)} in all) are",
             )  # fmt: skip
 
-    def _group(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> GroupParameters:
+    def _make_group(self, group: Group) -> GroupParameters:
+        locations = [self._places[name, "param"] for name, _ in group.parameters]
+        places = [(location.section, location.slot) for location in locations]
         expire = partial(self.fault_handler.shown.expire, group=group.index)
         if self._on_device is None:
             return GroupParameters(group, places, self._pager, self.fault_handler, expire)
         return DeviceGroupParameters(group, places, self._pager, self.fault_handler, expire, self._on_device)
 
     def start(self) -> None:
-        """Gradients get their places, and the hooks are put in."""
+        """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
         rooms = find_rooms(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, rooms, self._on_device, self._kept_gradients()
         )
         self._gradients.paged.finish_update = self.finish_update
-        self.passes.start(self._inventory.units, self._gradients, self._refresh_masters)
+        self._passes = PassLifecycle(
+            self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
+            self._clock, self._on_device, self._gradients, self._refresh_masters,
+        )  # fmt: skip
         if isinstance(self.model, Shards):
             self._shard_hooks = ShardHooks(
                 self.model,
                 self.groups,
                 lambda name: self._places[name, "param"],
-                self.passes.enter_forward,
+                self._passes.enter_forward,
                 self._clock.enter,
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
@@ -211,13 +201,13 @@ class OffloadedModel:
             self._on_device.start()
 
     def _kept_gradients(self) -> frozenset[str]:
-        """Names of the parameters whose gradients have no place of ours."""
+        """Return the names of the parameters whose gradients stay autograd's own."""
         placed = {slot.spec.owner for section in self._grad_sections for slot in section.plan.slots}
         trained = {slot.spec.owner for plan in self._inventory.grad_plans for slot in plan.slots}
         return frozenset(trained - placed)
 
-    def initialise(self, values: Values) -> None:
-        """Give a model that was on the meta device its first values, group by group."""
+    def initialize(self, values: Values) -> None:
+        """Fill a model that was on the meta device with its initial values, group by group."""
         for group in self.groups:
             missing = values.missing(group.parameters)
             if missing:
@@ -227,7 +217,7 @@ class OffloadedModel:
         self._check_external()
 
     def _check_external(self) -> None:
-        """Raise StateError if first values were made for a parameter that has its own from a file of the user's."""
+        """Raise StateError if `init` has changed external parameters."""
         for section in self._sections:
             changed = [
                 page for page in pieces_of(section) if section.plan.external is not None and self._is_changed(page)
@@ -239,14 +229,14 @@ class OffloadedModel:
                 )
 
     def _is_changed(self, page: Page) -> bool:
-        """Whether something was written to a page that was lent."""
+        """Return True if an external page was written to."""
         if page.location != EXTERNAL or page.residency in (Residency.DIRTY, Residency.WRITING):
             return True
         memory = page.section.memory if page.section.resident else None
         return memory is not None and _C.crc32_address(memory.data_ptr(), page.stored_bytes) != page.crc32
 
     def move_buffers(self) -> None:
-        """What the model has besides parameters is whole: it goes where forwards run."""
+        """Move the model's buffers to the accelerator, if any, after their initial values."""
         if self._on_device is not None:
             self._on_device.move(self.model)
 
@@ -256,38 +246,44 @@ class OffloadedModel:
             raise StateError("the model is not offloaded yet")
         return self._gradients
 
+    @property
+    def passes(self) -> PassLifecycle:
+        if self._passes is None:
+            raise StateError("the model is not offloaded yet")
+        return self._passes
+
     def given_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the user's model, which has shards of ours where it is sharded."""
+        """Yield the parameters of the user's model; of a sharded model `self.model` has only the shards."""
         return self.model.model.parameters() if isinstance(self.model, Shards) else self.model.parameters()
 
     def _names_of_given(self) -> dict[int, str]:
-        """Names of the parameters of the user's model, by id."""
+        """Return the names of the parameters of the user's model, by id."""
         return (
             {key: shard.name for key, shard in self.model.of.items()} if isinstance(self.model, Shards) else self._names
         )
 
     def paged(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what is paged of `parameters` of the user's model."""
+        """Return the paged parameters for `parameters` of the user's model: of a sharded one the shards."""
         of = self.model.of if isinstance(self.model, Shards) else {}
         return [of[id(parameter)].local if id(parameter) in of else parameter for parameter in parameters]
 
     def restore_groups(self, settings: list[dict[str, Any]], members: Sequence[Sequence[str]] | None) -> None:
-        """Give the optimizer's groups the settings that a commit has, and the parameters by name, where the run had edited that."""
-        self.undoing.restore_settings(settings)
+        """Restore the optimizer's groups from a commit: settings and, if the run has edited them, members by name."""
+        self._rollback.restore_settings(settings)
         if members is not None:
             parameters = {name: p for group in self._inventory.groups for name, p in group.parameters}
             for group, names in zip(self._optimizer.param_groups, members, strict=True):
                 group["params"] = [parameters[name] for name in names]
 
-    # --- what a step does -----------------------------------------------------------------------------------------
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     @property
     def has_more_to_train(self) -> bool:
-        """Whether a parameter in the optimizer's groups has a gradient but no place for its state: it was frozen."""
+        """True if a parameter in the optimizer's groups has a gradient but no space for state: it was frozen."""
         return any(parameter.grad is not None for parameter in self._membership.untrained)
 
     def follow_groups(self) -> None:
-        """A step begins: the user may have edited `optimizer.param_groups`. See Membership.
+        """Follow edits of `optimizer.param_groups`, before a step. See Membership.
 
         Raises:
             StateError: an edit cannot be followed.
@@ -298,39 +294,39 @@ class OffloadedModel:
             self._membership.follow()
 
     def check_step(self) -> None:
-        """Raise StateError if a step cannot be taken as plain torch would. See Conditions and Gradients.check."""
+        """Raise StateError if a step cannot be taken exactly as plain torch would. See Conditions and Gradients.check."""
         self.gradients.check((places.name, parameter) for parameter, places in self._trained())
         if not self.updates.has_begun_early:
             self._conditions.check_step()
 
     def update(self) -> None:
-        """Apply the optimizer to every parameter that has a gradient; where updates are deferred, fix what is to be done."""
+        """Apply the optimizer to every parameter that has a gradient, or fix these updates if they are deferred."""
         if not self.updates.has_begun_early:
             self._note_before()
         else:
-            self.undoing.note_settings()
+            self._rollback.note_settings()
         self.gradients.before_step()
         self.updates.take_step()
         if self._on_device is not None:
             self._on_device.after_update()
 
     def _make_ready(self, update: GroupUpdate) -> None:
-        """A group is about to be updated: see Sweep."""
+        """Prepare the update of a group. See Sweep."""
         self.gradients.make_ready(update.trainable.parameters, update.gradients)
         if self._on_device is not None:
             self._on_device.before_update(update.trainable.group)
 
     def _have_arrived(self, trainable: Trainable) -> bool:
-        """Whether an update need not wait for gradients."""
+        """Return True if an update of these parameters would not wait for gradients."""
         return self.gradients.paged.have_arrived(trainable.parameters)
 
     def _note_before(self) -> None:
         self.optimizer_state.expire("the next step")
         self.fault_handler.shown.expire("the next step")
-        self.undoing.note()
+        self._rollback.note()
 
     def _begin_early(self) -> bool:
-        """A backward is about to update the first group of a step. Returns False where everything must wait for the step."""
+        """Begin a step in backward, before its first update. Return False if all updates must wait for `optimizer.step()`."""
         self.follow_groups()
         more_to_train = any(parameter.requires_grad for parameter in self._membership.untrained)
         if self.gathering.is_open or more_to_train or self._conditions.all_gradients_matter:
@@ -342,33 +338,33 @@ class OffloadedModel:
 
     @property
     def update_is_open(self) -> bool:
-        """Whether updates of the last step are still to be done."""
+        """True if the last step is not finished."""
         return self.updates.is_open
 
     def finish_update(self, in_order: bool = False) -> None:
-        """Do the updates of the last step that are still to be done, if any.
+        """Finish the last step, if deferred updates of it are left.
 
         Raises:
-            IoError: a transfer failed; see Undoing.
+            IoError: a transfer failed; see StepRollback.
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
 
     def step_undone(self) -> None:
-        """All sections are as they were before the last step: so be the rest."""
-        self.undoing.undo_step()
+        """Restore the rest, after all sections were restored to the state before the last step."""
+        self._rollback.undo_step()
         self.updates.forget()
         self._sweep.abandon()
 
     def _undo_update(self, groups: Collection[int], error: BaseException) -> bool:
-        """See Undo."""
+        """See at_step.Undo."""
         self.passes.forget_leases()
-        return not groups or self.undoing.undo_groups(groups, error, self.updates.ahead)
+        return not groups or self._rollback.undo_groups(groups, error, self.updates.ahead)
 
-    # --- looking at it --------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return the state in the form of a checkpoint. Its tensors alias the sections: look at their place, not at their data."""
+        """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {
@@ -383,10 +379,11 @@ class OffloadedModel:
         return content
 
     def close(self, keep_cold: bool) -> None:
-        """Take the hooks out. Paged parameters stay cold for good if `keep_cold`."""
+        """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
         if self._shard_hooks is not None:
             self._shard_hooks.remove()
-        self.passes.remove()
+        if self._passes is not None:
+            self._passes.remove()
         self.updates.remove()
         if self._gradients is not None:
             self._gradients.remove()
@@ -400,9 +397,9 @@ class OffloadedModel:
         if self._on_device is not None:
             self._on_device.close()
 
-    def let_go(self) -> None:
-        """After `close`: keep neither the model nor memory, also where a cycle or a traceback keeps parts of ours."""
-        own = self.passes, self._sweep, self.undoing, self._conditions, self._gradients
+    def release(self) -> None:
+        """After `close`: drop the model and all memory, even if a cycle or a traceback keeps parts of this object."""
+        own = self._passes, self._sweep, self._rollback, self._conditions, self._gradients
         for part in (*self.groups, *self._trainables, *own):
             if part is not None:
                 vars(part).clear()
@@ -410,32 +407,28 @@ class OffloadedModel:
         self.optimizer_state.let_go()
         vars(self).clear()
 
-    def part(self, why: str) -> None:
-        """Another takes this one's place: leave the parameters without data, and refuse what an old graph still asks for.
-
-        Args:
-            why: whole sentence, for the error.
-        """
+    def detach(self, why: str) -> None:
+        """Close, leave the parameters without data for another session, and refuse accesses by old graphs, with `why`."""
         self.optimizer_state.expire("more is trained")
         self.fault_handler.shown.expire("more is trained")
         self.close(keep_cold=False)
         self._session_guard.revoke(why)
         for group in self.groups:
-            group.part()
+            group.detach()
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _alias(self, name: str, kind: str) -> torch.Tensor:
-        """Return the tensor at its place, which may be away."""
+        """Return the tensor in its section; its data may be cold."""
         place = self._places[name, kind]
         return place.section.tensor(place.slot)
 
     def _placed(self, parameter: int) -> torch.Tensor | None:
-        """Return the tensor at a parameter's place, given its id."""
+        """Return the tensor in the section of the parameter with this id, if it is one."""
         name = self._names.get(parameter)
         return None if name is None else self._alias(name, "param")
 
-    def _trained(self) -> Iterator[tuple[nn.Parameter, Any]]:
+    def _trained(self) -> Iterator[tuple[nn.Parameter, ParameterLocations]]:
         for trainable in self._trainables:
             yield from zip(trainable.parameters, trainable.places, strict=True)
 

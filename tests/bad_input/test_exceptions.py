@@ -257,6 +257,6 @@ def test_a_step_that_fails_and_cannot_be_taken_again_ends_the_run_and_says_so(
         lambda: loss_of(pair.swapped, tokens()),
         lambda: pair.manager.snapshot(pair.directory / "a.pt"),
     ):
-        with pytest.raises(RuntimeError, match=r"failed half-way .* go on from the last .*snapshot"):
+        with pytest.raises(RuntimeError, match=r"failed half-way .* resume from the last .*snapshot"):
             use()
     pair.manager.current.run.pager.check()

@@ -104,6 +104,23 @@ def test_leaving_the_with_statement_by_an_exception_closes_and_lets_it_through(t
     swapper.SwapManager(tmp_path, host_memory="32MiB", resume="discard").close()
 
 
+def test_a_close_that_fails_frees_the_directory_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = swapper.SwapManager(tmp_path, host_memory="32MiB")
+    model = Net()
+    manager.offload(model, adamw(model.parameters()), params="nvme", optimizer_state="nvme")
+    resources = manager.current.run._resources
+    close = resources.close
+
+    def close_and_fail() -> None:
+        close()
+        raise swapper.IoError("close", "the drive", 0, 0, 5)
+
+    monkeypatch.setattr(resources, "close", close_and_fail)
+    with pytest.raises(swapper.IoError, match="the drive"):
+        manager.close()
+    swapper.SwapManager(tmp_path, host_memory="32MiB", resume="discard").close()
+
+
 def test_verbs_before_offload_say_what_to_do_first(tmp_path: Path) -> None:
     model = Net()
     with swapper.SwapManager(tmp_path, host_memory="32MiB") as manager:

@@ -132,7 +132,7 @@ def test_a_step_that_fails_is_not_undone_without_what_the_forward_changed(
         with pytest.raises(swapper.IoError):
             go(model, optimizer, range(3, 4))
         monkeypatch.undo()
-        with pytest.raises(swapper.StateError, match="go on from the last commit"):
+        with pytest.raises(swapper.StateError, match="resume from the last commit"):
             optimizer.step()
     model, optimizer = make(name)
     with swapper.SwapManager(tmp_path, **for_manager(options)) as manager:

@@ -186,7 +186,7 @@ def test_an_update_that_fails_and_cannot_be_undone_ends_the_run_and_says_so(defe
     fail_in_the_middle(pair)
     with pytest.raises(RuntimeError, match="in the middle"):
         pair.swapped(tokens())
-    with pytest.raises(swapper.StateError, match=r"step 2 failed half-way .* go on from the last"):
+    with pytest.raises(swapper.StateError, match=r"step 2 failed half-way .* resume from the last"):
         pair.swapped(tokens())
     pair.close()
 

@@ -16,7 +16,7 @@ from e2e.leaks import held_by_swapper
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.processes import run_python
 from e2e.stopped_calls import why_not
-from e2e.twins import Twins, adamw, assert_same, named_budget
+from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, named_budget
 from swapper.durability.committer import Committer
 from swapper.paging.host_memory import HostMemory
 from swapper.paging.planning.layout import Slot, TensorSpec
@@ -287,6 +287,21 @@ def test_a_graph_of_before_is_refused(twins: MakeTwins) -> None:
 
 
 # --- when something goes wrong ------------------------------------------------------------------------------------------
+
+
+def test_a_deferred_update_that_fails_as_a_group_is_added_can_be_done_again(twins: MakeTwins) -> None:
+    model = Net()
+    model.blocks[1].requires_grad_(False)
+    pair = twins(model, room_bytes=12 << 20, update="deferred", commit_every=1)
+    pair.train(train_step, steps=2)
+    fail_in_the_middle(pair)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        unfreeze(1)(pair.swapped, pair.optimizer)
+    pair.swapped.blocks[1].requires_grad_(False)
+    pair.train(train_step, steps=1)
+    pair.both(unfreeze(1))
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
 
 
 @pytest.mark.parametrize("gradients", ["host", "nvme"])

@@ -156,7 +156,7 @@ def test_what_was_used_must_not_change_before_the_step(backward: MakeTwins, name
         pair.train(train_step, steps=2)
         pair.finish()
     else:
-        with pytest.raises(swapper.StateError, match=r"step 3 failed half-way.*go on from the last"):
+        with pytest.raises(swapper.StateError, match=r"step 3 failed half-way.*resume from the last"):
             loss_of(pair.swapped, tokens())
         pair.close()
 
@@ -251,7 +251,7 @@ def test_a_backward_that_fails_and_cannot_be_undone_ends_the_run_and_says_so(bac
     Fault.times = 1
     with pytest.raises(ArithmeticError, match="a fault"):
         loss_of(pair.swapped, tokens()).backward()
-    with pytest.raises(swapper.StateError, match=r"step 3 failed half-way \(a backward failed.* go on from the last"):
+    with pytest.raises(swapper.StateError, match=r"step 3 failed half-way \(a backward failed.* resume from the last"):
         loss_of(pair.swapped, tokens())
     pair.close()
 

@@ -13,9 +13,9 @@ from torch import nn
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.planning.layout import TensorSpec, plan_group
 from swapper.paging.section import Section
-from swapper.train.layout.expected import StepKind, frames_needed
 from swapper.train.layout.inventory import find_places, find_trainables, make_sections, take_inventory
 from swapper.train.layout.slices import CUT_ELEMENTS, ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
+from swapper.train.layout.train_placement import StepKind, frames_needed
 
 GROUP = 5
 
@@ -206,7 +206,7 @@ def test_a_step_in_which_parameters_have_no_gradient_fits_into_the_frames_too(la
     sections = make_sections(inventory.plans, [0] * len(inventory.plans), lambda plan: False, page_bytes)
     frames = frames_needed(inventory, lambda plan: False, page_bytes, StepKind())
     before: set[int] = set()
-    for trainable in find_trainables(inventory, find_places(inventory, sections)):
+    for trainable in find_trainables(inventory, find_places(sections)):
         active = [random.random() < 0.6 for _ in trainable.places]
         for part in plan_slices(trainable.group, trainable.places, active, page_bytes):
             pages = set(part.access.pages)

@@ -128,8 +128,7 @@ class DeviceTensorCache:
         self._expected_bytes: int | None = None  # see [Note: storages that are copied]
         self._counters = below.counters
 
-    # --- the forward
-    # ----------------------------------------------------------------------------------------------------
+    # --- the forward --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a forward."""
@@ -204,8 +203,7 @@ class DeviceTensorCache:
             going.popleft()  # its memory may be freed, and not before: Ctrl-C leaves it here too
         return True
 
-    # --- the backward
-    # ---------------------------------------------------------------------------------------------------
+    # --- the backward -------------------------------------------------------------------------------------------------
 
     def fetch(self, stored: DeviceStored) -> torch.Tensor:
         """Return the bytes of `stored` for kernels of the current stream, and prefetch those that backward needs next.
@@ -287,8 +285,7 @@ class DeviceTensorCache:
         self._device.let_wait(stored.stream, self._device.record(stream))
         return memory
 
-    # --- memory
-    # ---------------------------------------------------------------------------------------------------------
+    # --- memory -------------------------------------------------------------------------------------------------------
 
     def _lacks_room(self, stored: DeviceStored) -> bool:
         return self._held_bytes + stored.nbytes > self._limit_bytes

@@ -20,13 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from swapper import _C
 from swapper.errors import IoError
 from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
+from swapper.io.engines import Engine, Transfer
 from swapper.io.extents import Extents
 from swapper.paging.residency import Residency, Resident
 from swapper.runtime.free_memory import note_freed
@@ -64,7 +66,7 @@ class Stored(Resident):
         self.nbytes = memory.nbytes
         self.memory: torch.Tensor | None = memory
         self.offset: int | None = None
-        self.ticket: Any = None
+        self.ticket: Transfer | None = None
         self.error: IoError | None = None
         self.origin: object = None
         self.uses_left = 0
@@ -87,7 +89,7 @@ class _Remains:
     nbytes: int
     memory: torch.Tensor | None
     offset: int | None
-    ticket: Any
+    ticket: Transfer | None
 
 
 class SavedTensorCache:
@@ -101,7 +103,7 @@ class SavedTensorCache:
     """
 
     def __init__(
-        self, file: SpillFile, find_engine: Callable[[], Any], limit_bytes: int, keep_bytes: int | None
+        self, file: SpillFile, find_engine: Callable[[], Engine], limit_bytes: int, keep_bytes: int | None
     ) -> None:
         self._find_engine = find_engine
         self._limit_bytes = limit_bytes
@@ -122,11 +124,10 @@ class SavedTensorCache:
 
     @property
     def writes(self) -> bool:
-        """Return True if the excess goes to the drive."""
+        """True if the excess is written to the drive."""
         return self._keep_bytes is not None
 
-    # --- the forward
-    # ----------------------------------------------------------------------------------------------------
+    # --- the forward --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a forward."""
@@ -203,8 +204,9 @@ class SavedTensorCache:
                 continue
             tickets = [stored.ticket for stored in map(_call, self._moving.values()) if stored is not None]
             tickets += [remains.ticket for remains in self._ending]
-            if tickets:
-                tickets[0].exception()
+            oldest = next((ticket for ticket in tickets if ticket is not None), None)
+            if oldest is not None:
+                oldest.exception()
                 self._settle()
             elif not self._wait_for_arrival(more_bytes):
                 return
@@ -219,11 +221,10 @@ class SavedTensorCache:
         self._send_away(more_bytes)
         return len(self._here) < before
 
-    # --- the backward
-    # ---------------------------------------------------------------------------------------------------
+    # --- the backward -------------------------------------------------------------------------------------------------
 
     def fetch(self, stored: Stored) -> torch.Tensor:
-        """Return the bytes of `stored`, and prefetch those that backward needs next.
+        """Return the bytes of `stored`, and prefetch storages that backward needs next.
 
         Raises:
             IoError: it could not be written, or cannot be read.
@@ -242,6 +243,7 @@ class SavedTensorCache:
                 self._restored[stored.number] = weakref.ref(stored)
             self._read_ahead(stored.number)
             if stored.residency is Residency.READING:
+                assert stored.ticket is not None
                 self.counters.waits += not stored.ticket.done
                 stored.ticket.exception()
                 error = self._settle_one(stored)
@@ -290,20 +292,15 @@ class SavedTensorCache:
         """
         for reference in list(self._restored.values()):
             stored = reference()
-            if (
-                stored is None
-                or stored is wanted
-                or stored.residency is not Residency.CLEAN
-                or (only_used and stored.uses_left)
-            ):
+            if stored is None or stored is wanted or stored.residency is not Residency.CLEAN:
                 continue
-            del self._restored[stored.number]
-            self._let_go(stored)
-            return True
+            if not (only_used and stored.uses_left):
+                del self._restored[stored.number]
+                self._let_go(stored)
+                return True
         return False
 
-    # --- completions
-    # ----------------------------------------------------------------------------------------------------
+    # --- completions --------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         """Handle every finished transfer and every dropped storage."""
@@ -311,7 +308,7 @@ class SavedTensorCache:
             stored = reference()
             if stored is None:
                 del self._moving[number]
-            elif stored.ticket.done:
+            elif stored.ticket is not None and stored.ticket.done:
                 self._settle_one(stored)
         while self.forgotten:
             self._ending.append(self.forgotten.popleft())
@@ -326,7 +323,8 @@ class SavedTensorCache:
         """Handle the finished transfer of `stored`."""
         self._moving.pop(stored.number, None)
         ticket, stored.ticket = stored.ticket, None
-        error: IoError | None = ticket.error
+        assert ticket is not None
+        error = ticket.error
         if stored.residency is Residency.WRITING and error is not None:
             stored.move(Residency.DIRTY)
             stored.error = error
@@ -434,7 +432,7 @@ class SpillFile:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._file: Any = None
+        self._file: _C.File | None = None
         self._extents = Extents()
         self._pid = os.getpid()
         self.allocated_bytes = 0
@@ -444,7 +442,7 @@ class SpillFile:
         """Bytes of it in use."""
         return self._extents.used_bytes
 
-    def write(self, engine: Any, memory: torch.Tensor) -> tuple[int, Any]:
+    def write(self, engine: Engine, memory: torch.Tensor) -> tuple[int, Transfer]:
         """Begin to write `memory`, uint8, to a place of its own. Returns the place's offset, and the ticket.
 
         Raises:
@@ -461,7 +459,7 @@ class SpillFile:
             self._extents.give(offset, memory.nbytes)
             raise
 
-    def read(self, engine: Any, offset: int, memory: torch.Tensor) -> Any:
+    def read(self, engine: Engine, offset: int, memory: torch.Tensor) -> Transfer:
         """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
         return engine.read(self._file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
 
@@ -469,7 +467,7 @@ class SpillFile:
         """Free a place. Requires that no transfer of it is in flight."""
         self._extents.give(offset, nbytes)
 
-    def _open(self) -> Any:
+    def _open(self) -> _C.File:
         if self._file is None:
             path = self._directory / f"activations-{os.getpid()}-{next(_numbers)}.swap"
             self._file = beneath.open_for_transfers(path, create=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,11 +26,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from swapper.device.device import Device
 from swapper.device.registered_memory import LockedMemory
 from swapper.errors import StateError
-from swapper.io.engines import open_engine
+from swapper.io.engines import Engine, open_engine
 from swapper.options import parse_choice
 from swapper.runtime.sizes import parse_bytes
 from swapper.train.activations.device_activations import DeviceStored, DeviceTensorCache
 from swapper.train.activations.saved_tensor_cache import ActivationCounters, SavedTensorCache, SpillFile, Stored
+from swapper.train.session.session_slot import SessionSlot
+from swapper.train.session.training_session import TrainingSession
 
 DESTINATIONS = ("auto", "host", "nvme")
 STORAGE_DIVISOR = 8
@@ -56,7 +58,6 @@ class View:
 
     Args:
         tensor: the one that autograd saves.
-        stored: its storage.
     """
 
     def __init__(self, tensor: torch.Tensor, stored: Stored | DeviceStored) -> None:
@@ -169,8 +170,7 @@ class offload_activations:  # used as a function, like torch.no_grad
         for cache in self._device_caches.values():
             cache.end()
 
-    # --- the hooks
-    # ------------------------------------------------------------------------------------------------------
+    # --- the hooks ----------------------------------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Kept | View:
         if not self._is_movable(tensor):
@@ -234,20 +234,8 @@ def _check_version(counter: torch.Tensor, expected: int, seen: torch.Tensor | Vi
         )
 
 
-class Current(Protocol):
-    """The manager's present session, as `swapper.train.session.session_slot.SessionSlot`."""
-
-    backend: str
-
-    @property
-    def directory(self) -> Any: ...
-    @property
-    def run(self) -> Any: ...
-    def check_usable(self) -> None: ...
-
-
 class ActivationOwner:
-    """A manager, for the hooks on saved activations.
+    """The manager of saved activations: has the directory and the engine, and knows the offloaded model.
 
     Args:
         manager: with or without an offloaded model.
@@ -257,12 +245,12 @@ class ActivationOwner:
     """
 
     def __init__(self, manager: Any) -> None:
-        current: Current = manager.current
+        current: SessionSlot = manager.current
         current.check_usable()
         self.directory: Path = current.directory.path
         self._current = weakref.ref(current)
-        self._own_engine: Any = None
-        self._run: weakref.ref[Any] | None = None
+        self._own_engine: Engine | None = None
+        self._run: weakref.ref[TrainingSession] | None = None
         self._of_model: frozenset[int] = frozenset()
 
     def check_usable(self) -> None:
@@ -272,7 +260,7 @@ class ActivationOwner:
             raise StateError("offload_activations outlived its manager: make both again")
         current.check_usable()
 
-    def find_engine(self) -> Any:
+    def find_engine(self) -> Engine:
         """Return the engine of the manager's run, or its own if nothing was offloaded. Raises StateError."""
         current = self._current()
         if current is None:

@@ -1,1 +1,1 @@
-"""What a model in training has on an accelerator: parameters, gradients, state, and updates there."""
+"""Holds and updates the parameters, gradients and optimizer state of a model in training on an accelerator."""

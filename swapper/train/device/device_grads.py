@@ -1,8 +1,8 @@
-"""Gradients of a model that runs on an accelerator: as autograd accumulates one there, it goes down to its place.
+"""Copies gradients from an accelerator to host memory or NVMe, as autograd accumulates them.
 
-That is in host memory, or on NVMe page by page; `parameter.grad` is a ColdGradient (cold_grad.py) in both cases, because torch has
-a parameter's gradient on the parameter's device only. What comes on top of an earlier one is added on the CPU once the copy has
-arrived, in pieces, through memory of its own. Nothing looks at a place before what is on its way to it has arrived.
+`parameter.grad` is a ColdGradient (cold_grad.py) in both cases, because torch allows a gradient on the parameter's device
+only. A gradient that is added to an earlier one is copied in pieces to separate memory, and added on the CPU. A location
+is read only after all copies to it have arrived.
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.layout.slices import TensorLocation
 
 PIECE_BYTES = STAGING_BYTES // 4
-"""What is to be added comes down through pieces of this size."""
+"""Bytes. Gradients that are added are copied in pieces of this size."""
 
 
 class DeviceGradients(PagedGradients):
-    """Owns the gradients' places, in memory and on NVMe.
+    """Owns the gradients' pages and slots, in memory and on NVMe.
 
     Args:
-        places: for each trainable parameter its qualified name and the place of its gradient.
-        pager: what leases go to.
-        on_device: brings gradients down.
+        places: for each trainable parameter its qualified name and its gradient's location.
     """
 
     def __init__(
@@ -43,38 +41,38 @@ class DeviceGradients(PagedGradients):
         self._downloads = on_device.downloads
         self._free = list(on_device.host.new_staging().view(-1, PIECE_BYTES))
         self._pages_leased = 0
-        self._on_their_way: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
+        self._in_flight: Counter[int] = Counter()  # by id of the parameter: parts of its gradient
         super().__init__(places, pager)
 
     def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         if parameters is None:
             self._downloads.finish()
             return
-        while any(self._on_their_way[id(parameter)] for parameter in parameters):
+        while any(self._in_flight[id(parameter)] for parameter in parameters):
             self._downloads.wait_for_oldest()
 
     def have_arrived(self, parameters: Sequence[nn.Parameter]) -> bool:
         self._downloads.collect()
-        return not any(self._on_their_way[id(parameter)] for parameter in parameters)
+        return not any(self._in_flight[id(parameter)] for parameter in parameters)
 
-    def _stand_in(self, home: GradientSlot) -> torch.Tensor:
-        spec = home.place.slot.spec
+    def _stand_in(self, slot: GradientSlot) -> torch.Tensor:
+        spec = slot.place.slot.spec
         here = torch.empty((), dtype=spec.dtype, device=self._device).expand(spec.shape)
         here.swapper_where = "off the device"  # type: ignore[attr-defined]
         return here
 
     @torch.no_grad()
-    def _move(self, home: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
-        self._gradient_came(id(home.parameter))
-        before, home.content = home.content, GradientMeta()
+    def _move(self, slot: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
+        self._gradient_came(id(slot.parameter))
+        before, slot.content = slot.content, GradientMeta()
         if not adding:
-            home.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}
+            slot.content.norms = {kind: torch.linalg.vector_norm(gradient, kind) for kind in self._norm_types}
         flat = gradient.view(-1)
         elements = PIECE_BYTES // flat.element_size()
-        for part in self._parts(home):
-            self._lease(home, part)
-            self._on_their_way[id(home.parameter)] += 1
-            landing = _Landing(home, partial(self._landed, home, part))
+        for part in self._parts(slot):
+            self._lease(slot, part)
+            self._in_flight[id(slot.parameter)] += 1
+            landing = _Landing(slot, partial(self._landed, slot, part))
             try:
                 if adding:
                     for begin in range(part.begin, part.end, elements):
@@ -92,7 +90,7 @@ class DeviceGradients(PagedGradients):
         self._downloads.send([(memory, source.view(torch.uint8))], landing.ended, landing.failed)
 
     def _add(self, there: torch.Tensor, source: torch.Tensor, before: GradientMeta, landing: _Landing) -> None:
-        """Have `source` added to what will be `there` by then; `before` says how that is to be read."""
+        """Add `source` to `there` when it has arrived; `before` is the metadata of the content there."""
         while not self._free:
             self._downloads.wait_for_oldest()
         piece = self._free.pop()
@@ -111,14 +109,14 @@ class DeviceGradients(PagedGradients):
         landing.began()
         self._downloads.send([(memory, source.view(torch.uint8))], arrived, lost)
 
-    def _landed(self, home: GradientSlot, part: GradientPart) -> None:
-        self._on_their_way[id(home.parameter)] -= 1
+    def _landed(self, slot: GradientSlot, part: GradientPart) -> None:
+        self._in_flight[id(slot.parameter)] -= 1
         self._release(part)
 
-    def _lease(self, home: GradientSlot, part: GradientPart) -> None:
+    def _lease(self, slot: GradientSlot, part: GradientPart) -> None:
         while self._pages_leased >= PAGES_ON_THEIR_WAY:
             self._downloads.wait_for_oldest()
-        super()._lease(home, part)
+        super()._lease(slot, part)
         self._pages_leased += part.access is not None
 
     def _release(self, part: GradientPart) -> None:
@@ -127,27 +125,27 @@ class DeviceGradients(PagedGradients):
 
 
 class _Landing:
-    """What waits until all copies of a part of a gradient are over: the lease of its page.
+    """Calls `over` when all copies of a part of a gradient are over: its page is leased until then.
 
     Args:
-        home: whose gradient it is.
-        over: to be called then.
+        slot: of the gradient.
+        over: the function to call.
     """
 
-    def __init__(self, home: GradientSlot, over: Callable[[], None]) -> None:
-        self._home = home
+    def __init__(self, slot: GradientSlot, over: Callable[[], None]) -> None:
+        self._slot = slot
         self._over = over
-        self._open = 1  # more of them may come
+        self._open = 1  # until all copies have been queued
 
     def began(self) -> None:
         self._open += 1
 
     def ended(self) -> None:
-        """A copy is over; or no more of them come."""
+        """End a copy, or the queueing of copies."""
         self._open -= 1
         if self._open == 0:
             self._over()
 
     def failed(self, error: BaseException) -> None:
-        self._home.content.fail(error)
+        self._slot.content.fail(error)
         self.ended()

@@ -1,14 +1,13 @@
-"""The optimizer's sweep where slices are updated on an accelerator: up k+1 | update k | down k-1, beside what the drive does.
+"""Runs the optimizer's sweep on an accelerator: copies slice k+1 up, updates slice k, copies slice k-1 down, all at once.
 
-A slice's state, gradient and parameters go to one of a ring of storages on the device by the copy stream, the optimizer
-works on views of it in the order of the compute stream, and what it leaves comes down to the places by another stream. The slice's
-pages are leased until that has arrived, and then its storage is free. So three stages of three slices go on at one time, and Python
-waits for the oldest only, also from one group to the next; the ring lasts from the first update of a step to the last. State that
-stays on the device (resident_state.py) is updated where it is.
+A copy stream copies a slice's state, gradient and parameters to one of a ring of storages on the device. The optimizer
+works on views of it in the order of the compute stream. Another stream copies the results down. The slice's pages are
+leased until they have arrived, and then its storage is free. So the copies and the update of three slices overlap with
+each other and with the drive, and Python waits for the oldest only, also across groups; the ring exists from the first
+update of a step to the last. State that stays on the device (resident_state.py) is updated there.
 
-The user's optimizer updates them, or swapper's AdamW where the user has said so (adamw_kernel.py).
-
-What an optimizer computes on a device may differ from what it computes on a CPU in the last bits, as in plain torch.
+The user's optimizer does the updates, or, if chosen, swapper's AdamW (adamw_kernel.py). As in plain torch, an optimizer's
+results on a device may differ from those on a CPU in the last bits.
 """
 
 from __future__ import annotations
@@ -36,16 +35,16 @@ from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
 
 Gradient = Callable[[nn.Parameter], tuple[TensorLocation, GradientMeta]]
-"""Returns where a parameter's gradient is, and what it is besides what is there."""
+"""Returns the location of a parameter's gradient, and its metadata."""
 
 
 @dataclass(slots=True)
 class _Slot:
-    """One of the ring.
+    """A slot of the ring.
 
     Attributes:
-        storage: its memory, once it was needed.
-        is_free: nothing is on its way to or from it.
+        storage: its memory, allocated at the first use.
+        is_free: no copy to or from it is in flight.
     """
 
     storage: DeviceStorage | None = None
@@ -54,19 +53,19 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Elements [begin, end) of what is at a place, and where in a slot they are.
+    """Elements [begin, end) of a tensor, and their location in a slot.
 
     Attributes:
-        offset: in bytes.
-        goes_up, comes_down: whether it is copied.
+        offset: in the slot, in bytes.
+        copied_up, copied_down: it is copied to the device, and back.
     """
 
     place: TensorLocation
     begin: int
     end: int
     offset: int
-    goes_up: bool
-    comes_down: bool
+    copied_up: bool
+    copied_down: bool
 
     @property
     def nbytes(self) -> int:
@@ -77,13 +76,10 @@ class _Part:
 
 
 class DeviceSweep(Sweep):
-    """As any sweep; it updates on the device.
+    """A sweep that updates on the device.
 
     Args:
-        on_device: brings slices up and down.
-        gradient_of: where gradients are.
-        kept: state that stays there.
-        others: as for any sweep.
+        kept: state that stays on the device.
     """
 
     def __init__(
@@ -94,13 +90,13 @@ class DeviceSweep(Sweep):
         self.gradient_of = gradient_of
         self.kept = kept
         self._group_of = {places.name: t.group for t in self.trainables for places in t.places}
-        self._over: deque[Access] = deque()  # arrived, and leased still until the next slice is
+        self._over: deque[Access] = deque()  # arrived, and leased until the next slice is
         self._slots = [_Slot() for _ in range(RING)]
         self._turn = 0
         self._usual_bytes = 0  # of a slot
 
     def update(self, update: GroupUpdate) -> None:
-        """Update a group. What it leaves may be on its way to the places still, its pages leased: see `settle`."""
+        """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         self.on_device.order.follow()
         self._make_ready(update)
         self.kept.ready([update.trainable.group])
@@ -117,11 +113,11 @@ class DeviceSweep(Sweep):
             self._pager.wait(then)
 
     def rejoin(self) -> None:
-        with contextlib.suppress(DeviceError):  # a device that failed runs nothing any more; who uses it next is told
+        with contextlib.suppress(DeviceError):  # the next use of a failed device raises
             self.on_device.order.follow()
 
     def settle(self) -> None:
-        """Wait until what was updated is at its places.
+        """Wait until all results are in host memory.
 
         Raises:
             DeviceError: the device failed.
@@ -138,16 +134,16 @@ class DeviceSweep(Sweep):
 
     def abandon(self) -> None:
         super().abandon()
-        with contextlib.suppress(DeviceError):  # a device that failed keeps the memory until the process ends
+        with contextlib.suppress(DeviceError):  # a failed device keeps the memory until the process ends
             if not all(slot.is_free for slot in self._slots):
                 self.on_device.downloads.finish()
             self._over.clear()
             self._free_slots()
 
-    # --------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _next_slot(self, nbytes: int) -> _Slot:
-        """Return the one whose turn it is, once it is free, with so much memory or more."""
+        """Return the ring's next slot, once it is free, with at least this memory."""
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % RING
         while not slot.is_free:
@@ -176,7 +172,7 @@ class DeviceSweep(Sweep):
         started = time.monotonic()
         try:
             parts = _parts(update, part, self.gradient_of)
-            self.on_device.bring_up(storage, [copied for p in parts if p.goes_up for copied in self._pieces(p)])
+            self.on_device.bring_up(storage, [copied for p in parts if p.copied_up for copied in self._pieces(p)])
             run = list(self._runs(update, part, parts, storage))
             if self.on_device.kernel is None:
                 self._shadow.update([one.work for one in run])
@@ -184,10 +180,10 @@ class DeviceSweep(Sweep):
                 self.on_device.kernel.update(run, self._shadow.settings)
             for one in run:
                 self._fault_in_deferred(one)
-            found = [copied for p in parts if p.comes_down for copied in self._pieces(p)]
+            found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
         except BaseException:
-            self.on_device.finish()  # a part of it may be on its way
+            self.on_device.finish()  # some of its copies may be in flight
             self._pager.release(part.access)
             raise
         slot.is_free = False
@@ -213,7 +209,7 @@ class DeviceSweep(Sweep):
             self._pager.release(access, access.writes)
 
     def _runs(self, update: GroupUpdate, part: Slice, parts: list[_Part], slot: DeviceStorage) -> Iterator[Update]:
-        """Yield what the optimizer is to do, on views of the slot."""
+        """Yield the optimizer's updates, on views of the slot."""
         views = {(p.place, p.begin): p.view(slot) for p in parts}
         for piece in part.pieces:
             trainable = update.trainable
@@ -245,7 +241,7 @@ class DeviceSweep(Sweep):
         piece: SlicePiece,
         views: dict[tuple[TensorLocation, int], torch.Tensor],
     ) -> torch.Tensor:
-        """Return a piece of a tensor of state, flat: what came to the slot, or a part of what stays on the device."""
+        """Return a piece of a tensor of state, flat: in the slot, or in the state that stays on the device."""
         if not places.state_stays:
             return views[place, piece.begin]
         return self.kept.view(self._group_of[places.name], place)[piece.begin : piece.end]
@@ -288,7 +284,7 @@ class DeviceSweep(Sweep):
     def _gradient_of(
         self, update: GroupUpdate, piece: SlicePiece, views: dict[tuple[TensorLocation, int], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a piece of a gradient, flat, as clipped: what came to the slot, or a part of what stays on the device."""
+        """Return a piece of a gradient, flat and clipped: in the slot, or in the gradient that stays on the device."""
         here = update.gradients[piece.parameter]
         if here is not None and type(here) is not ColdGradient:
             return here.detach().reshape(-1)[piece.begin : piece.end]
@@ -296,7 +292,7 @@ class DeviceSweep(Sweep):
         return content.of(views[grad, piece.begin])
 
     def _pieces(self, part: _Part) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield where in the slot, and what memory of the host, page by page."""
+        """Yield the offset in the slot and the host memory of each page of `part`."""
         section, slot = part.place.section, part.place.slot
         begin = slot.offset + part.begin * slot.spec.dtype.itemsize
         end = begin + part.nbytes
@@ -308,7 +304,7 @@ class DeviceSweep(Sweep):
 
 
 def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Part]:
-    """Return what of a slice comes to the device while it is updated, one behind the other."""
+    """Return the parts of a slice that are in the slot during its update, one after the other."""
     found: list[tuple[TensorLocation, SlicePiece, bool, bool]] = []
     for piece in part.pieces:
         places = update.trainable.places[piece.parameter]
@@ -320,13 +316,13 @@ def _parts(update: GroupUpdate, part: Slice, gradient_of: Gradient) -> list[_Par
     sizes = [(piece.end - piece.begin) * place.slot.spec.dtype.itemsize for place, piece, _, _ in found]
     offsets, _ = place_in_storage(sizes)
     return [
-        _Part(place, piece.begin, piece.end, offset, goes_up, comes_down)
-        for (place, piece, goes_up, comes_down), offset in zip(found, offsets, strict=True)
+        _Part(place, piece.begin, piece.end, offset, copied_up, copied_down)
+        for (place, piece, copied_up, copied_down), offset in zip(found, offsets, strict=True)
     ]
 
 
 def slice_bytes(trainable: Trainable, part: Slice) -> int:
-    """Return what a slice takes on a device: its state, its gradients, and its parameters, which are as large."""
+    """Return the bytes of a slice on a device: its state, its gradients, and its parameters, which are as large."""
     total = 0
     for piece in part.pieces:
         places = trainable.places[piece.parameter]
@@ -337,5 +333,5 @@ def slice_bytes(trainable: Trainable, part: Slice) -> int:
 
 
 def ring_bytes(trainables: Iterable[Trainable], page_bytes: int) -> int:
-    """Return what the ring takes at most."""
+    """Return the maximum bytes of the ring."""
     return RING * max((slice_bytes(t, part) for t in trainables for part in t.all_slices(page_bytes)), default=0)

@@ -1,8 +1,8 @@
-"""Optimizer state that stays on an accelerator, fp32 masters too: updated in place there, copied for nothing but to be kept.
+"""Keeps optimizer state, and fp32 masters, on an accelerator, where it is updated in place.
 
-Its place is in host memory or on NVMe, as without a device: from there it comes before its first update, and there it is brought
-when somebody looks at the place: a commit, a snapshot, `state_dict`. In between what is on the device is what counts. What is not
-of a parameter's shape (step counters) is in host memory beside that, where optimizers want it.
+It also has locations in host memory or on NVMe, as without a device: it is filled from there before its first update,
+and copied back there for an access (a commit, a snapshot, `state_dict`). In between the device's copy is the valid one.
+State that is not of a parameter's shape (step counters) is in host memory, where optimizers expect it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from swapper.train.updates.sweep import Trainable
 
 @dataclass(slots=True)
 class _Page:
-    """A page of a group's places, or a section as a whole if that stays in memory.
+    """A page of a group's state, or a whole section that stays in memory.
 
     Attributes:
-        copy: how it comes to the device.
-        others: where on it there is something else, and memory that has the same.
+        copy: its copy to the device.
+        others: offset on it, and bytes in host memory, of state of other shapes.
     """
 
     copy: PageCopy
@@ -42,11 +42,11 @@ class _Group:
 
     Attributes:
         storage: its memory on the device.
-        views: of that, flat, by place.
-        others: in host memory, by place.
-        pages: that all of it has its place on.
-        is_filled: it is here; else at its place.
-        is_changed: what is at its place is out of date.
+        views: of that, flat, by location.
+        others: state of other shapes, in host memory, by location.
+        pages: all pages of its locations.
+        is_filled: the device has it.
+        is_changed: its locations are outdated.
     """
 
     storage: DeviceStorage
@@ -62,8 +62,6 @@ class DeviceResidentState:
 
     Args:
         trainables: of those groups.
-        on_device: where it is; copies it.
-        pager: what leases of its pages go to.
     """
 
     def __init__(self, trainables: Iterable[Trainable], on_device: TrainingDevice, pager: Pager) -> None:
@@ -89,26 +87,26 @@ class DeviceResidentState:
         return group in self._groups
 
     def close(self) -> None:
-        """Nobody wants it any more. No copy is on its way."""
+        """Release its memory. Requires that no copy is in flight."""
         for group in self._groups.values():
             group.storage.free()
         self._groups.clear()
 
-    # --- an update --------------------------------------------------------------------------------------------------
+    # --- an update ----------------------------------------------------------------------------------------------------
 
     def view(self, group: int, place: TensorLocation) -> torch.Tensor:
-        """Return what is on the device of a group that is `ready`, flat."""
+        """Return the device's copy of a tensor, flat. Requires that its group is `ready`."""
         return self._groups[group].views[place]
 
     def others(self, group: int, places: ParameterLocations) -> dict[str, torch.Tensor]:
-        """Return what belongs to a parameter as a whole, in host memory."""
+        """Return the state of a parameter that belongs to it as a whole, in host memory."""
         return {key: self._groups[group].others[place] for key, place in places.others.items()}
 
     def ready(self, groups: Iterable[int]) -> None:
-        """The state of these groups is about to be changed by kernels that are queued next: have it on the device.
+        """Copy the state of these groups to the device before kernels, which are queued next, change it.
 
         Raises:
-            BudgetError: the device has no memory left for it.
+            BudgetError: the device has too little memory.
             IoError: it could not be read.
         """
         found = [self._groups[index] for index in groups if index in self._groups]
@@ -118,13 +116,13 @@ class DeviceResidentState:
                 self._fill(group)
         finally:
             if missing:
-                self._on_device.finish()  # all frames are free for slices; it is seldom
+                self._on_device.finish()  # frees all frames for slices; this is rare
         for group in found:
             group.storage.wait_on_current_stream()
             group.is_changed = True
 
     def _fill(self, group: _Group) -> None:
-        self._on_device.fill_anew(group.storage, [page.copy for page in group.pages])
+        self._on_device.fill(group.storage, [page.copy for page in group.pages])
         for page in group.pages:
             if page.others:
                 access = Access(None, _paged(page.copy.page))
@@ -135,10 +133,10 @@ class DeviceResidentState:
                 self._pager.release(access)
         group.is_filled = True
 
-    # --- looking at it ----------------------------------------------------------------------------------------------
+    # --- access -------------------------------------------------------------------------------------------------------
 
     def read(self, group: int, place: TensorLocation) -> torch.Tensor | None:
-        """Return a copy of what counts, in host memory; None where that is at its place."""
+        """Return a copy of the valid content in host memory; None if `place` has it."""
         found = self._groups.get(group)
         if found is None or not found.is_changed:
             return None
@@ -147,7 +145,7 @@ class DeviceResidentState:
         return found.others[place].clone() if here is None else here.cpu().clone().view(place.slot.spec.shape)
 
     def sync_to_host(self) -> None:
-        """Somebody looks at places: have them as it is on the device. It stays there.
+        """Copy the state to its locations, for an access there. It also stays on the device.
 
         Raises:
             IoError: an earlier write failed.
@@ -162,7 +160,7 @@ class DeviceResidentState:
 
     def _bring_page(self, storage: DeviceStorage, page: _Page) -> None:
         copy, only = page.copy, frozenset(_paged(page.copy.page))
-        access = Access(None, tuple(only), fresh=only, writes=only)  # nothing else is on these pages
+        access = Access(None, tuple(only), fresh=only, writes=only)  # these pages have nothing else
         self._pager.acquire(access)
         try:
             memory = self._on_device.host.of(copy.page)
@@ -175,13 +173,13 @@ class DeviceResidentState:
             self._pager.release(access, only)
 
     def forget(self) -> None:
-        """What is at its place is what counts."""
+        """Discard the device's copies: the locations are valid."""
         for group in self._groups.values():
             group.is_filled = group.is_changed = False
 
 
 def _on_page(page: Page, others: Mapping[TensorLocation, torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
-    """Return where on a page there are bytes of `others`, and those."""
+    """Return the offsets on a page of bytes of `others`, and these bytes."""
     found = []
     for place, tensor in others.items():
         data, slot = tensor.view(-1).view(torch.uint8), place.slot
@@ -192,5 +190,5 @@ def _on_page(page: Page, others: Mapping[TensorLocation, torch.Tensor]) -> list[
 
 
 def _paged(page: Page) -> tuple[int, ...]:
-    """Return what is to be leased of a page; nothing where it is all of a section that stays in memory."""
+    """Return the pages to lease for `page`: none if it is a whole section that stays in memory."""
     return () if page.section.resident else (page.index,)

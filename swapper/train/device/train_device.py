@@ -1,23 +1,24 @@
-"""What an offloaded model has on an accelerator: images of its groups, its buffers, and the copies both ways.
+"""Owns an offloaded model's part of an accelerator: images of its groups, its buffers, and copies in both directions.
 
-Forwards and backwards run there. Parameters come page by page from host memory or NVMe, where their place is, before their
-kernels; gradients go down as they come (device_grads.py); the update is made on the CPU, where the state is, or slice by slice here
-(device_sweep.py), and puts the images of all that is trained out of date. What the device's budget can hold stays from one use to
-the next within a step.
+Forwards and backwards run there. Parameters are copied page by page from host memory or NVMe before their kernels;
+gradients are copied down as they come (device_grads.py). The update runs on the CPU, where the state is, or slice by
+slice on the device (device_sweep.py), and invalidates the images of all trained groups. Images that fit the device's
+budget stay from one use to the next within a step.
 
-[Note: streams of a backward] Autograd runs each node on the stream on which its operation was in the forward, and hooks on the
-stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when the forward
-first used the parameter; it is good on that stream only, until the backward is over: then torch has the stream of whoever called it
-wait for all of those. So who uses gradients before (`update="backward"`), on the stream of whatever hook comes next, has that
-stream wait for the parameters' streams; and what it queues there is waited for by the caller's stream when the backward is over.
+[Note: streams of a backward] Autograd runs each node on the stream of its operation in the forward, and hooks on the
+stream of their node. A parameter's gradient is written, and the hook after it runs, on the stream that was current when
+the forward first used the parameter. The gradient is valid on that stream only until the backward is over: then torch
+makes the stream of the backward's caller wait for all of those. So a use before (`update="backward"`), on the stream of a
+later hook, makes that stream wait for the parameters' streams; and the caller's stream waits for that work, too, when the
+backward is over.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,50 +40,35 @@ from swapper.paging.section import Section
 from swapper.paging.store.page_files import checksum_of
 from swapper.runtime.counters import Counters
 from swapper.runtime.sizes import format_bytes
+from swapper.train.updates.adamw_kernel import AdamWKernel
 
 PAGES_ON_THEIR_WAY = 2
-"""Frames that may be leased for gradients at one time."""
+"""Maximum frames leased for gradients at once: one is copied while the next is queued."""
 RING = 3
-"""Slices that are on the device at one time where they are updated there: one comes, one is updated, one goes."""
+"""Slices on the device at once if they are updated there: one is copied up, one is updated, one is copied down."""
 USES_REMEMBERED = 64
-"""Of each group in a step, on average: what comes beyond that is not expected again."""
-
+"""Maximum uses of a group in a step, on average, that are predicted for the next step: a choice."""
 
 _open: weakref.WeakSet[TrainingDevice] = weakref.WeakSet()
-
-
-class Leased(Protocol):
-    """A group, as far as it matters here."""
-
-    image: DeviceCopy
-
-
-class Kernel(Protocol):
-    """What updates in place of the user's optimizer."""
-
-    def update(self, updates: Iterable[Any], settings: Callable[[int], Mapping[str, Any]]) -> None:
-        """See AdamWKernel."""
-        ...
+T = TypeVar("T")
 
 
 class TrainingDevice(ModelDevice):
-    """Owns the device's part of one run.
+    """Owns the device's part of one session.
 
     Args:
-        budget: where kernels run, and how much of its memory may be used.
-        placement: of that.
-        host: the frames' memory, and that of what stays.
-        pager: of the frames.
-        counters: to keep.
-        updates: whether the optimizer's update is made there too.
-        kernel: makes it in place of the optimizer.
+        budget: the device, and how much of its memory may be used.
+        placement: the division of that.
+        host: memory of frames and resident sections.
+        updates: the optimizer's updates run there too.
+        kernel: updates instead of the optimizer, or None.
 
     Attributes:
-        downloads: bring gradients down, and what was changed on the device.
-        order: of the streams that gradients come on, and those that use them.
+        downloads: copies gradients, and changes made on the device, to the host.
+        order: of the streams that write gradients, and those that use them.
 
     Raises:
-        BudgetError: with what other runs have of the device it is more than there is.
+        BudgetError: the budgets of this and other sessions exceed the device's memory.
     """
 
     def __init__(
@@ -93,7 +79,7 @@ class TrainingDevice(ModelDevice):
         pager: Pager,
         counters: Counters,
         updates: bool,
-        kernel: Kernel | None = None,
+        kernel: AdamWKernel | None = None,
     ) -> None:
         _check_others(budget)
         super().__init__(budget.device, placement, host, pager, counters, is_cyclic=False)
@@ -110,7 +96,7 @@ class TrainingDevice(ModelDevice):
         _open.add(self)
 
     def image(self, group: Group, places: Sequence[tuple[Section, Slot]]) -> tuple[DeviceCopy, list[torch.Tensor]]:
-        """Return the image of a group whose parameters have their place there, and each as a view of it."""
+        """Return the image of a group whose parameters are at `places`, and a view of it for each."""
         storage, views, spans = self.lay_out(places)
         image = self.add_image(group.index, group.name, storage, spans)
         self._images.append(image)
@@ -120,7 +106,7 @@ class TrainingDevice(ModelDevice):
     def lay_out(
         self, places: Sequence[tuple[Section, Slot]]
     ) -> tuple[DeviceStorage, list[torch.Tensor], dict[Section, list[Span]]]:
-        """Return a storage without memory for what has its place there, each as a view of it, and what fills it, by section."""
+        """Return a storage without memory for tensors at `places`, a view of it for each, and its spans by section."""
         storage, offsets = self.reserve(slot.spec.nbytes for _, slot in places)
         views = [
             storage.memory[offset : offset + slot.spec.nbytes].view(slot.spec.dtype).view(slot.spec.shape)
@@ -133,16 +119,16 @@ class TrainingDevice(ModelDevice):
         return storage, views, spans
 
     def start(self) -> None:
-        """All images are made: expect a forward and a backward."""
+        """Expect a forward and a backward, when all images are made."""
         self.tier.expect([*self._images, *reversed(self._images)])
 
-    # --- what passes tell -------------------------------------------------------------------------------------------
+    # --- passes -------------------------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         self.tier.keep_free_memory()
 
     def check_inputs(self, module: nn.Module, inputs: object) -> None:
-        """Raise ConfigError where a forward is given tensors, and all of them are somewhere else."""
+        """Raise ConfigError if a forward gets tensors, and all of them are on other devices."""
         where = {tensor.device for tensor in tensors_among(inputs)}
         if where and self.device.device not in where:
             found = ", ".join(sorted(map(str, where)))
@@ -151,19 +137,22 @@ class TrainingDevice(ModelDevice):
                 f"`tensor.to({str(self.device)!r})`"
             )
 
-    def lease(self, group: Leased) -> None:
+    def lease(self, image: DeviceCopy) -> None:
         """See DeviceTier.lease."""
-        self.tier.lease(group.image)
+        self.tier.lease(image)
         if len(self._used) < USES_REMEMBERED * len(self._images):
-            self._used.append(group.image)
+            self._used.append(image)
 
     def gradient_came(self, parameter: int) -> None:
-        """Autograd has written the gradient of a parameter, given its id, on the current stream. [Note: streams of a backward]"""
+        """Note that autograd has written a parameter's gradient on the current stream. [Note: streams of a backward]
+
+        `parameter` is its id.
+        """
         self.order.note()
-        self._image_of[parameter].storage.note_use()  # by what made the gradient
+        self._image_of[parameter].storage.note_use()  # by the kernels that made the gradient
 
     def copy_back(self, image: DeviceCopy) -> None:
-        """What is on the device is what counts: have its place in memory or on NVMe the same, and wait for that.
+        """Copy the device's content to the locations of the image's tensors, and wait for the copies.
 
         Raises:
             IoError: a page could not be read.
@@ -182,89 +171,82 @@ class TrainingDevice(ModelDevice):
                 )
                 self.downloads.finish()
                 if external is not None and external == checksum_of(copy.page, memory.data_ptr()):
-                    only = frozenset()  # it stays where it was lent
+                    only = frozenset()  # unchanged: it stays external
             finally:
                 self._pager.release(access, only)
 
     def new_storage(self, nbytes: int) -> DeviceStorage:
-        """Return memory on the device; where it is short, what stays there is given up for it.
+        """Return memory on the device; if that is short, idle images are dropped for it.
 
         Raises:
-            BudgetError: there is none.
+            BudgetError: there is too little.
         """
-        try:
-            storage = DeviceStorage(self.device, nbytes)
-        except OUT_OF_MEMORY:
-            self.tier.evict_idle()
-            try:
-                storage = DeviceStorage(self.device, nbytes)
-            except OUT_OF_MEMORY as error:
-                raise BudgetError(
-                    f"{self.device} has no {format_bytes(nbytes)} left for the update of a slice, after everything that is not in "
-                    f"use was given up: lower device_memory, or say update_on='cpu' ({error})"
-                ) from error
+        where = "the update of a slice", "say update_on='cpu'"
+        storage = self._evicting(lambda: DeviceStorage(self.device, nbytes), nbytes, *where)
         storage.free()
         storage.allocate()
         return storage
 
-    def fill_anew(self, storage: DeviceStorage, copies: Sequence[PageCopy]) -> None:
-        """Fill a storage, which has memory or is given some. `finish` waits for that, and gives back the frames it comes from.
+    def fill(self, storage: DeviceStorage, copies: Sequence[PageCopy]) -> None:
+        """Fill a storage, allocating its memory if needed. `finish` waits for the copies, and releases their frames.
 
         Raises:
-            BudgetError: there is no memory for it.
+            BudgetError: there is too little memory.
             IoError: a page could not be read.
         """
         if storage.is_allocated:
             storage.invalidate()
         else:
-            self._allocate(storage)
+            where = "the optimizer state that stays there", "what else is on the device"
+            self._evicting(storage.allocate, storage.nbytes, *where)
         for copy in copies:
             self._uploads.send(copy, storage)
         storage.all_is_queued()
 
-    def _allocate(self, storage: DeviceStorage) -> None:
+    def _evicting(self, allocate: Callable[[], T], nbytes: int, purpose: str, remedy: str) -> T:
+        """Call `allocate`, once more after dropping idle images. Raises BudgetError if memory is short then too."""
         try:
-            storage.allocate()
+            return allocate()
         except OUT_OF_MEMORY:
             self.tier.evict_idle()
-            try:
-                storage.allocate()
-            except OUT_OF_MEMORY as error:
-                raise BudgetError(
-                    f"{self.device} has no {format_bytes(storage.nbytes)} left for the optimizer state that stays there, after "
-                    f"everything that is not in use was given up: lower device_memory, or what else is on the device ({error})"
-                ) from error
+        try:
+            return allocate()
+        except OUT_OF_MEMORY as error:
+            raise BudgetError(
+                f"{self.device} has no {format_bytes(nbytes)} left for {purpose}, after everything that is not in use was given "
+                f"up: lower device_memory, or {remedy} ({error})"
+            ) from error
 
     def bring_up(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Fill a storage anew, in the order of kernels that have used it, and have those that are queued next wait for that."""
+        """Refill a storage after the kernels that have used it; kernels that are queued next wait for the copies."""
         storage.invalidate()
         self._uploads.fill(storage, pieces)
         storage.wait_on_current_stream()
 
     def finish(self) -> None:
-        """Wait for all copies, also of passes that failed. What was on its way from a device that failed is lost."""
+        """Wait for all copies, also of failed passes. Copies from a failed device are lost."""
         with contextlib.suppress(DeviceError):
             self.downloads.finish()
         self.tier.finish()
 
     def forget_uses(self) -> None:
-        """A pass was abandoned: nothing is learned from it."""
+        """Do not predict the next step from an abandoned pass."""
         self._used.clear()
 
-    # --- an update --------------------------------------------------------------------------------------------------
+    # --- an update ----------------------------------------------------------------------------------------------------
 
     def before_update(self, group: int) -> None:
-        """The places of a group's parameters are about to be changed."""
+        """Invalidate a group's image before its parameters are updated."""
         self.tier.invalidate(self._images[group])
 
     def after_update(self) -> None:
-        """Parameters are what the next step's forward is to use. What this one did is expected of it."""
+        """Upload updated parameters for the next step, which is expected to use them in the order of this one."""
         if self._used:
             self.tier.expect(self._used)
         self._used.clear()
         self.tier.prepare_next()
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         _open.discard(self)
@@ -285,22 +267,18 @@ def _check_others(budget: DeviceBudget) -> None:
 
 
 class StreamOrder:
-    """Knows the streams on which there is something that the next user has to wait for. With one stream it records nothing.
-
-    Args:
-        device: whose streams.
-    """
+    """Records the streams with work that the next user must wait for; with a single stream no event is needed."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._noted: set[Any] = set()
 
     def note(self) -> None:
-        """What is queued on the current stream will be used, perhaps on another one."""
+        """Note that work on the current stream will be used, perhaps on another one."""
         self._noted.add(self._device.current_stream())
 
     def follow(self) -> None:
-        """Have the current stream wait for all that was noted, and what is queued on it from now on is noted."""
+        """Make the current stream wait for all noted ones. From now on it alone is noted."""
         current = self._device.current_stream()
         for stream in self._noted - {current}:
             self._device.let_wait(current, self._device.record(stream))

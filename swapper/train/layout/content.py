@@ -15,16 +15,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from swapper import _C
 from swapper.errors import CheckpointError, InvariantError
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of
-from swapper.io.engines import open_engine
+from swapper.io.engines import Engine, open_engine
 from swapper.io.waiting import all_over
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import SectionPlan, Slot, TensorSpec
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import EXTERNAL, Page, Section
-from swapper.train.layout.inventory import MASTER
+from swapper.runtime.interrupts import close_all
+from swapper.train.layout.inventory import MASTER, find_places
 from swapper.train.layout.slices import TensorLocation
 
 STAGING_BYTES = 4 << 20  # a choice
@@ -45,23 +47,12 @@ class SectionSource(Protocol):
     def is_external(self, plan: SectionPlan) -> bool:
         """Return True if an external section's content is its file's: then it is not filled."""
 
-    def has(self, spec: TensorSpec) -> bool:
-        """Return True if there are values of an external tensor to compare with."""
-
-    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        """Compare elements [begin, end) of a tensor with `view`, the external content.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+    def value(self, name: str) -> torch.Tensor | None:
+        """Return the model's value of an external parameter, to be compared with the file's; None without one."""
 
 
 class GivenSource:
-    """Takes content from the user's model and optimizer.
-
-    Args:
-        optimizer: the user's own.
-    """
+    """Takes content from the user's model and optimizer."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -84,48 +75,29 @@ class GivenSource:
     def is_external(self, plan: SectionPlan) -> bool:
         return True
 
-    def has(self, spec: TensorSpec) -> bool:
-        return spec.owner in self._values
-
-    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        value = self._values.get(spec.owner)
-        if value is None:
-            return
-        ours = value.detach().reshape(-1)[begin:end].cpu().view(torch.uint8)
-        if not torch.equal(ours, view.view(torch.uint8)):
-            path = None if plan.external is None else plan.external.path
-            raise CheckpointError(
-                f"frozen parameter {spec.owner} has other values in the model than in {path}, contrary to external= "
-                ": load the file's values into the model, or build it on the meta device; or leave external= out, and the "
-                "model's own values are copied to the swap files"
-            )
+    def value(self, name: str) -> torch.Tensor | None:
+        return self._values.get(name)
 
 
 class CarriedSource:
     """Takes content from the files of an earlier layout, and the rest from the optimizer.
 
     Args:
-        optimizer: the user's own.
         sections: of parameters and optimizer state; only their locations in files are used.
         files: of that layout, by number: the parts of each, by drive.
     """
 
     def __init__(self, optimizer: Optimizer, sections: Sequence[Section], files: Mapping[int, Sequence[Path]]) -> None:
         self._given = GivenSource(optimizer)
-        self._places = {
-            (slot.spec.owner, slot.spec.kind): TensorLocation(s, slot) for s in sections for slot in s.plan.slots
-        }
+        self._places = find_places(sections)
         self._paths = files
-        self._files: dict[Path, Any] = {}
+        self._files: dict[Path, _C.File] = {}
         self._compared: set[Page] = set()
-        self._engine: Any = None
+        self._engine: Engine | None = None
 
     def close(self) -> None:
         if self._engine is not None:
-            self._engine.close()
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+            close_all([self._engine.close, *(file.close for file in self._files.values())])
 
     def begin(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> None:
         self._given.begin([(name, p) for name, p in parameters])
@@ -151,18 +123,16 @@ class CarriedSource:
         pieces = [p for at in places for p in at.section.pages_of(at.slot.offset, at.slot.end) or [at.section.piece]]
         return all(piece.location == EXTERNAL for piece in pieces)
 
-    def has(self, spec: TensorSpec) -> bool:
-        return False
-
-    def compare(self, plan: SectionPlan, spec: TensorSpec, begin: int, end: int, view: torch.Tensor) -> None:
-        raise InvariantError(f"{spec.owner} is compared with an earlier layout of the same external content")
+    def value(self, name: str) -> None:
+        """Return None: the earlier layout has the same external content."""
 
     def _read(self, place: TensorLocation, begin: int, end: int, target: torch.Tensor) -> None:
         """Read elements [begin, end) at `place` into `target`, each piece from the file with its newest content."""
         section, slot = place.section, place.slot
         first, last = (slot.offset + n * slot.spec.dtype.itemsize for n in (begin, end))
-        if self._engine is None:  # not the run's: its buffer for small tensors is freed with it
+        if self._engine is None:  # not the session's: its staging buffer is freed with it
             self._engine = open_engine([next(iter(self._paths.values()))[0].parent], staging_bytes=STAGING_BYTES)
+        engine = self._engine
         with all_over() as tickets:
             for piece in section.pages_of(first, last) or [section.piece]:
                 at, stop = max(first, piece.offset), min(last, piece.offset + piece.nbytes)
@@ -173,17 +143,17 @@ class CarriedSource:
                 address, where = target.data_ptr() + at - first, piece.stored_offset + at - piece.offset
                 external = section.plan.external if piece.location == EXTERNAL else None
                 file = self._file(self._paths[piece.location][piece.drive] if external is None else external.path)
-                self._compare(piece, file)
-                tickets.append(self._engine.read(file, where, address, stop - at, keep=target))
+                self._compare(engine, piece, file)
+                tickets.append(engine.read(file, where, address, stop - at, keep=target))
 
-    def _compare(self, piece: Page, file: Any) -> None:
+    def _compare(self, engine: Engine, piece: Page, file: _C.File) -> None:
         """Compare a piece with its checksum before copying from it, since the copy gets a new checksum."""
         if piece.crc32 is not None and piece not in self._compared:
             run = CopyRange(file, piece.stored_offset, piece.stored_bytes, piece.crc32, ", ".join(piece.tensors[:3]))
-            checksums_of(self._engine, [run])
+            checksums_of(engine, [run])
             self._compared.add(piece)
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, path: Path) -> _C.File:
         if path not in self._files:
             self._files[path] = beneath.open_for_transfers(path, read_only=True)
         return self._files[path]
@@ -243,10 +213,21 @@ def compare(section: Section, pager: Pager, content: SectionSource) -> None:
     Raises:
         CheckpointError: they differ.
     """
-    if not any(content.has(slot.spec) for slot in section.plan.slots):
+    values = {slot.spec.owner: content.value(slot.spec.owner) for slot in section.plan.slots}
+    if all(value is None for value in values.values()):
         return
     for slot, begin, end, view in iter_section_pages(section, pager):
-        content.compare(section.plan, slot.spec, begin, end, view)
+        value = values[slot.spec.owner]
+        if value is None:
+            continue
+        ours = value.detach().reshape(-1)[begin:end].cpu().view(torch.uint8)
+        if not torch.equal(ours, view.view(torch.uint8)):
+            path = None if section.plan.external is None else section.plan.external.path
+            raise CheckpointError(
+                f"frozen parameter {slot.spec.owner} has other values in the model than in {path}, contrary to external= "
+                ": load the file's values into the model, or build it on the meta device; or leave external= out, and the "
+                "model's own values are copied to the swap files"
+            )
 
 
 def fill(section: Section, pager: Pager, content: SectionSource) -> None:

@@ -7,7 +7,7 @@ whose tensors are read straight to their targets.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from swapper import _C
 from swapper.errors import ConfigError, InvariantError, UnsupportedError
 from swapper.formats.sources import Source, open_source
 from swapper.formats.stored import StoredTensor
+from swapper.io.engines import Engine
 from swapper.io.waiting import all_over
 
-Initialise = Callable[[nn.Module], Any]
+Initialize = Callable[[nn.Module], Any]
 
 
 class Values:
@@ -31,7 +32,7 @@ class Values:
             `check`, if it has one, is called with the model first, before anything is placed.
         model: on the meta device, all or in part; then the other part keeps its values.
         engine: reads.
-        lent: names of the parameters with external values.
+        external: names of the parameters with external values.
 
     Raises:
         ConfigError: `init` is neither.
@@ -40,10 +41,14 @@ class Values:
     """
 
     def __init__(
-        self, init: Initialise | str | os.PathLike[str], model: nn.Module, engine: Any, external: Collection[str] = ()
+        self,
+        init: Initialize | str | os.PathLike[str],
+        model: nn.Module,
+        engine: Engine,
+        external: Collection[str] = (),
     ) -> None:
         self._engine = engine
-        self._call: Initialise | None = None
+        self._call: Initialize | None = None
         self._source: Source | None = None
         absent = {id(parameter) for parameter in model.parameters() if parameter.is_meta}
         self._wanted = absent or {id(parameter) for parameter in model.parameters()}
@@ -72,21 +77,24 @@ class Values:
         if self._source is not None:
             self._read([(self._names[id(p)], p) for p in parameters])
             return
-        wanted = {id(parameter) for parameter in parameters}
-        for module in self._model.modules():
-            own = [p for p in module._parameters.values() if p is not None]
-            if id(module) not in self._done and any(id(p) in wanted for p in own):
-                self._initialise(module)
+        for module, _ in self._owning(parameters):
+            if id(module) not in self._done:
+                self._initialize(module)
 
     def owners(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return all parameters that must be in memory for `fill(parameters)`: those of the modules that own one."""
+        found = {id(parameter): parameter for parameter in parameters}
+        for _, own in self._owning(list(found.values())) if self._call is not None else ():
+            found.update({id(p): p for p in own})
+        return list(found.values())
+
+    def _owning(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+        """Yield the modules that own one of `parameters`, and all parameters of each."""
         wanted = {id(parameter) for parameter in parameters}
-        found: dict[int, nn.Parameter] = {id(parameter): parameter for parameter in parameters}
-        for module in self._model.modules() if self._call is not None else ():
+        for module in self._model.modules():
             own = [p for p in module._parameters.values() if p is not None]
             if any(id(p) in wanted for p in own):
-                found.update({id(p): p for p in own})
-        return list(found.values())
+                yield module, own
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -96,9 +104,9 @@ class Values:
             return
         for module in self._model.modules():
             if id(module) not in self._done and any(b is not None and b.is_meta for b in module._buffers.values()):
-                self._initialise(module)
+                self._initialize(module)
 
-    def _initialise(self, module: nn.Module) -> None:
+    def _initialize(self, module: nn.Module) -> None:
         self._done.add(id(module))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -165,26 +173,27 @@ def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, S
             f"{source.path}: {next(iter(source.grids))} is in chunks along several dimensions: make one file of it by "
             f"`swapper export {source.path} NEW --to safetensors`"
         )
-    prefixes = (
-        ["", "model."] if source.kind in ("torch", "dcp") else [""]
-    )  # a training checkpoint has its model under "model"
-    named = model.named_parameters(remove_duplicate=False)
-    wanted: dict[str, Any] = {name: parameter for name, parameter in named if id(parameter) in ids}
-    wanted.update({name: b for name, b in model.named_buffers() if b.is_meta})
+    # A training checkpoint has its model under "model".
+    prefixes = ["", "model."] if source.kind in ("torch", "dcp") else [""]
+    aliases: dict[int, list[str]] = {}
+    wanted: dict[str, torch.Tensor] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    for name, tensor in named:
+        if id(tensor) in ids or (tensor.is_meta and not isinstance(tensor, nn.Parameter)):
+            aliases.setdefault(id(tensor), []).append(name)
+            wanted[name] = tensor
     found: dict[str, StoredTensor] = {}
     missing = []
-    for name, tensor in wanted.items():
-        stored = next((source.tensors[p + name] for p in prefixes if p + name in source.tensors), None)
-        if stored is None:
-            missing.append(name)
-        elif tuple(stored.shape) != tuple(tensor.shape):
-            raise UnsupportedError(
-                f"{source.path} has {name} of shape {list(stored.shape)}; the model's is {list(tensor.shape)}"
-            )
-        else:
-            found[name] = stored
-    tied = {id(wanted[name]) for name in found}
-    missing = [name for name in missing if id(wanted[name]) not in tied]
+    for names in aliases.values():
+        stored = {n: source.tensors[p + n] for n in names for p in reversed(prefixes) if p + n in source.tensors}
+        for name, one in stored.items():
+            if tuple(one.shape) != tuple(wanted[name].shape):
+                raise UnsupportedError(
+                    f"{source.path} has {name} of shape {list(one.shape)}; the model's is {list(wanted[name].shape)}"
+                )
+        if not stored:
+            missing += names
+        found.update({name: stored.get(name, next(iter(stored.values()))) for name in names if stored})
     if missing:
         some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         remedy = ""
@@ -194,7 +203,4 @@ def _find(source: Source, model: nn.Module, ids: Collection[int]) -> dict[str, S
                 "which leaves them on the CPU"
             )
         raise UnsupportedError(f"{source.path} lacks {len(missing)} of the model's tensors: {some}{remedy}")
-    for name, tensor in wanted.items():
-        if name not in found:
-            found[name] = next(found[other] for other in list(found) if wanted[other] is tensor)
     return found

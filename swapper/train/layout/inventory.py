@@ -57,6 +57,11 @@ class Inventory:
     frozen: FrozenFiles | None = None
 
     @property
+    def names(self) -> dict[int, str]:
+        """Names of all parameters, by id."""
+        return {id(parameter): name for group in self.groups for name, parameter in group.parameters}
+
+    @property
     def external(self) -> frozenset[str]:
         """Names of the parameters that are read from the user's files."""
         return frozenset(slot.spec.owner for plan in self.plans if plan.external is not None for slot in plan.slots)
@@ -181,7 +186,7 @@ def _with_gradient(groups: Sequence[Group], settings: dict[int, int], before: In
 
 
 def _check_same_parameters(groups: Sequence[Group], before: Sequence[Group]) -> None:
-    ours, theirs = ({name: p for group in all_ for name, p in group.parameters} for all_ in (groups, before))
+    ours, theirs = ({name: p for group in some for name, p in group.parameters} for some in (groups, before))
     if ours.keys() != theirs.keys() or any(ours[name] is not theirs[name] for name in ours):
         changed = sorted({name for name in {*ours, *theirs} if ours.get(name) is not theirs.get(name)})
         raise StateError(
@@ -198,7 +203,7 @@ def _by_training(
     return [[(name, p) for name, p in parameters if (name in with_gradient) == kind] for kind in kinds]
 
 
-def find_places(inventory: Inventory, sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
+def find_places(sections: Sequence[Section]) -> dict[tuple[str, str], TensorLocation]:
     """Return the location of each tensor by (parameter's name, kind)."""
     return {
         (slot.spec.owner, slot.spec.kind): TensorLocation(section, slot)

@@ -95,10 +95,8 @@ def plan_slices(
     suffices for every step.
 
     Args:
-        group: index of the group.
         parameters: its trainable parameters, in the order of their slots.
         active: for each, True if it has a gradient in this step; the others are skipped.
-        page_bytes: size of a page.
     """
     most_pages = sys.maxsize
     if not all(active):

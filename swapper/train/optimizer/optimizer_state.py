@@ -24,7 +24,7 @@ from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.membership import Membership
 from swapper.train.optimizer.state_dicts import StateDicts
 from swapper.train.optimizer.state_view import ShownState, StateView, outdated
-from swapper.train.session.session_guard import SessionGuard
+from swapper.train.session.session_slot import SessionGuard
 from swapper.train.updates.sweep import Trainable
 
 

@@ -1,4 +1,9 @@
-"""A group's parameters at run time: leased together, warm while leased, cold otherwise."""
+"""Keeps one group's parameters at run time: leased together, materialized while leased, cold otherwise.
+
+On an accelerator a group's parameters are views of its image there. The optimizer updates their content in host memory
+or on NVMe, as without a device, and the image is filled from there. Changes on the device itself (by a forward that
+writes to its own weights, or inside `manager.gather`) are copied back before the image may be dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from swapper.errors import StateError
+from swapper.device.tier import DeviceCopy
+from swapper.errors import StateError, UnsupportedError
 from swapper.modules.cold import materialize, set_cold, unguard
 from swapper.modules.groups import Group
 from swapper.modules.guarded import FaultHandler, guard
-from swapper.modules.leased_group import LeasedGroup
+from swapper.modules.leased_group import LeasedGroup, storage_of
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import checksum_of
+from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import SectionSource, compare, fill
 
 
@@ -24,12 +31,8 @@ class GroupParameters(LeasedGroup):
     """Owns the placement of one group's parameters.
 
     Args:
-        group: the group; its parameters' data is moved to their slots by `adopt`.
         places: for each parameter, its section and slot.
-        pager: None if all sections are resident.
-        fault_handler: who is asked when a cold parameter is touched.
-        expire: told, with a reason, before changed parameters can be on their way to the drive: what shows them as they were
-            there is over.
+        expire: called with a reason before changed parameters may be written: expires the tensors that show them.
     """
 
     def __init__(
@@ -53,8 +56,8 @@ class GroupParameters(LeasedGroup):
         self._write_access = Access(None, tuple(pages), writes=frozenset(pages))
         self.paged = bool(pages)
         self.catch_up: Callable[[Access | None], None] | None = None  # see `defer_update`
-        self.holds: list[Access] = []  # leases of the pager's that others have, outside of the order of a step
-        self._external: list[dict[Page, int]] = []  # of each hold to write: checksums of the pages that are lent
+        self.pins: list[Access] = []  # leases outside of the order of a step
+        self._external: list[dict[Page, int]] = []  # of each pin to write: checksums of the external pages
         self._addresses: list[int] = []
 
     @property
@@ -64,21 +67,21 @@ class GroupParameters(LeasedGroup):
 
     @property
     def kept_accesses(self) -> Sequence[Access]:
-        return self.holds
+        return self.pins
 
     def adopt(self, content: SectionSource | None) -> None:
-        """Move the parameters to their slots, and let go the data where it was. They are cold afterwards, if paged.
+        """Move the parameters to their slots and release their previous data. Paged ones are cold afterwards.
 
-        `content`: fills the slots; None where they have their content already.
+        `content` fills the slots; None if they have their content already.
         """
         if content is not None:
             self._fill(content)
-        for parameter, place in zip(self.parameters, self._tensors_at_places(), strict=True):
+        for parameter, tensor in zip(self.parameters, self._tensors_at_places(), strict=True):
             if parameter.is_meta:
-                home = nn.Parameter(place, requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, home)  # type: ignore[no-untyped-call]  # the same object, elsewhere
+                real = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]  # keeps the object
             else:
-                parameter.data = place
+                parameter.data = tensor
             self._addresses.append(parameter.data_ptr())
             guard(parameter, self._fault_handler)
         if self.paged:
@@ -95,10 +98,10 @@ class GroupParameters(LeasedGroup):
                 fill(section, self._pager, content)
 
     def defer_update(self, catch_up: Callable[[Access | None], None]) -> None:
-        """Nobody shall see the group as it is: it is in the middle of a step.
+        """Hide the parameters: the group is in the middle of a step.
 
         Args:
-            catch_up: asked for by whoever needs it: updates it and leases what it is given (deferred.py), or refuses
+            catch_up: called at the next access. Updates the group and leases the given access (deferred.py), or refuses
                 (during_backward.py).
         """
         self.catch_up = catch_up
@@ -107,21 +110,21 @@ class GroupParameters(LeasedGroup):
                 set_cold(parameter)
 
     def clear_deferred(self) -> None:
-        """The group is what the last step has left."""
+        """Show the parameters: the group is updated."""
         self.catch_up = None
         if not self.paged:
             for parameter in self.parameters:
                 materialize(parameter)
 
     def expected_before(self) -> list[int]:
-        """Return the groups that are expected to be leased in what is left of this step before this one is."""
+        """Return the groups that the rest of this step is expected to lease before this one."""
         keys = self._pager.expected_before(self.access.key)
         return [group for kind, group, *_ in keys if kind == "param"]
 
     def check_graph_of_backward(self) -> None:
-        """A backward with `create_graph=True` begins to use the group: what autograd makes of it will, unannounced.
+        """Check that a backward with `create_graph=True` may use the group: its graph will read it without a hook.
 
-        Such reads are answered from the file (csrc/memory/fault.h).
+        On the CPU such reads are answered from the file (csrc/memory/fault.h).
         """
 
     def _bring_in(self) -> bool:
@@ -141,9 +144,9 @@ class GroupParameters(LeasedGroup):
         try:
             if changed:
                 self._expire("a forward or backward that changed the parameter")
-                self._pager.acquire(self._write_access)  # not before a write that is in flight has seen the end of it
+                self._pager.acquire(self._write_access)  # waits for a write in flight
                 may_write = True
-        finally:  # also where that was interrupted or failed: what is changed is changed
+        finally:  # also if that was interrupted or failed: the pages are changed
             self._dematerialize()
             self._pager.release(self.access, self._write_access.writes if changed and not may_write else ())
             if may_write:
@@ -154,30 +157,32 @@ class GroupParameters(LeasedGroup):
         return changed + [name for name in self.written() if name not in changed]
 
     def written(self) -> list[str]:
-        """Names of the parameters that were written past torch's version counter by someone who had not leased them to write."""
+        """Return the names of the parameters written without torch's version counter, and without a lease to write."""
         if not self.paged:
             return []
         return [page.section.owner_at(at) for page, at in self._pager.written_at(self._read_access)]
 
+    # --- pins: leases outside of the order of a step ------------------------------------------------------------------
+
     @property
-    def pages_to_hold(self) -> Sequence[int]:
-        """Pages that are in frames all the time that somebody holds the group."""
+    def pages_to_pin(self) -> Sequence[int]:
+        """Pages that are in frames as long as the group is pinned."""
         return self._read_access.pages if self.paged else ()
 
-    def hold(self, write: bool) -> None:
-        """Bring the parameters in for someone outside of the order of a step, until `let_go`."""
+    def pin(self, write: bool) -> None:
+        """Bring the parameters in, until `unpin`."""
         access = self._write_access if write else self._read_access
-        self._take_hold(access)
-        self.holds.append(access)
+        self._acquire_pin(access)
+        self.pins.append(access)
         try:
             self._materialize()
             if write:
                 self._external.append(self._external_pages())
         except BaseException:
-            self._drop_hold(access, frozenset())
+            self._drop_pin(access, frozenset())
             raise
 
-    def let_go(self, write: bool) -> None:
+    def unpin(self, write: bool) -> None:
         access = self._write_access if write else self._read_access
         before = self._external.pop() if write else {}
         same: set[int] = set()
@@ -188,10 +193,10 @@ class GroupParameters(LeasedGroup):
                 now = self._external_pages()
                 same = {page.index for page, checksum in before.items() if now.get(page) == checksum}
         finally:
-            self._drop_hold(access, access.writes - same)
+            self._drop_pin(access, access.writes - same)
 
     def _external_pages(self) -> dict[Page, int]:
-        """Checksums of the pages that are lent, which are in memory: those that stay so need no place in the swap files."""
+        """Return the checksums of the external pages: unchanged ones need no space in the swap files."""
         found = {}
         for section in self._sections if self.paged else ():
             for page in section.pages:
@@ -200,19 +205,21 @@ class GroupParameters(LeasedGroup):
                     found[page] = checksum
         return found
 
-    def _take_hold(self, access: Access) -> None:
+    def _acquire_pin(self, access: Access) -> None:
         if self.paged:
-            self._pager.take_in_written()  # or it would count as changed by who takes hold
+            self._pager.take_in_written()  # earlier writes are not this pin's
             self._pager.acquire(access)
 
     def _copy_back(self) -> None:
-        """What was changed is to be at its place: that is where it was changed."""
+        """Copy changes to the parameters' locations in host memory; here they are made there."""
 
-    def _drop_hold(self, access: Access, changed: Collection[int]) -> None:
-        self.holds.remove(access)
+    def _drop_pin(self, access: Access, changed: Collection[int]) -> None:
+        self.pins.remove(access)
         if self.paged:
             self._dematerialize()
             self._pager.release(access, changed)
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _materialize(self) -> None:
         if self.paged:
@@ -220,7 +227,7 @@ class GroupParameters(LeasedGroup):
         self._check_places()
 
     def _check_places(self) -> None:
-        """Raise StateError unless the parameters are where they were put."""
+        """Raise StateError unless the parameters are at their locations."""
         for number, (parameter, (_, slot)) in enumerate(zip(self.parameters, self.places, strict=True)):
             spec = slot.spec
             is_same = spec.numel == 0 or self._is_at_place(number, parameter)
@@ -235,15 +242,120 @@ class GroupParameters(LeasedGroup):
     def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
         return parameter.data_ptr() == self._addresses[number]
 
-    def part(self) -> None:
-        """The memory is about to go: leave the parameters warm and without data, until they are adopted again."""
+    def detach(self) -> None:
+        """Leave the parameters without data and not cold, until they are adopted again: the memory is released next."""
         self._leases = 0
-        self.holds.clear()
+        self.pins.clear()
         self._external.clear()
         for parameter in self.parameters:
             unguard(parameter)
             parameter.data = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
 
     def _dematerialize(self) -> None:
-        if not self._leases and not self.holds:
+        if not self._leases and not self.pins:
             super()._dematerialize()
+
+
+class DeviceGroupParameters(GroupParameters):
+    """Leases a group's image on an accelerator; its pages are leased only while they are copied."""
+
+    image: DeviceCopy
+
+    def __init__(
+        self,
+        group: Group,
+        places: Sequence[tuple[Section, Slot]],
+        pager: Pager,
+        fault_handler: FaultHandler,
+        expire: Callable[[str], None],
+        on_device: TrainingDevice,
+    ) -> None:
+        super().__init__(group, places, pager, fault_handler, expire)
+        self._on_device = on_device
+        self.image, self._views = on_device.image(group, places)
+        self._is_in_memory = not self.paged
+        self.paged = True  # its image may be dropped between uses, even if its content stays in host memory
+        self._read_access = Access(None, ())  # a pin is of the image; these two only tell reading from writing
+        self._write_access = Access(None, (), writes=frozenset({-1}))
+
+    @property
+    def storages(self) -> set[int]:
+        return {self.image.storage.identity}
+
+    def _tensors_at_places(self) -> list[torch.Tensor]:
+        return self._views
+
+    def check_graph_of_backward(self) -> None:
+        """Check that the group is pinned: reads of a dropped image are not answered.
+
+        Raises:
+            UnsupportedError: it is not.
+        """
+        if not self.pins:
+            raise UnsupportedError(
+                f"a backward with create_graph=True uses {self.group.name or 'the model'}, and the backward of that would "
+                f"find its parameters away from {self._on_device.device}: run forward and backwards inside "
+                "`with manager.gather(model):`"
+            )
+
+    def expected_before(self) -> list[int]:
+        """Return no groups: copies are made ahead of the schedule, so it does not tell which ones were skipped."""
+        return []
+
+    def defer_update(self, catch_up: Callable[[Access | None], None]) -> None:
+        super().defer_update(catch_up)
+        self.image.waits = True
+
+    def clear_deferred(self) -> None:
+        super().clear_deferred()
+        self.image.waits = False
+
+    def _bring_in(self) -> bool:
+        if self.catch_up is not None:
+            self.catch_up(None)
+        self._on_device.lease(self.image)
+        return True
+
+    def _give_back(self, changed: bool) -> None:
+        try:
+            if changed:
+                self._expire("a forward or backward that changed the parameter")
+                self._copy_back()
+        finally:
+            self._dematerialize()
+            self._on_device.tier.release(self.image)
+
+    def written(self) -> list[str]:
+        """Return no names: writes without torch's version counter cannot be seen on a device."""
+        return []
+
+    def _acquire_pin(self, access: Access) -> None:
+        self._on_device.tier.lease(self.image)
+
+    def _external_pages(self) -> dict[Page, int]:
+        """Return none: they are not in memory, and `copy_back` compares them."""
+        return {}
+
+    def _copy_back(self) -> None:
+        self._on_device.copy_back(self.image)
+
+    def _drop_pin(self, access: Access, changed: Collection[int]) -> None:
+        self.pins.remove(access)
+        self._dematerialize()
+        self._on_device.tier.release(self.image)
+
+    def forget_leases(self) -> None:
+        super().forget_leases()
+        self._on_device.tier.forget(self.image, len(self.pins))
+
+    def abandon(self, keep_cold: bool = True) -> None:
+        """Make parameters whose content is in host memory usable there; the others stay cold if `keep_cold`."""
+        super().abandon(keep_cold and not self._is_in_memory)
+        if keep_cold and self._is_in_memory:
+            for parameter, (section, slot) in zip(self.parameters, self.places, strict=True):
+                parameter.data = section.tensor(slot)
+        self._on_device.tier.drop(self.image)
+
+    def _is_at_place(self, number: int, parameter: nn.Parameter) -> bool:
+        is_of_image = storage_of(parameter) == self.image.storage.identity
+        return is_of_image and parameter.storage_offset() == self._views[number].storage_offset()

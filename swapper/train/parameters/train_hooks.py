@@ -1,26 +1,28 @@
-"""Hooks that lease a module's parameters around its forward and its backward.
+"""Leases a module's parameters around its forward and its backward, by hooks.
 
-Forward: the pre-hook leases the unit's groups, the post-hook releases them; `always_call` because activation checkpointing
-stops a recomputed forward early. Backward: the post-hook puts a hook on every output that has a gradient; the first one to
-run leases the groups again.
+Forward: the pre-hook leases the unit's groups, the post-hook releases them (`always_call`, because activation
+checkpointing stops a recomputed forward early). Backward: the post-hook puts a hook on every output that has a gradient;
+the first one to run leases the groups again.
 
 [Note: when a backward lease ends] Calls of units are intervals on a clock that ticks at each start and end of a forward.
 Autograd runs the nodes that are ready in decreasing order of creation, so when the backward of a call begins, every node
-created after that call's end has run: the leases of all calls that *started* after it *ended* can go. This holds for frozen
-parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and keeps its lease).
-A tensor that a call was given and returns is not its own: it was made before, and its gradient comes when the call is long done
-with (T5's layers all return the position bias that the first one makes).
-Counting gradients instead would let a frozen weight go that a later node still multiplies with. What is left goes when the
+created after that call's end has run: the leases of all calls that *started* after it *ended* can be released. This
+holds for frozen parameters, for parameters used twice and for calls inside other calls (an ancestor started earlier, and
+keeps its lease). A tensor that a call received and returns is not its output: it was made before, and its gradient comes
+long after the call's backward (T5's layers all return the position bias that the first one makes). Counting gradients
+instead would release a frozen weight that a later node still multiplies with. The other leases are released when the
 backward is over.
 
-[Note: what a graph holds] Autograd's nodes hold their hooks, and Python's collector does not look through nodes for cycles. A
-module that keeps a tensor with a graph on itself (RecurrentGemma its state) would so keep itself, and the memory of a run that
-is closed. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `TrainingCall`, which only names what it means.
+[Note: what a graph holds] Autograd's nodes hold their hooks, and Python's garbage collector does not traverse nodes. A
+module that keeps a tensor with a graph (RecurrentGemma its state) would so keep itself alive, and the memory of a closed
+session. So a hook on a tensor has a weak reference to `TrainingHooks`, and a `TrainingCall`, which has only names and
+numbers.
 
-[Note: turns] A model's books (calls, leases, phases) are one thread's at a time: a forward has the turn from its first hook to its
-last, a backward from its first hook to autograd's final callback; a step, a snapshot, `gather` at its two ends, and closing take it
-too (modules/turns.py). Between a forward and its backward others may come in: nothing is leased then, or it is leased for good.
-Backwards on an accelerator run in autograd's own threads, which cannot tell whose they are: they take no turns.
+[Note: turns] Only one thread at a time changes a model's calls, leases and phases: a forward has the turn from its first
+hook to its last, a backward from its first hook to autograd's final callback; a step, a snapshot, both ends of `gather`,
+and closing take it too (modules/turns.py). Between a forward and its backward other threads may take it: nothing is
+leased then, or it is leased permanently. Backwards on an accelerator run in autograd's own threads, which do not know
+which thread has called them: they take no turns.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ from swapper.modules.torch_functions import tensors_among
 from swapper.modules.turns import Turns, frame_of_backward, frame_of_call
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_used
+from swapper.train.device.train_device import TrainingDevice
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Updates
 
 
 class TrainingCall(Call):
-    """A call whose groups are leased again when its backward comes. See [Note: what a graph holds]."""
+    """A call whose groups are leased again in its backward. See [Note: what a graph holds]."""
 
     __slots__ = ("backward_task", "end", "given", "is_functional", "start", "use")
 
@@ -59,23 +62,16 @@ class TrainingCall(Call):
         self.backward_task: int | None = None  # while its groups are leased for backward
         self.use = -1  # see PendingUses
         self.is_functional = False  # with other parameters than the model's
-        self.given: list[Any] = []  # autograd's nodes of what it was called with, while the forward runs
+        self.given: list[Any] = []  # autograd's nodes of its arguments, while the forward runs
 
 
 class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     """Owns the hooks of one model and the leases that they hold.
 
     Args:
-        units: the modules to hook.
-        groups: all groups, by index.
         check_usable: called at the start of each forward; raises if the manager cannot be used.
-        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
-        enter_phase: told which phase of a step begins: "forward", "backward" or "between".
-        updates: told which groups passes use, and how backwards go on.
-        turns: a forward from outside of the others takes one, and so does a backward.
-
-    Attributes:
-        check_inputs: given a module whose forward is the outermost one, and what it is called with; raises if it cannot run.
+        drop_leases: drops all leases except the given ones, after a pass was abandoned.
+        enter_phase: called when a phase of a step begins: "forward", "backward" or "between".
     """
 
     def __init__(
@@ -87,17 +83,18 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         enter_phase: Callable[[str], None],
         updates: Updates,
         turns: Turns,
+        on_device: TrainingDevice | None,
     ) -> None:
         units = list(units)
         super().__init__(units, groups, drop_leases, turns)
-        self.check_inputs: Callable[[nn.Module, Any], None] = lambda module, inputs: None
+        self._on_device = on_device
         self._updates = updates
         self._check_usable = check_usable
         self._enter_phase = enter_phase
         self._clock = 0
         self._backward: list[TrainingCall] = []  # calls whose groups are leased for backward
-        self._held: list[TrainingCall] = []  # calls whose outputs show no gradient: leased until a backward is over
-        self._tasks: set[int] = set()  # backwards that run, one within the other
+        self._held: list[TrainingCall] = []  # calls whose outputs have no gradient: leased until a backward is over
+        self._tasks: set[int] = set()  # running backwards, one within the other
         self._members: dict[str, list[tuple[nn.Module, str, nn.Parameter]]] = {}  # by the unit's name
         for unit in units:
             needed = {id(p) for index in unit.groups for p in groups[index].parameters}
@@ -130,9 +127,9 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._updates.uses.brought(call, group.index)
 
     def follow(self, parameters: Iterable[nn.Parameter], run: Callable[[], Any]) -> Any:
-        """Return what `run` returns, an operation outside of the modules that contain `parameters`, which are there.
+        """Return the result of `run`, an operation outside of modules on `parameters`, which are in memory.
 
-        To its backward it is what the call of a module is.
+        Its backward leases them like that of a module's call.
         """
         if not torch.is_grad_enabled():
             return run()
@@ -140,10 +137,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         call.groups += dict.fromkeys(self._group_of[id(parameter)].index for parameter in parameters)
         output = run()
         call.end = self._tick()
-        watched = [tensor for tensor in tensors_among(output) if tensor.requires_grad and tensor.grad_fn is not None]
-        for tensor in watched:
-            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
-        if watched:
+        if self._hook_outputs([tensor for tensor in tensors_among(output) if _has_graph(tensor)], call):
             self._updates.uses.begin(call)
         return output
 
@@ -158,14 +152,15 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                 self.abandon_pass()
             in_backward = _in_backward()
             if any(call.module == unit.name for call in self._held) and not in_backward:
-                self._let_go_of_held()  # that forward was never followed by a backward
+                self._release_held()  # no backward has followed that forward
             if in_backward:
                 self._note_backward()
                 self._updates.backward_goes_on()
             else:
                 if not self._running:
                     self._tasks.clear()
-                    self.check_inputs(module, args)
+                    if self._on_device is not None:
+                        self._on_device.check_inputs(module, args)
                     self._enter_phase("forward")
                 self._updates.forward_reaches(unit.groups)
             call = TrainingCall(unit.name, self._tick())
@@ -189,7 +184,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             self._give_turn()
 
     def _leave(self, call: TrainingCall, output: Any) -> Any:
-        """The forward of `call` is over: give back what it leases. Returns what it is to return."""
+        """End the forward of `call`: release its leases. Return its output."""
         call.end = self._tick()
         try:
             if output is not None and call.groups:
@@ -205,10 +200,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return output
 
     def _has_other_members(self, unit: Unit, module: nn.Module) -> bool:
-        """Return whether torch.func.functional_call gives the unit other parameters for this one forward.
+        """Return True if torch.func.functional_call has replaced the unit's parameters for this forward.
 
         Raises:
-            StateError: it has other ones for good.
+            StateError: they are replaced permanently.
         """
         is_functional = False
         for owner, name, parameter in self._members[unit.name]:
@@ -224,13 +219,13 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return is_functional
 
     def _is_stale(self, unit: Unit) -> bool:
-        """True if the leases on the books are of a pass that never ended: a Ctrl-C passes by the post-hooks."""
+        """Return True if recorded leases are of a pass that never ended: Ctrl-C skips the post-hooks."""
         if _in_backward():
             return False
         return bool(self._backward) or any(call.module == unit.name for call in self._running)
 
     def _watch(self, call: TrainingCall, output: Any) -> Any:
-        """Prepare `output` for the time when the call's parameters are away; returns what the forward shall return."""
+        """Prepare `output` for the time when the call's parameters are cold, and return it or a copy."""
         tensors, rebuild = tensors_of(output)
         groups = self._leased_by(call)
         paged = any(group.paged for group in groups)
@@ -238,12 +233,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         replaced = [self._own(tensor) if paged else tensor for tensor in tensors]
         changed = any(new is not old for new, old in zip(replaced, tensors, strict=True))
         if followed and torch.is_grad_enabled():
-            watched = [tensor for tensor in replaced if tensor.requires_grad and tensor.grad_fn is not None]
+            watched = [tensor for tensor in replaced if _has_graph(tensor)]
             own = [tensor for tensor in watched if all(tensor.grad_fn is not node for node in call.given)]
-            for tensor in own or watched:
-                tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
             if (
-                not watched
+                not self._hook_outputs(own or watched, call)
                 and not call.is_functional
                 and any(p.requires_grad for group in groups for p in group.parameters)
             ):
@@ -255,10 +248,16 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         return rebuild(replaced) if changed else output
 
     def _check_at_backward(self, output: Any) -> None:
-        """Nothing is paged, so nothing is leased in backward; but a forked child, which has not the memory, must not begin one."""
+        """Check at backward that the manager can be used, though nothing is paged: a forked child lacks the memory."""
         for tensor in tensors_of(output)[0]:
-            if tensor.requires_grad and tensor.grad_fn is not None:
+            if _has_graph(tensor):
                 tensor.register_hook(_when_backward_reaches(weakref.ref(self)))  # type: ignore[no-untyped-call]
+
+    def _hook_outputs(self, outputs: list[torch.Tensor], call: TrainingCall) -> bool:
+        """Have the backward of each output lease the groups of `call`. Return True if there are any."""
+        for tensor in outputs:
+            tensor.register_hook(OwnHook(_when_backward_reaches(weakref.ref(self), call)))  # type: ignore[no-untyped-call]
+        return bool(outputs)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if type(tensor) is nn.Parameter else super()._own(tensor)
@@ -266,18 +265,18 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
     # --- backward -------------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """The backward of an output begins, and nothing is paged."""
+        """Begin the backward of an output of a model that is not paged."""
         self._take_turn()
         self._check_usable()
         self._note_backward()
 
     def backward_reaches(self, call: TrainingCall) -> None:
-        """A gradient of one of the call's outputs is there: the first one leases its groups."""
+        """Lease the groups of `call`, when the first of its outputs has its gradient."""
         self._take_turn()
         groups = self._leased_by(call)
         if call.backward_task is not None and call in self._backward:
             for group in groups:
-                group.wait_on_current_stream()  # this output may be another stream's than the first one
+                group.wait_on_current_stream()  # which may differ from the first output's
             return
         self._check_usable()
         task = torch._C._current_graph_task_id()
@@ -311,10 +310,10 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
                 if call.backward_task == task:
                     self._end_call(call)
             if not self._backward:
-                self._let_go_of_held()
+                self._release_held()
 
     def _note_backward(self) -> None:
-        """The phase is "backward" until the outermost one is over: reentrant checkpointing runs backwards within one."""
+        """Enter the phase "backward", until the outermost one is over: reentrant checkpointing runs backwards within one."""
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
@@ -341,20 +340,20 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         self._updates.uses.end(call)
         self._release(call)
 
-    def _let_go_of_held(self) -> None:
+    def _release_held(self) -> None:
         while self._held:
             self._release(self._held.pop())
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> None:
-        """A forward or backward goes on: wait until no other thread is inside. See [Note: turns]."""
+        """Wait until no other thread uses the model. See [Note: turns]."""
         if _in_thread_of_autograd():
             return
         if self._turns.take(frame_of_backward() if _in_backward() else frame_of_call()):
             self._tasks.clear()
             if self._running or self._backward:
-                self.abandon_pass()  # somebody left it without giving the turn
+                self.abandon_pass()  # a thread ended it without giving the turn
         if self._is_removed:
             self._give_turn()
             raise StateError(
@@ -363,7 +362,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
             )
 
     def _give_turn(self) -> None:
-        """A forward or backward is over: if it is the outermost one, so is the turn."""
+        """Give the turn, if the outermost forward or backward is over."""
         if self._turns.is_mine and not self._running and not self._tasks:
             self._turns.give()
 
@@ -380,7 +379,7 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
 def _when_backward_reaches(
     hooks: weakref.ref[TrainingHooks], call: TrainingCall | None = None
 ) -> Callable[[torch.Tensor], None]:
-    """A hook on a tensor: on an output of `call`, or of a model of which nothing is paged. [Note: what a graph holds]"""
+    """Return a hook for an output of `call`, or of a model that is not paged. [Note: what a graph holds]"""
 
     def hook(gradient: torch.Tensor) -> None:
         alive = hooks()
@@ -399,7 +398,7 @@ def _when_backward_reaches(
 
 
 def _is_functional_call() -> bool:
-    """Return whether torch.func.functional_call is running, which gives a model other parameters for the time of one forward."""
+    """Return True if torch.func.functional_call is running, which replaces a model's parameters for one forward."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != stateless.__file__:
         frame = frame.f_back
@@ -407,8 +406,12 @@ def _is_functional_call() -> bool:
 
 
 def _in_thread_of_autograd() -> bool:
-    """Whether this thread is autograd's own, which does part of a backward that another thread has called."""
+    """Return True if this thread is autograd's, and runs a part of a backward that another thread has called."""
     return _in_backward() and frame_of_backward() is None
+
+
+def _has_graph(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.grad_fn is not None
 
 
 def _in_backward() -> bool:

@@ -1,1 +1,1 @@
-"""The lifecycle of a training session: planned, opened (new or resumed), stepped, laid out anew, closed."""
+"""Plans, opens, resumes, steps, lays out again and closes a training session."""

@@ -1,6 +1,6 @@
-"""The plan of a run: where everything will live, what that takes, and what a step will move. Nothing is written for it.
+"""Plans a session: placement, memory, space and the bytes of a step. Writes nothing.
 
-`SwapManager.offload` carries out what this plans, so that the two cannot differ; the bytes of a step come from a dry run with the
+`SwapManager.offload` carries out the plan, so the two cannot differ. The bytes of a step come from a dry run with the
 real pager (paging/dry_run.py).
 """
 
@@ -26,10 +26,12 @@ from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import by_family
 from swapper.train.device.device_sweep import ring_bytes
 from swapper.train.gradients.victim_cache import find_rooms
-from swapper.train.layout.expected import ORDER_TOLERANCE, StepKind, expected_cycle
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.train_placement import (
+    ORDER_TOLERANCE,
+    StepKind,
     choose_placement,
+    expected_cycle,
     groups_in_memory,
     is_resident,
     place_on_accelerator,
@@ -42,12 +44,14 @@ from swapper.train.updates.sweep import Trainable
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one step moves, in bytes by family ("param", "state")."""
+    """Bytes that one step moves, by family ("param", "state").
+
+    `pooled_bytes` are in the pool: a commit after the step writes them in addition.
+    """
 
     read_bytes: dict[str, int]
     written_bytes: dict[str, int]
     pooled_bytes: int = 0
-    """What a commit after the step writes of the pool on top."""
 
     @property
     def total_read_bytes(self) -> int:
@@ -60,18 +64,18 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where a model's parameters, gradients and optimizer state will live, and what that costs. `print` it; `offload` takes it.
+    """The placement of a model's parameters, gradients and optimizer state, and its costs. Print it, or pass it to `offload`.
 
     Attributes:
-        request: what the user asks for.
-        inventory: what there is.
+        request: the user's model, optimizer and options.
+        inventory: contents of the model and the optimizer.
         places: "host" or "nvme" for "param", "state" and "grad".
-        budget: how host memory is divided.
+        budget: the division of host memory.
         layout: of a swap file.
-        turns: how many swap files take turns.
-        commit_every: steps from commit to commit, or None.
-        tuning: what `swapper tune` found out about the drive, or None.
-        on_device: how the memory of an accelerator is divided, where there is one.
+        turns: number of swap files, which alternate.
+        commit_every: steps from commit to commit; None: no commits.
+        tuning: the drive's measurements by `swapper tune`, if any.
+        on_device: the division of an accelerator's memory, if any.
     """
 
     request: Request
@@ -89,7 +93,7 @@ class Plan:
         return _make_sections(self.inventory, self.places, self.budget, self.layout)
 
     def make_grad_sections(self, first_page: int) -> list[Section]:
-        """Return the sections of gradients, without memory; those that are paged lie one after the other in a scratch file.
+        """Return the sections of gradients, without memory; paged ones follow each other in a scratch file.
 
         Args:
             first_page: index of their first page.
@@ -106,7 +110,7 @@ class Plan:
 
     @property
     def _weights(self) -> tuple[float, ...]:
-        """Of the drives."""
+        """Shares of the drives."""
         return self.request.manager.drives.weights
 
     def _scratch_bytes_of(self, plan: SectionPlan) -> int:
@@ -114,18 +118,18 @@ class Plan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What gradients take on the drive."""
+        """Bytes of gradients on the drive."""
         return sum(self._scratch_bytes_of(plan) for plan in self._grad_plans)
 
     @property
     def _grad_plans(self) -> list[SectionPlan]:
-        """Sections of the gradients that do not stay on a device."""
+        """Sections of the gradients that do not stay on an accelerator."""
         kept = self.on_device.gradients if self.on_device is not None else ()
         return without_gradients(self.inventory, kept).grad_plans
 
     @property
     def _placed_grad_plans(self) -> list[SectionPlan]:
-        """Those of them that have a place of ours. Others stay where autograd makes them (train/gradients/autograd_grads.py)."""
+        """Those of them that have sections. Others stay autograd's own (train/gradients/autograd_grads.py)."""
         if self.request.device is not None or self.places["grad"] == "nvme":
             return self._grad_plans
         always_there = groups_in_memory(self.inventory, self.places)
@@ -133,7 +137,7 @@ class Plan:
 
     @property
     def lazy(self) -> bool:
-        """Whether changed pages are written only when they leave: no commit names them each step."""
+        """True if changed pages are written at eviction only: not every step is committed."""
         return self.commit_every != 1
 
     @property
@@ -142,10 +146,10 @@ class Plan:
 
     @property
     def max_deferred_writes(self) -> int:
-        """How many pages of parameters may be written in backward instead of forward. [Note: deferred writes], paging/frames.py
+        """Maximum pages of parameters written in backward instead of forward. [Note: deferred writes], paging/frames.py
 
-        As many as the pool is too small for: one that has room for all parameters leaves the drive enough to do when forward ends.
-        And what comes back must leave frames for others.
+        These are the pages that do not fit the pool (with a pool for all parameters the drive is busy after forward
+        anyway), and at most 3/4 of the frames, so that others stay usable: a choice.
         """
         if self.request.options.update != "deferred":
             return 0
@@ -155,16 +159,16 @@ class Plan:
 
     @property
     def space_bytes(self) -> int:
-        """What the swap files take on the drive; a snapshot that is kept takes as much as one of them, and what is lent."""
+        """Bytes on the drives. A kept snapshot takes as much as one swap file, with the external parameters."""
         return self.turns * (self.layout.tail_offset - self.external_bytes) + self.scratch_bytes
 
     @property
     def external_bytes(self) -> int:
-        """What is read from files of the user's, and takes no space of the run's."""
+        """Bytes of parameters in the user's files, which take no space in the swap files."""
         return sum(plan.nbytes for plan in self.inventory.plans if plan.external is not None)
 
     def space_by_drive(self, files: int | None = None) -> list[int]:
-        """Return what so many swap files (all of them, if left out) and the gradients take on each drive, in bytes."""
+        """Return the bytes of this many swap files (default: all) and of the gradients, on each drive."""
         files = self.turns if files is None else files
         pages = [page for section in self.make_sections() for page in pieces_of(section)]
         gradients = [page for section in self.make_grad_sections(0) for page in section.pages]
@@ -178,7 +182,7 @@ class Plan:
         return taken
 
     def cycle(self, sections: Sequence[Section], trainables: Sequence[Trainable]) -> list[Access]:
-        """Return the order of use that is expected of a step, given all sections."""
+        """Return the expected accesses of a step, in order."""
         stay = None if self.on_device is None else self.on_device.resident_set
         return expected_cycle(
             self.inventory, sections, trainables, self.budget.page_bytes, self.request.options.update, stay
@@ -186,25 +190,25 @@ class Plan:
 
     @property
     def order_tolerance(self) -> int | None:
-        """See Schedule: copies to a device go on beside updates, and each in its own time."""
+        """See Schedule: copies to a device run concurrently with updates, so their order varies."""
         return None if self.request.device is None else ORDER_TOLERANCE
 
     @cached_property
     def traffic(self) -> Traffic:
-        """What a step will move, found by a dry run; commits of what stays in memory come on top (`commit_bytes`)."""
+        """The bytes of a step, found by a dry run. Commits of content in memory add `commit_bytes`."""
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
         found = find_rooms(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
-        trainables = find_trainables(self.inventory, find_places(self.inventory, sections))
+        trainables = find_trainables(self.inventory, find_places(sections))
         cycle = self.cycle(sections, trainables)
         frames = self.budget.frame_count
         return Traffic(*DryRun(sections, frames, cycle, self.window_pages, self.lazy, rooms).traffic())
 
     @property
     def commit_bytes(self) -> int:
-        """What a commit writes beyond what steps write anyway: what is resident, and what stays changed in the pool."""
+        """Bytes that a commit writes in addition to the step's: resident sections, and changed pages in the pool."""
         if self.commit_every is None:
             return 0
         kept = {id(plan) for plan in self._state_plans if plan.group in self.inventory.staying_state}
@@ -214,7 +218,7 @@ class Plan:
 
     @property
     def drive_seconds(self) -> float | None:
-        """How long the drive needs for a step at least; None if its speed is not known."""
+        """Minimum seconds of the drive for a step; None if its speed is not known."""
         if self.tuning is None:
             return None
         return self.tuning.seconds_for(self.traffic.total_read_bytes, self.traffic.total_written_bytes)
@@ -297,7 +301,7 @@ class Plan:
     def _commits(self) -> str:
         if self.commit_every is None:
             why = ": what changes stays in memory" if self.request.manager.commit_every == "free" else ""
-            return f"none{why}; a killed run goes on from its last snapshot"
+            return f"none{why}; a killed run resumes from its last snapshot"
         every = "each step" if self.commit_every == 1 else f"every {self.commit_every} steps"
         extra = (
             f"{format_bytes(self.commit_bytes)} written for it" if self.commit_bytes >= 1 << 20 else "at no extra write"
@@ -314,20 +318,21 @@ def plan_run(
     page_bytes: int | None = None,
     existing_files: Collection[int] = (),
 ) -> Plan:
-    """Decide everything about a run that can be decided before it begins.
+    """Plan a session.
 
     Args:
-        request: what the user asks for.
-        inventory: what there is.
-        places: of parameters and optimizer state, where they are not as the user wants them to be.
-        tuning: what is known about the drive.
-        page_bytes, existing_files: of a run that goes on.
+        request: the user's model, optimizer and options.
+        inventory: contents of the model and the optimizer.
+        places: of parameters and optimizer state, if not the requested ones.
+        tuning: measurements of the drive.
+        page_bytes, existing_files: of a resumed run.
 
     Raises:
-        BudgetError: the budget is too small; says the smallest that works.
+        BudgetError: the budget is too small; names the smallest that works.
     """
     options, device = request.options, request.device
-    params, state = places or (options.params, options.optimizer_state)  # of what is on a device: its place beside that
+    params, state = places or (options.params, options.optimizer_state)
+    # Content on a device has a place in memory or on NVMe too.
     wishes = "auto" if params == "device" else params, "nvme" if state == "device" else state, options.gradients
     step = StepKind(options.update, device is not None, request.updates_there)
     stays = _stays_on_device(request)
@@ -350,10 +355,10 @@ def plan_run(
     if device is not None:
         other_bytes = sum(buffer.nbytes for buffer in request.model.buffers())
         if request.updates_there:
-            other_bytes += ring_bytes(find_trainables(inventory, find_places(inventory, sections)), budget.page_bytes)
+            other_bytes += ring_bytes(find_trainables(inventory, find_places(sections)), budget.page_bytes)
         on_device = place_on_accelerator(inventory, device, other_bytes, options.params, *stays)
         if (on_device.gradients, on_device.state) != (always.gradients, always.state):
-            found, budget = divide(on_device, budget.page_bytes)  # what they leave is for others
+            found, budget = divide(on_device, budget.page_bytes)  # with the memory that they release
         inventory = replace(inventory, staying_state=on_device.state)
         sections = _make_sections(inventory, found, budget, layout)
     every = steps_between_commits(request.manager.commit_every, sections, bool(inventory.staying_state))
@@ -365,7 +370,7 @@ def plan_run(
 
 
 def _stays_on_device(request: Request) -> tuple[str, str]:
-    """Return which gradients and which state stay there: "device" for all, "auto" for what fits, else none."""
+    """Return which gradients and which state stay on the device: "device" for all, "auto" for those that fit, else none."""
     options, there = request.options, request.updates_there
     state = options.optimizer_state if there and options.update == "step" else "host"
     return options.gradients if there else "host", state

@@ -1,19 +1,20 @@
-"""More to train: a group is added to an optimizer whose model is offloaded, or a frozen parameter of one of its groups is trained.
+"""Replaces a session by one that trains more: a group was added to the optimizer, or a frozen parameter is trained.
 
-What is trained has room for gradients and state, so the run gets another layout, and with it other swap files. Between two steps
-everything is written and committed in the old layout; the old run closes; a new one opens, with files beside the old ones, and
-fills them from those, each page being read twice, to be compared with its checksum and to be copied, and written once; it is
-committed; and only then the old files go. Memory is at no time that of two runs.
+Trained parameters have space for gradients and state, so the layout changes, and with it the swap files. Between two
+steps everything is written and committed in the old layout, and the old session closes. A new one opens with new files
+and fills them from the old ones (each page is read twice, to be compared with its checksum and to be copied, and written
+once). It is committed, and then the old files are removed. Memory is never that of two sessions.
 
-[Note: before or after] Until the new commit is published the directory holds the run before, from then on the run after: a
-process that is killed at any instant leaves one of them whole. Where the new run cannot be opened or filled, the old one is
-opened again from its own files, which nobody has touched.
+[Note: before or after] Until the new commit is published the directory holds the old session, then the new one: a
+process that is killed at any instant leaves one of them whole. If the new session cannot be opened or filled, the old
+one is opened again from its files, which are unchanged.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,57 +28,53 @@ from swapper.paging.store.swap_files import first_free_number
 from swapper.train.gradients.gradient_stash import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.session.plan import Plan, plan_run
+from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 
-PARTED = (
+DETACHED = (
     "this graph was made before the optimizer got more to train (add_param_group), which moved what it refers to: run the forward "
     "again, and add groups where no backward is still to come"
 )
 
 
 class Relayout:
-    """From one run to another that trains more of the same model.
+    """Replaces the session of a manager's slot, which is empty if neither the new one nor the old one could be opened.
 
     Args:
-        run: the one that there is.
-        directory: the run's.
-        open_run: opens a run.
-
-    Attributes:
-        run: the one that there is now; None if neither could be opened.
+        current: the slot, with a session.
     """
 
     def __init__(
         self,
-        run: TrainingSession,
+        current: SessionSlot,
         directory: RunDirectory,
         open_run: Callable[[Plan, Origin], TrainingSession],
     ) -> None:
-        self.run: TrainingSession | None = run
-        self._request = run.plan.request
+        self._current = current
         self._directory = directory
         self._open_run = open_run
 
     def train_more(self, add: Callable[[], None], step: int) -> None:
-        """Have everything trained that is in the optimizer's groups when `add` is done. Where that fails, nothing has changed.
+        """Train all parameters in the optimizer's groups after `add`. If that fails, nothing has changed.
 
         Args:
-            add: gives the optimizer another group, if one is to be added.
-            step: the one that was taken last.
+            add: adds the optimizer's new group, if any.
+            step: the last one.
 
         Raises:
-            StateError: in the middle of a forward, a backward or a gather; or other ranks do not come to the same.
-            BudgetError: the budget is too small; says the smallest that works.
+            StateError: in the middle of a forward, a backward or a gather; or other ranks come to another result.
+            BudgetError: the budget is too small; names the smallest that works.
             UnsupportedError: the optimizer has parameters that are not of the model, or cannot be paged with its new group.
-            DirectoryError: the drive has no room for its files beside those that there are.
+            DirectoryError: the drive has no space for the new files.
             IoError: a transfer failed.
         """
-        assert self.run is not None
-        _check_between_steps(self.run)
-        self.run.committer.write_all(step)
-        self.run.committer.before_change_of_layout()
-        self.run.publisher.raise_failure()
-        groups = self._request.optimizer.param_groups
+        run = self._current.running("add_param_group")
+        _check_between_steps(run)
+        run.committer.write_all(step)
+        run.committer.before_change_of_layout()
+        run.publisher.raise_failure()
+        before, groups = run.plan, run.plan.request.optimizer.param_groups
+        del run  # or a traceback would keep it
         count = len(groups)
 
         def undo() -> None:
@@ -85,7 +82,7 @@ class Relayout:
 
         try:
             add()
-            plan = _plan_more(self.run.plan)
+            plan = _plan_more(before)
             if plan is not None:
                 self._directory.require_space(plan.space_by_drive())
                 self._change(plan, step, undo)
@@ -94,70 +91,58 @@ class Relayout:
             raise
 
     def _change(self, plan: Plan, step: int, undo: Callable[[], None]) -> None:
-        assert self.run is not None
-        parked = GradientStash(self._directory.path)
-        content = self.run.carried(self._request.optimizer)
-        left = _Left.of(self.run)
-        try:
-            parked.fill(self.run.model.gradients)
-            self._to(plan, left, content, parked, step, undo)
-        finally:
-            parked.close()
-            content.close()
+        run = self._current.running("add_param_group")
+        old = _OldSession.of(run)
+        with (
+            closing(GradientStash(self._directory.path)) as stash,
+            closing(run.carried(plan.request.optimizer)) as content,
+        ):
+            stash.fill(run.model.gradients)
+            del run
+            self._detach()
+            try:
+                self._open_new(plan, old, content, stash, step)
+            except BaseException:
+                undo()
+                if self._current.run is not None:
+                    self._detach()
+                self._reopen(old, stash, step)
+                raise
+            finally:
+                self._remove_old_files()
 
-    def _to(
-        self,
-        plan: Plan,
-        left: _Left,
-        content: CarriedSource,
-        parked: GradientStash,
-        step: int,
-        undo: Callable[[], None],
-    ) -> None:
-        self._part()
-        new: TrainingSession | None = None
-        try:
-            first = first_free_number(self._directory.path)
-            self.run = new = self._open_run(plan, Origin(first_file=first, edits=left.origin.edits))
-            new.adopt(content)
-            new.model.optimizer_state.entries.unpack(left.entries)
-            new.begin(None)
-            parked.empty_into(new.model.gradients)
-            new.committer.write_all(step)
-        except BaseException:
-            undo()
-            if new is not None:
-                self._part()
-            self._go_back(left, parked, step)
-            raise
-        finally:
-            self._remove_old_files()
+    def _open_new(self, plan: Plan, old: _OldSession, content: CarriedSource, stash: GradientStash, step: int) -> None:
+        first = first_free_number(self._directory.path)
+        self._current.run = new = self._open_run(plan, Origin(first_file=first, edits=old.origin.edits))
+        new.adopt(content)
+        new.model.optimizer_state.entries.unpack(old.entries)
+        new.begin(None)
+        stash.empty_into(new.model.gradients)
+        new.committer.write_all(step)
 
-    def _go_back(self, left: _Left, parked: GradientStash, step: int) -> None:
-        run = self._open_run(left.plan, left.origin)
+    def _reopen(self, old: _OldSession, stash: GradientStash, step: int) -> None:
+        run = self._open_run(old.plan, old.origin)
         try:
-            run.take_up(left.sections, left.entries)
+            run.take_over(old.sections, old.entries)
             run.begin(None)
-            parked.empty_into(run.model.gradients)
+            stash.empty_into(run.model.gradients)
             if self._committed_files() - run.file_names:
-                run.committer.write_all(step)  # the new run was committed, and failed after that
+                run.committer.write_all(step)  # the new session was committed, and failed after that
         except BaseException:
             run.close()
             raise
-        self.run = run
+        self._current.run = run
 
-    def _part(self) -> None:
-        """Close the run; what its memory was is free for another one's."""
-        assert self.run is not None
-        self.run.part(PARTED)
-        self.run = None
+    def _detach(self) -> None:
+        """Close the session, and release its memory."""
+        self._current.running("add_param_group").detach(DETACHED)
+        self._current.run = None
         gc.collect()
 
     def _remove_old_files(self) -> None:
-        """Whatever neither the run nor the directory's commit names goes. [Note: before or after]"""
-        if self.run is None:
-            return
-        self._directory.remove_strays(self.run.file_names | self._committed_files())
+        """Remove files that neither the session nor the commit names. [Note: before or after]"""
+        if self._current.run is not None:
+            self._directory.remove_strays(self._current.run.file_names | self._committed_files())
 
     def _committed_files(self) -> set[str]:
         record = read_commit(self._directory.path)
@@ -165,7 +150,7 @@ class Relayout:
 
 
 def _check_between_steps(run: TrainingSession) -> None:
-    """Raise StateError where a forward, a backward or a gather has parts of the model in use."""
+    """Raise StateError in the middle of a forward, a backward or a gather."""
     doing = "manager.gather" if run.model.gathering.is_open else ""
     if torch._C._current_graph_task_id() != -1 or run.model.passes.is_open:
         doing = "a forward or backward"
@@ -174,9 +159,9 @@ def _check_between_steps(run: TrainingSession) -> None:
 
 
 def _plan_more(before: Plan) -> Plan | None:
-    """Return the plan of a run that trains what the optimizer's groups have now; None if that is no more than `before`.
+    """Return the plan for training the optimizer's present groups; None if they have no more than in `before`.
 
-    Parameters and state stay where they are if the budget allows that.
+    Parameters and state keep their placement if the budget allows that.
     """
     request = before.request
     inventory = request.inventory(before=before.inventory)
@@ -188,13 +173,13 @@ def _plan_more(before: Plan) -> Plan | None:
     except BudgetError:
         found = plan_run(request, inventory, tuning=before.tuning)
         if before.commit_every is not None and found.commit_every is None:
-            raise  # a run that could be gone on from shall not become one that cannot
+            raise  # a run that is committed must not become one that is not
         return found
 
 
 @dataclass(frozen=True)
-class _Left:
-    """What a run leaves, from which another of the same plan goes on."""
+class _OldSession:
+    """The remains of a session, for reopening it."""
 
     plan: Plan
     origin: Origin
@@ -202,5 +187,5 @@ class _Left:
     entries: dict[str, Any]
 
     @classmethod
-    def of(cls, run: TrainingSession) -> _Left:
+    def of(cls, run: TrainingSession) -> _OldSession:
         return cls(run.plan, run.origin, run.sections, run.model.optimizer_state.packed_entries)

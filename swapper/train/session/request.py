@@ -1,4 +1,4 @@
-"""Checks what the user asks of a manager, of `offload` and of `plan`: which model and optimizer, and where all shall live."""
+"""Checks the user's model, optimizer and options, as given to the manager, to `offload` and to `plan`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,16 @@ from swapper.train.updates.update_rates import faster_place
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions:
-    """What holds for all that a manager does. See `SwapManager`.
+    """The options of a manager. See `SwapManager`.
 
     Attributes:
         host_bytes: the budget.
         commit_every: "free", a number of steps, or None.
         fsync: commits survive a power loss.
-        drives: those that hold the run.
-        backend: how transfers are made.
-        check_reads: what is read from swap files is compared with what was written.
-        operates: operations on parameters that are away are done; else they are refused.
-        stall_s: how long one wait may be before the watchdog writes about it; None: as long as it likes.
+        drives: of the run.
+        check_reads: reads from swap files are compared with checksums.
+        operates: operations on cold parameters are done; else they are refused.
+        stall_s: seconds of one wait until the watchdog logs a dump; None: it never does.
     """
 
     host_bytes: int
@@ -52,7 +51,7 @@ class ManagerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadOptions:
-    """The keywords of `SwapManager.offload` and `SwapManager.plan`, which say what they mean.
+    """The keywords of `SwapManager.offload` and `SwapManager.plan`.
 
     Raises:
         ConfigError: a choice is not known.
@@ -78,7 +77,7 @@ class OffloadOptions:
                 raise ConfigError(f"{option}={value!r} is not known: say {option}=swapper.{kind.__name__}({example})")
 
     def check_none_given(self) -> None:
-        """Raise ConfigError if any is given, beside a plan that has them."""
+        """Raise ConfigError if any is given in addition to a plan."""
         given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
         if given:
             raise ConfigError(
@@ -89,19 +88,19 @@ class OffloadOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """The user's wishes for one model.
+    """The checked arguments of `offload` or `plan`.
 
     Attributes:
-        given: the model, or several, as the user gives them.
-        given_optimizer: the user's own, or one that has nothing to do.
-        model: what is paged: the model, one that contains all, or the shards of this rank.
-        optimizer: the optimizer of that.
+        given: the user's model, or several.
+        given_optimizer: the user's own, or a NoOptimizer.
+        model: the paged one: the model, a module that contains all, or the shards of this rank.
+        optimizer: of `model`.
         options: the keywords.
-        manager: what holds for all that the manager does.
-        device: where forwards and backwards run, if not on the CPU, and of its memory.
-        updates_there: the optimizer's update is made there too.
-        kernel: what updates there in place of the optimizer, or None.
-        frozen: files of the user's that have what is not trained, and keep it; or None.
+        manager: the manager's options.
+        device: the accelerator of forwards and backwards, and its budget; None: the CPU.
+        updates_there: so are updates.
+        kernel: updates there instead of the optimizer, or None.
+        frozen: the user's files of frozen parameters, or None.
     """
 
     given: Any
@@ -123,7 +122,7 @@ class Request:
         options: OffloadOptions,
         manager: ManagerOptions,
     ) -> Request:
-        """Check what goes together, and open what is named.
+        """Check the arguments, and open the named files.
 
         Raises:
             ConfigError: options do not go together.
@@ -154,7 +153,7 @@ class Request:
         return cls(model, given, whole, used, options, manager, device, updates_there, kernel, frozen)
 
     def check_is_for(self, model: Any, optimizer: Optimizer | None, manager: ManagerOptions) -> None:
-        """Raise StateError unless it was made for these."""
+        """Raise StateError unless the plan was made for these."""
         if self.manager is not manager:
             raise StateError(
                 f"the plan is of the manager of {self.manager.drives.directories[0]}, and this one has "
@@ -174,7 +173,7 @@ class Request:
         return f"{type(self.optimizer).__module__}.{type(self.optimizer).__qualname__}"
 
     def inventory(self, may_be_meta: bool = False, before: Inventory | None = None) -> Inventory:
-        """List what there is. See `take_inventory`."""
+        """List the contents of the model and the optimizer. See `take_inventory`."""
         where = None if self.device is None else self.device.device.device
         masters = self.options.master_weights
         found = take_inventory(self.model, self.optimizer, masters, may_be_meta, before, where, self.frozen)
@@ -188,7 +187,7 @@ class Request:
 
 
 def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None:
-    """Raise UnsupportedError for what is not done yet for a model that fully_shard has sharded."""
+    """Raise UnsupportedError for options that a model sharded by fully_shard does not support yet."""
     asked = {
         "device": device is not None,
         "external": options.external is not None,
@@ -206,7 +205,7 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
 def _check_accelerator(
     options: OffloadOptions, accelerator: Accelerator, device: DeviceBudget | None, optimizer: Optimizer
 ) -> bool:
-    """Return whether updates are made on a device. Raises: ConfigError: options do not go together."""
+    """Return True if updates run on the device. Raises ConfigError if options do not go together."""
     update_on = accelerator.update_on
     if device is None:
         for option, value in (("params", options.params), ("update_on", update_on)):

@@ -1,12 +1,20 @@
-"""Plans and opens a manager's run: a new one, one that goes on from a commit, or another one that trains more."""
+"""Plans and opens a manager's session: new, resumed from a commit, or laid out again to train more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from swapper.durability.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
+from swapper.durability.commit import (
+    CommitRecord,
+    boot_id,
+    check_group_count,
+    check_same,
+    check_trained,
+    describe_plans,
+)
 from swapper.durability.directory import RunDirectory
 from swapper.durability.fallback import Commit
 from swapper.durability.recovery import follow_placement, page_bytes_of
@@ -18,12 +26,11 @@ from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
 from swapper.train.optimizer.membership import names_by_group
-from swapper.train.optimizer.optim import PagedOptimizer, StateOwner
+from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
-from swapper.train.session.session_guard import Callbacks, SessionGuard
-from swapper.train.session.session_slot import SessionSlot
+from swapper.train.session.session_slot import Callbacks, SessionGuard, SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
 from swapper.train.session.user_state import UserState
 from swapper.train.sharded.sharded_state import ShardedState
@@ -31,15 +38,11 @@ from swapper.train.sharded.shards import Shards
 
 
 class SessionFactory:
-    """Puts runs into a manager's `current`, and binds the user's optimizer to them.
+    """Puts sessions into a manager's slot, and binds the user's optimizer to them.
 
     Args:
-        current: where the run will be.
-        directory: the manager's.
-        clock: divides runs into steps and phases.
-        user: what belongs to a step besides.
-        record: the commit to go on from, or None.
-        fallback: the one before it, if that is still a way back.
+        record: the commit to resume from, or None.
+        fallback: the one before it, if the run can still return to that.
     """
 
     _given_members: list[list[str]]
@@ -64,15 +67,15 @@ class SessionFactory:
     # --- planning ---------------------------------------------------------------------------------------------------
 
     def plan(self, request: Request, may_be_meta: bool, made: Plan | None = None) -> Plan:
-        """Return what `open` does: of a new run, or of the one that is gone on from, which stays as it was divided.
+        """Return the plan for `open`. A resumed run keeps its layout.
 
         Args:
-            request: what the user asks for.
-            may_be_meta: parameters may be on the meta device: their values come later, or are the run's.
-            made: a plan of this request, which was made some time ago.
+            request: the user's model, optimizer and options.
+            may_be_meta: parameters may be on the meta device: their values come later.
+            made: an earlier plan of this request, which is returned.
 
         Raises:
-            StateError: the model or the optimizer is not as it was then.
+            StateError: the model or the optimizer has changed since `made`.
         """
         record, frozen = self._record, request.frozen
         inventory = request.inventory(may_be_meta or record is not None)
@@ -82,7 +85,7 @@ class SessionFactory:
         tuning = find_tuning_of(self._directory.drives)
         if record is None:
             return plan_run(request, inventory, tuning=tuning)
-        check_trained(record, {n for g in inventory.groups for n, _ in g.parameters}, inventory.forms.keys())
+        check_trained(record, set(inventory.names.values()), inventory.forms.keys())
         check_external(record.external, {} if frozen is None else frozen.stamps(inventory.plans))
         check_same(record, inventory.plans, request.kind)
         check_group_count(record, len(request.optimizer.param_groups))
@@ -94,21 +97,22 @@ class SessionFactory:
     # --- opening ----------------------------------------------------------------------------------------------------
 
     def open(self, make: Callable[[], Plan], init: Any) -> PagedOptimizer:
-        """Open the run and have the model in it. Where that fails, `give_up`.
+        """Open the session and adopt the model. If that fails, call `give_up`.
 
         Args:
-            make: returns its plan.
-            init: where first values come from, or None.
+            make: returns the plan.
+            init: the source of initial values, or None.
 
         Returns:
-            What takes the place of the user's optimizer.
+            The replacement of the user's optimizer.
         """
         plan = self._agree(lambda: self._with_buffers(make(), init is not None))
         request, record = plan.request, self._record
-        self._given_members = names_by_group(request.optimizer, _names(plan.inventory))
+        self._given_members = names_by_group(request.optimizer, plan.inventory.names)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None
         if init is not None and record is None:
+            assert run.engine is not None
             values = Values(init, request.model, run.engine, plan.inventory.external)
         if record is not None:
             self._clock.counters.step = record.step
@@ -125,36 +129,38 @@ class SessionFactory:
         return self._optimizer
 
     def give_up(self) -> None:
-        """Close what was opened, and leave the directory as it was."""
-        if self._current.run is not None:
-            self._current.run.close()
-        self._current.run = None
-        self.remove_strays()
+        """Close the session, and leave the directory as it was."""
+        try:
+            if self._current.run is not None:
+                self._current.run.close()
+        finally:
+            self._current.run = None
+            self.remove_strays()
 
     def forget(self) -> None:
-        """The manager closes: let go of the user's optimizer."""
+        """Drop the user's optimizer: the manager closes."""
         self._optimizer = None
 
     def remove_strays(self) -> None:
-        """Remove what a run that ended has left in the directory beside its commit. No run is open."""
+        """Remove files in the directory that its commit does not name. Requires that no session is open."""
         self._directory.remove_strays(self._record.files.values() if self._record is not None else ())
 
     def _with_buffers(self, plan: Plan, has_init: bool) -> Plan:
-        """Return `plan`. Raise UnsupportedError if the model has buffers without values, and nothing gives them any."""
+        """Return `plan`. Raise UnsupportedError if buffers of the model have no values, and there is no source of them."""
         if self._record is not None:
-            check_buffers(plan.request.model, "what a run goes on from")
+            check_buffers(plan.request.model, "a resumed run")
         elif plan.request.frozen is not None and not has_init:
             check_buffers(plan.request.model, "external")
         return plan
 
     def _agree(self, make: Callable[[], Plan]) -> Plan:
-        """Return this rank's plan. Where one rank can make none, or they would commit at different steps, all fail."""
+        """Return this rank's plan. If a rank can make none, or they would commit at different steps, all fail."""
         plan, every = self._directory.ranks.settle("manager.offload", make, lambda plan: plan.commit_every)
         if len(set(every)) > 1:
             steps = ["never" if n is None else f"every {n} steps" for n in every]
             commits = "; ".join(f"rank {rank} {when}" for rank, when in enumerate(steps))
             raise ConfigError(
-                f"ranks would commit at different steps ({commits}), so none could be gone on from: give all the same "
+                f"ranks would commit at different steps ({commits}), so none could be resumed: give all the same "
                 "CommitPolicy, placements and host_memory"
             )
         return plan
@@ -163,26 +169,41 @@ class SessionFactory:
         current, request = self._current, plan.request
         guard = SessionGuard(current.check, current.check_to_write, current.turns, request.manager.operates)
         describe = self._describe_commits(plan)
-        callbacks = Callbacks(guard, current.begin_step, current.undo_update, describe)
+        callbacks = Callbacks(guard, current.begin_step, current.undo_update, current.changed_in_pass, describe)
         return TrainingSession(plan, self._directory, origin, self._clock, callbacks)
 
     def _describe_commits(self, plan: Plan) -> Callable[[int], CommitRecord]:
-        request, frozen = plan.request, plan.request.frozen
-        described, names = describe_plans(plan.inventory.plans), _names(plan.inventory)
+        """Return the function that makes the record of a step, its `files`, `sections` and `state_entries` still empty."""
+        request, frozen, directory = plan.request, plan.request.frozen, self._directory
+        described, names = describe_plans(plan.inventory.plans), plan.inventory.names
         external = {} if frozen is None else frozen.stamps(plan.inventory.plans)
-        return lambda step: self._user.in_commit(
-            step, self._directory, request, plan.places, described, external, self._edited_members(request, names)
-        )
 
-    def _edited_members(self, request: Request, names: Mapping[int, str]) -> list[list[str]] | None:
-        """Return which parameters the optimizer's groups have; None where they are those that the script gives."""
-        members = names_by_group(request.optimizer, names)
-        return None if members == self._given_members else members
+        def describe(step: int) -> CommitRecord:
+            members = names_by_group(request.optimizer, names)
+            return CommitRecord(
+                step=step,
+                rank=directory.rank,
+                world_size=directory.world_size,
+                boot_id=boot_id(),
+                optimizer=request.kind,
+                placement=plan.places,
+                plans=described,
+                files={},
+                sections=[],
+                param_groups=copy.deepcopy(packed_groups(request.optimizer.param_groups)),
+                state_entries={},
+                external=external,
+                members=None if members == self._given_members else members,  # as in `offload`
+                job=directory.job,
+                **self._user.in_commit(),
+            )
+
+        return describe
 
     # --- training -----------------------------------------------------------------------------------------------------
 
     def _train_more(self, add: Callable[[], None]) -> None:
-        """Do `add`, which gives the optimizer more to train, and go on in a run that has room for it."""
+        """Call `add`, which adds to the optimizer's groups, and replace the session by one that trains all of them."""
         current, optimizer = self._current, self._optimizer
         with current.turns.turn():
             current.check()
@@ -191,36 +212,29 @@ class SessionFactory:
                     "a sharded model cannot get more to train after manager.offload: unfreeze it, and give the optimizer all "
                     "groups, before"
                 )
-            change = Relayout(current.running("add_param_group"), self._directory, self._open_run)
             assert optimizer is not None
-            current.run = None
             optimizer.bind(None)
             step = self._clock.counters.step
             try:
-                change.train_more(add, step)
+                Relayout(current, self._directory, self._open_run).train_more(add, step)
             except BaseException as error:
-                if change.run is None:
+                if current.run is None:
                     current.fail(step, error)
                 raise
             finally:
-                current.run = change.run
-                if change.run is not None:
-                    optimizer.bind(state_for(change.run.plan.request, change.run))
+                if current.run is not None:
+                    optimizer.bind(state_for(current.run.plan.request, current.run))
 
 
 def state_for(request: Request, run: TrainingSession) -> StateOwner:
-    """Return who shows the user the optimizer's state."""
+    """Return the owner of the state that the user's optimizer shows."""
     owner, model = run.model.optimizer_state, request.model
     return ShardedState(owner, model, request.given_optimizer) if isinstance(model, Shards) else owner
 
 
-def _names(inventory: Inventory) -> dict[int, str]:
-    return {id(parameter): name for group in inventory.groups for name, parameter in group.parameters}
-
-
 def _check_same_inventory(planned: Inventory, found: Inventory) -> None:
     for what, before, now in (
-        ("parameters", _names(planned), _names(found)),
+        ("parameters", planned.names, found.names),
         ("optimizer's groups", planned.settings, found.settings),
         ("shapes, dtypes or requires_grad", [*planned.plans, *planned.grad_plans], [*found.plans, *found.grad_plans]),
     ):

@@ -1,33 +1,84 @@
-"""Holds what a manager has at the moment: the run, where a model is offloaded, whether it can be used, and its steps.
+"""Holds a manager's present session, checks at each use that it can be used, and takes the optimizer's steps.
 
-Every verb asks here first. A step that failed half-way is undone here, or else only closing is left.
+A step that failed half-way is undone here; if that is impossible, the manager can only be closed.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from swapper.durability.commit import CommitRecord
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError
 from swapper.modules.turns import Turns
 from swapper.paging.section import Section
 from swapper.runtime.stats import StepClock
-from swapper.train.session.training_session import TrainingSession
-from swapper.train.session.user_state import UserState
+
+if TYPE_CHECKING:  # both use the guard
+    from swapper.train.session.training_session import TrainingSession
+    from swapper.train.session.user_state import UserState
+
+UndoSections = Callable[[list[Section], BaseException, int], bool]
+"""Called with sections and the error of their updates outside of `optimizer.step()`: restores them to the state before
+their step, which is this many after the last counted one, and returns True if it could."""
+
+
+class SessionGuard:
+    """Guards one session's model; all its parts share it.
+
+    Attributes:
+        check: called first at each use by the user; raises if the manager cannot be used.
+        check_to_write: the same, before parameters or state are changed from outside.
+        turns: of the threads that use the model.
+        operates: operations on cold parameters are done; else they are refused.
+    """
+
+    def __init__(
+        self, check: Callable[[], None], check_to_write: Callable[[], None], turns: Turns, operates: bool = True
+    ) -> None:
+        self.check = check
+        self.check_to_write = check_to_write
+        self.turns = turns
+        self.operates = operates
+
+    def revoke(self, why: str) -> None:
+        """Refuse every use from now on, with the sentence `why`."""
+
+        def refuse() -> None:
+            raise StateError(why)
+
+        self.check = self.check_to_write = refuse
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The manager's functions that a session calls.
+
+    Attributes:
+        begin_step: called before a backward updates the first group of a step.
+        changed_in_pass: called when a forward has changed parameters.
+        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
+    """
+
+    session_guard: SessionGuard
+    begin_step: Callable[[], None]
+    undo_sections: UndoSections
+    changed_in_pass: Callable[[], None]
+    describe: Callable[[int], CommitRecord]
 
 
 class SessionSlot:
-    """Owns which run there is; another one takes its place when there is more to train.
+    """Owns the present session, which a relayout replaces.
 
     Args:
-        directory: the manager's.
-        backend: how transfers are made.
         clock: divides steps into phases; its counters count them.
-        user: what belongs to a step besides.
 
     Attributes:
-        turns: threads take them: a forward, a backward, a step, or whatever else goes through the model.
+        run: the session; None before `offload` and after `close`.
+        turns: of the threads that use the model: a forward, a backward or a step each.
     """
 
     def __init__(self, directory: RunDirectory, backend: str, clock: StepClock, user: UserState) -> None:
@@ -44,27 +95,27 @@ class SessionSlot:
         self._failed_step = 0
 
     def running(self, verb: str) -> TrainingSession:
-        """Return the run; for verbs that need an offloaded model."""
+        """Return the session. Raises StateError, naming `verb`, if no model is offloaded."""
         if self.run is None:
             self.check_usable()
             raise StateError(f"{verb} needs an offloaded model: call manager.offload first")
         return self.run
 
     def check(self) -> None:
-        """What every use begins with: check, and commit the step before if it is due and its writes are done."""
+        """Check that the manager can be used, and commit the last step if it is due and its writes are done."""
         self.check_usable()
         if self.run is not None:
             self.run.committer.enter()
 
     def check_to_write(self) -> None:
-        """As `check`, where something is about to be changed from outside: the step before is committed as it was."""
+        """The same before a change from outside: commit the last step as it was."""
         self.check_usable()
         if self.run is not None:
             self.run.committer.finish()
             self.run.committer.changed_from_outside()
 
     def check_usable(self) -> None:
-        """Raises: StateError."""
+        """Raise StateError if the manager cannot be used."""
         if os.getpid() != self._pid:
             raise StateError(
                 "the manager was touched in a forked child: it works only in the process that made it. "
@@ -75,12 +126,12 @@ class SessionSlot:
         if self._failure is not None:
             raise StateError(
                 f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
-                "Close the manager and go on from the last commit (resume='auto') or snapshot"
+                "Close the manager and resume from the last commit (resume='auto') or snapshot"
             ) from self._failure
 
     @property
     def is_over(self) -> bool:
-        """There is nothing to close: it is closed, or another process's."""
+        """True if there is nothing to close: it is closed, or another process's."""
         return self._is_closed or os.getpid() != self._pid
 
     @property
@@ -88,18 +139,18 @@ class SessionSlot:
         return self._failure is not None
 
     def end(self) -> None:
-        """From now on it is closed, and there is no run."""
+        """Mark it closed, and drop the session."""
         self._is_closed = True
         self.run = None
-        self._failure = None  # its traceback may hold a forward's tensors, and they our hooks
+        self._failure = None  # its traceback may refer to a forward's tensors, and they to our hooks
 
-    # --- steps of the optimizer -------------------------------------------------------------------------------------
+    # --- steps of the optimizer ---------------------------------------------------------------------------------------
 
     def take_step(self, train_more: Callable[[], None]) -> None:
-        """What `optimizer.step()` does.
+        """Take the step of `optimizer.step()`.
 
         Args:
-            train_more: puts another run in place of the current one, which trains what now has gradients too.
+            train_more: replaces the session by one that also trains the parameters that have gradients now.
         """
         self.check_usable()
         run = self.running("optimizer.step()")
@@ -133,26 +184,23 @@ class SessionSlot:
         run.committer.step_done(self._counters.step)
 
     def begin_step(self) -> None:
-        """Parameters and state are about to be changed; the writes of the step before are long done."""
+        """Prepare for changes of parameters and state. The writes of the last step are done by then."""
         run = self.running("a step")
         run.plan.inventory.check_files()
         run.committer.before_step()
 
-    def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
-        """Updates outside of `optimizer.step()` failed half-way: have groups as before their step. Returns whether they are.
+    def changed_in_pass(self) -> None:
+        """Note that a forward has changed parameters."""
+        self.running("a forward").committer.changed_in_pass()
 
-        Args:
-            sections: the groups'.
-            error: what went wrong.
-            ahead: that step is so many after the last one that was counted.
-        """
+    def undo_update(self, sections: Sequence[Section], error: BaseException, ahead: int) -> bool:
+        """Restore sections after updates outside of `optimizer.step()` failed. See UndoSections."""
         return self.fail(self._counters.step + ahead, error, sections)
 
     def fail(self, step: int, error: BaseException, sections: Sequence[Section] | None = None) -> bool:
-        """`step` failed half-way: have `sections`, or all, as before it. Where that cannot be, only closing is left.
+        """Restore `sections`, or all, to the state before `step`, which failed half-way. Return True if they are restored.
 
-        Returns:
-            Whether they are. Where there is no run, they are not.
+        Otherwise the manager can only be closed.
         """
         self._failure, self._failed_step = error, step
         if self.run is not None and self.run.roll_back(step - 1, sections):

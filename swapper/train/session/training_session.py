@@ -1,8 +1,8 @@
-"""What one offloaded model has at run time: its resources, publisher, committer and the model's own part, opened and closed as one.
+"""Opens and closes all parts of a session: resources, publisher, the offloaded model, committer, watchdog.
 
-[Note: order of opening and closing] Opened: the manager's directory and lock; then the resources (modules/resources.py), publisher,
-the model's own part, committer; last the gradients' memory. Closed in reverse: hooks first, so that nobody asks for pages; then
-snapshots; the resources; at the very end the manager's lock.
+[Note: order of opening and closing] Opened: the manager's directory and lock; then the resources (modules/resources.py),
+publisher, offloaded model, committer; last the gradients' memory. Closed in reverse: hooks first, so that no more pages
+are requested; then snapshots; the resources; at the end the manager's lock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_guard import Callbacks
+from swapper.train.session.session_slot import Callbacks
 from swapper.train.sharded.shards import Shards
 
 log = logging.getLogger("swapper")
@@ -53,15 +53,15 @@ log = logging.getLogger("swapper")
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run goes on from.
+    """The start of a session.
 
     Attributes:
-        record: the commit that it goes on from, or None.
-        files: names of its swap files by number, if it has any already.
-        committed: the step that is committed, or None.
-        first_file: number of its first file, where it has none.
-        fallback: the commit before `record`, if that is still a way back.
-        edits: how often parameters were changed from outside since the last step.
+        record: the commit to resume from, or None.
+        files: names of its existing swap files, by number.
+        committed: the committed step, or None.
+        first_file: number of its first file, if none exists.
+        fallback: the commit before `record`, if the run can still return to that.
+        edits: number of changes of parameters from outside since the last step.
     """
 
     record: CommitRecord | None = None
@@ -79,22 +79,21 @@ class Origin:
 
 
 class TrainingSession:
-    """Everything that one offloaded model has at run time. Where opening fails, what was opened is closed.
+    """Owns everything of one offloaded model at run time.
 
     Args:
-        plan: where everything shall live.
+        plan: of the session.
         directory: of the swap files, on each drive.
-        origin: what to go on from.
-        clock: divides the run into steps and phases; has the counters to keep.
-        manager: whom to ask.
+        origin: its start.
+        clock: divides steps into phases; has the counters to update.
 
     Attributes:
         sections: of parameters and optimizer state.
-        on_device: what the model has on an accelerator, where it runs there.
+        on_device: the model's part of an accelerator, if it runs there.
 
     Raises:
-        DirectoryError: the drive has not enough room.
-        CheckpointError: the files have not the content of the commit.
+        DirectoryError: the drive has too little space.
+        CheckpointError: the files do not have the commit's content.
     """
 
     _model: OffloadedModel | None = None
@@ -132,7 +131,7 @@ class TrainingSession:
 
     def _open_resources(self, plan: Plan, origin: Origin) -> None:
         everything, options = [*self.sections, *self._grad_sections], plan.request.manager
-        trainables = find_trainables(plan.inventory, find_places(plan.inventory, everything))
+        trainables = find_trainables(plan.inventory, find_places(everything))
         directory, device = self._directory, plan.request.device
         directory.require_space(plan.space_by_drive(plan.turns - len(origin.files)))
         self._resources.open(
@@ -171,19 +170,18 @@ class TrainingSession:
 
     def _open_model(self, plan: Plan, origin: Origin) -> None:
         fsync = plan.request.manager.fsync
-        model_part = OffloadedModel(
+        model = OffloadedModel(
             plan, self.sections, self._grad_sections, self.pager, self._clock, self._manager, self._open_on_device(plan)
         )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         ranks = self._directory.ranks if plan.commit_every is not None else None
         way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
         self.committer = Committer(
-            model_part, self.sections, self.pager, self.publisher, way_back, self._manager.describe, plan.commit_every,
+            model, self.sections, self.pager, self.publisher, way_back, self._manager.describe, plan.commit_every,
             origin.committed,
         )  # fmt: skip
         self.committer.edits = origin.edits
-        model_part.fault_handler.changed_in_pass = self.committer.changed_in_pass
-        self._model = model_part
+        self._model = model
 
     def _open_on_device(self, plan: Plan) -> TrainingDevice | None:
         host_side, request = self._resources.host_side, plan.request
@@ -205,7 +203,7 @@ class TrainingSession:
         )  # fmt: skip
 
     def _restore(self, record: CommitRecord) -> None:
-        """Go on from a commit: sections and settings have what it says."""
+        """Restore sections and the optimizer's settings from a commit."""
         restore(record, self.sections, self._store, self._resources.pool)
         self.pager.back_cold_pages()
         try:
@@ -218,33 +216,34 @@ class TrainingSession:
             ) from error
 
     @property
-    def engine(self) -> Any:
-        """Does the transfers; None when closed."""
+    def engine(self) -> Engine | None:
+        """The engine of all transfers; None when closed."""
         return self._resources.engine
 
     @property
     def model(self) -> OffloadedModel:
-        """The model's own part."""
+        """The offloaded model."""
         assert self._model is not None
         return self._model
 
     @property
     def has_model(self) -> bool:
-        """False where the model was left to another run, or never adopted."""
+        """False if the session is closed or detached."""
         return self._model is not None
 
     def adopt(self, content: SectionSource | None) -> None:
-        """Move the model to its places, which `content` fills; None where they have theirs already."""
-        for section in [s for s in self.sections if content is not None and s.resident and s.plan.external is not None]:
-            crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
-            section.piece.crc32 = section.piece.committed_crc32 = crc32
+        """Move the model to its sections, which `content` fills; None if they have their content already."""
+        for section in self.sections if content is not None else ():
+            if section.resident and section.plan.external is not None:
+                crc32 = self._store.read_now(section.piece, section.memory.data_ptr())
+                section.piece.crc32 = section.piece.committed_crc32 = crc32
         self.model.adopt(content)
         self.pager.flush()
 
-    # --- when the layout changes ------------------------------------------------------------------------------------
+    # --- relayout -----------------------------------------------------------------------------------------------------
 
     def carried(self, optimizer: Optimizer) -> CarriedSource:
-        """Return what all sections have, from the files that it is in. Call when everything is written."""
+        """Return the content of all sections, read from the files. Requires that everything is written."""
         return CarriedSource(optimizer, self.sections, self._store.paths)
 
     @property
@@ -254,44 +253,43 @@ class TrainingSession:
 
     @property
     def origin(self) -> Origin:
-        """What a run of the same plan has to be given to `take_up` what this one leaves."""
+        """The start of a session of the same plan that calls `take_over`."""
         names = {number: paths[0].name for number, paths in self._store.paths.items()}
         return Origin(files=names, committed=self.committer.committed, edits=self.committer.edits)
 
-    def take_up(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
-        """Go on from what a run of the same plan has left: the same files, in the state that they were in.
+    def take_over(self, earlier: Sequence[Section], entries: dict[str, Any]) -> None:
+        """Continue a detached session of the same plan, with its files.
 
         Args:
-            earlier: that run's sections.
-            entries: what its optimizer's state of each parameter had.
+            earlier: its sections.
+            entries: the state entries of its parameters.
         """
         self._store.take_over(stored_pieces(self.sections), stored_pieces(earlier))
-        self._read_resident()
+        for section in self.sections:
+            if section.resident:
+                self._store.read_now(section.piece, section.memory.data_ptr())
         self.pager.back_cold_pages()
         self.model.adopt(None)
         self.model.optimizer_state.entries.unpack(entries)
 
-    def _read_resident(self) -> None:
-        for section in self.sections:
-            if section.resident:
-                self._store.read_now(section.piece, section.memory.data_ptr())
-
-    def part(self, why: str) -> None:
-        """Close, and leave the model without data for another run to adopt. Everything must be written."""
-        self.model.part(why)
-        self._close(keep_cold=False)
+    def detach(self, why: str) -> None:
+        """Close, and leave the model without data for another session to adopt. Requires that everything is written."""
+        try:
+            self.model.detach(why)
+        finally:
+            self._close(keep_cold=False)
         del self.pager, self.committer, self.publisher, self._store
 
-    # ----------------------------------------------------------------------------------------------------------------
+    # ------------------------------------------------------------------------------------------------------------------
 
     def begin(self, values: Values | None) -> None:
-        """The model is at its places: gradients get their memory, and a model without values its first ones."""
-        # The model's own parameters are gone from the heap: the gradients' memory comes where they were.
+        """Allocate the gradients, install the hooks, and fill a model without values from `values`."""
+        # After `adopt`: the gradients reuse the heap memory of the model's previous parameters.
         self._free_memory = watch_free_memory(self.plan.request.manager.host_bytes)
         self._resources.add_memory([section for section in self._grad_sections if section.resident])
         self.model.start()
         if values is not None:
-            self.model.initialise(values)
+            self.model.initialize(values)
         self.model.move_buffers()
 
     def snapshot(
@@ -305,9 +303,9 @@ class TrainingSession:
         """Take a snapshot as of the last step. See `SwapManager.snapshot`.
 
         Args:
-            more: returns what it has besides the model and the optimizer.
-            has_frozen: with parameters that are not trained.
-            start: called when somebody waits for it; has it started at once.
+            more: returns its content besides the model and the optimizer.
+            has_frozen: include parameters that are not trained.
+            start: called when a thread waits for it; starts it at once.
         """
         if isinstance(self.model.model, Shards):
             raise UnsupportedError(
@@ -333,14 +331,14 @@ class TrainingSession:
         return ticket
 
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
-        """Undo what was done since `step`, to `sections` or to all. Returns False where that cannot be: then close."""
+        """Restore `sections`, or all, to the state after `step`. Return False if that is impossible: then close."""
         if not self.committer.can_roll_back(step):
             return False
         if sections is None and self._resources.store.scratch is not None:
-            return False  # gradients on NVMe are gone as soon as they are used
+            return False  # gradients on NVMe are lost once they are used
         with defer_sigint, suppress(SwapperError):
             if self.on_device is not None:
-                self.on_device.finish()  # copies from and to what is forgotten
+                self.on_device.finish()  # copies from and to the discarded frames
             if sections is None:
                 self.pager.discard()
             else:
@@ -351,7 +349,7 @@ class TrainingSession:
         return False
 
     def finish(self) -> None:
-        """Write back what is changed, commit what is due, and have snapshots started. To be done before `close` if all is well."""
+        """Write changes back, commit them, and start pending snapshots, before a `close` without an error."""
         self.model.updates.drop()
         self.model.passes.abandon()
         self.model.finish_update()
@@ -366,12 +364,12 @@ class TrainingSession:
         self._resources.count_bytes()
 
     def _make_describe(self) -> Callable[[], str]:
-        """Return what makes the watchdog's dump. The watchdog's thread must not keep the run alive."""
+        """Return the function that makes the watchdog's dump; the watchdog's thread must not keep the session alive."""
         run = weakref.ref(self)
         return lambda: "the run is gone" if (alive := run()) is None else alive.describe()
 
     def describe(self) -> str:
-        """Return a dump of what is going on, several lines, for a person. Takes no lock."""
+        """Return a dump of waits, leases and transfers, several lines. Takes no lock."""
         where = f"step {self._counters.step + 1}, {self._clock.describe()}"
         return "\n".join([where, describe_waits(self._counters), self.pager.describe()])
 
@@ -386,18 +384,18 @@ class TrainingSession:
             endings.append(self._watchdog.stop)
         if self._model is not None:
             endings += [partial(self._model.close, keep_cold), self.committer.abandon, self.publisher.finish]
-        endings += [self._let_go, self._resources.close]
+        endings += [self._release_model, self._resources.close]
         if self._free_memory is not None:
             endings.append(self._free_memory.end)
         close_all(endings)
 
-    def _let_go(self) -> None:
-        """Let go of all that keeps memory or the model: whoever has this run still, as a traceback may, shall not."""
+    def _release_model(self) -> None:
+        """Drop the model and its memory: a traceback may still refer to this session."""
         if self._model is not None:
-            self._model.let_go()
+            self._model.release()
         self._model = self.on_device = None
 
 
 def stored_pieces(sections: Sequence[Section]) -> list[Page]:
-    """Return all that is stored."""
+    """Return all pages and resident sections."""
     return [piece for section in sections for piece in pieces_of(section)]

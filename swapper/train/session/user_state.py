@@ -1,4 +1,4 @@
-"""What is the user's own and belongs to a step: registered objects, `extra`, random numbers. Commits and snapshots have it."""
+"""Keeps the user's own state that belongs to a step, for commits and snapshots: registered objects, `extra`, random states."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 
-from swapper.durability.commit import CommitRecord, boot_id, check_state
-from swapper.durability.directory import RunDirectory
+from swapper.durability.commit import CommitRecord, check_state
 from swapper.errors import CheckpointError, ConfigError
-from swapper.train.optimizer.optim import packed_groups
-from swapper.train.session.request import Request
 
 
 class UserState:
-    """Of one manager.
+    """Owns the state of one manager's user.
 
     Args:
         keeps_rng: the states of the random number generators belong to it.
-        resumed: the commit that the manager goes on from, if it does.
+        resumed: the commit that the manager resumes from, if any.
 
     Attributes:
         extra: the user's values.
@@ -36,7 +33,7 @@ class UserState:
         self._rng: dict[str, Any] | None = None
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Have the state of `objects` in what follows; those that the resumed commit has get what it says."""
+        """Add `objects`, with the state of the resumed commit if it has them."""
         for name, value in objects.items():
             if not callable(getattr(value, "state_dict", None)) or not callable(
                 getattr(value, "load_state_dict", None)
@@ -56,68 +53,39 @@ class UserState:
     # --- random numbers -------------------------------------------------------------------------------------------
 
     def note_rng(self) -> None:
-        """At the end of a step: what draws random numbers from here on belongs to the next one."""
+        """Note the random states at the end of a step."""
         if self._keeps_rng:
             self._rng = rng_states()
 
     def begin_rng(self) -> None:
-        """The first step's are as they are now, or as the resumed commit says."""
+        """Note the random states before the first step: the present ones, or the resumed commit's."""
         if self._resumed is None or self._resumed.rng is None:
             self.note_rng()
         elif self._keeps_rng:
             self._rng = self._resumed.rng
 
     def restore_rng(self) -> None:
-        """The model is at its places, which may have drawn numbers: generators get the resumed commit's states."""
+        """Set the generators to the resumed commit's states, after `offload`, which may have drawn numbers."""
         if self._rng is not None and self._resumed is not None:
             set_rng_states(self._rng)
 
-    # --- where it goes --------------------------------------------------------------------------------------------
+    # --- commits and snapshots ----------------------------------------------------------------------------------------
 
     def in_snapshot(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a snapshot has of it; `extra` comes over the values that are always there."""
+        """Return it for a snapshot, with `extra` over the values of `self.extra`."""
         content = {
             "registered": {name: value.state_dict() for name, value in self._registered.items()},
             "extra": {**self.extra, **extra},
         }
         return content if self._rng is None else {**content, "rng": self._rng}
 
-    def in_commit(
-        self,
-        step: int,
-        directory: RunDirectory,
-        request: Request,
-        places: dict[str, str],
-        plans: list[str],
-        external: dict[str, tuple[int, int]],
-        members: list[list[str]] | None,
-    ) -> CommitRecord:
-        """Return the record of a commit of `step`, its `files`, `sections` and `state_entries` still empty.
-
-        Args:
-            places: where each family lives.
-            plans: the layout, by `describe_plans`.
-            lent, members: see CommitRecord.
-        """
-        return CommitRecord(
-            step=step,
-            rank=directory.rank,
-            world_size=directory.world_size,
-            boot_id=boot_id(),
-            optimizer=request.kind,
-            placement=places,
-            plans=plans,
-            files={},
-            sections=[],
-            param_groups=copy.deepcopy(packed_groups(request.optimizer.param_groups)),
-            state_entries={},
-            registered={name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
-            extra=copy.deepcopy(self.extra),
-            rng=self._rng,
-            external=external,
-            members=members,
-            job=directory.job,
-        )
+    def in_commit(self) -> dict[str, Any]:
+        """Return its fields of a CommitRecord."""
+        return {
+            "registered": {name: copy.deepcopy(value.state_dict()) for name, value in self._registered.items()},
+            "extra": copy.deepcopy(self.extra),
+            "rng": self._rng,
+        }
 
 
 def rng_states() -> dict[str, Any]:
@@ -132,7 +100,7 @@ def rng_states() -> dict[str, Any]:
 
 
 def set_rng_states(states: dict[str, Any]) -> None:
-    """Put the generators back to where `rng_states` found them. Devices that are not there any more are left out."""
+    """Set the generators to `states`, from `rng_states`, except those of missing devices."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():

@@ -16,7 +16,7 @@ from swapper.paging.section import Section
 from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.parameter_group import GroupParameters
-from swapper.train.session.session_guard import UndoSections
+from swapper.train.session.session_slot import UndoSections
 
 
 class StepRollback:
