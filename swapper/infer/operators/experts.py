@@ -24,14 +24,15 @@ from swapper.errors import StateError
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
-from swapper.infer.operators.embedding_rows import ReadInto
+from swapper.infer.operators.weight_rows import ReadInto
 from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
+from swapper.io.engines import Transfer
 from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import FaultHandler, materialize, set_cold
 from swapper.paging.pager import Pager
 
 MAX_WEIGHTS = 1 << 20
-"""More weights than any group has."""
+"""More weights than any group has, for numbers in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class _Part:
 
     recipe: Recipe
     parts: list[torch.Tensor] = field(default_factory=list)
-    tickets: list[Any] = field(default_factory=list)
+    tickets: list[Transfer] = field(default_factory=list)
     leases: int = 0
     value: torch.Tensor | None = None
     version: int = 0  # of the value, when it was made
@@ -155,7 +156,7 @@ class Experts:
         number += len(weights.recipes) if number < 0 else 0
         if not 0 <= number < len(weights.recipes):
             raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
-        found = self._want(id(weights.parameter), number, weights.recipes[number])
+        found = self._want(id(parameter), number, weights.recipes[number])
         if found.was_changed:
             self._begin(found)
             raise StateError(
@@ -272,7 +273,7 @@ class OnDemandGroup(GroupWeights):
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
-                weight.parameter.data = weight.away()
+                weight.parameter.data = weight.stand_in()
             set_cold(weight.parameter)
         self._experts().release([key for key, _ in self._recipes])
 
