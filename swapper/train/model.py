@@ -32,9 +32,8 @@ from swapper.train.gradients.victim_cache import find_rooms
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
-from swapper.train.optimizer.conditions import Conditions, OtherOptimizers
-from swapper.train.optimizer.membership import Membership
-from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.conditions import Conditions, Membership
+from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.fault_handler import ParameterFaultHandler

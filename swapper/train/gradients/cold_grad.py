@@ -146,7 +146,8 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
         if gradient is not None:
             if not gradient.is_finite():
                 found_inf.fill_(1.0)
-            _change(tensor, gradient, unscale)
+            if factor.item() != 1:  # a scaler that only checks passes one
+                _change(tensor, gradient, unscale)
 
 
 _ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -131,6 +131,21 @@ class OptimizerProbe:
                 self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
         return self._forms[key]
 
+    def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.
+
+        It is empty if it would not be zeros, as new sections are. torch's SGD leaves memory without values there.
+        """
+        if isinstance(self._optimizer, SGD):
+            return {}
+        clone = copy_for_trial(self._optimizer)
+        vars(clone).update(found_inf=torch.ones(()), grad_scale=None)
+        work = Work(settings, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
+        with torch.no_grad():
+            OptimizerProxy(clone).update([work])
+        is_zero = not any(isinstance(value, torch.Tensor) and value.any() for value in work.state.values())
+        return work.state if is_zero else {}
+
 
 class _Trial:
     """A few steps on two small tensors, in several ways, taken by clones of the optimizer."""

@@ -41,7 +41,7 @@ class Trainable:
     """One group's trainable parameters that the optimizer has, with the locations of their state.
 
     `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP if it is in none any more: then
-    it is not updated. See membership.py.
+    it is not updated. See train/optimizer/conditions.py.
     """
 
     group: int
