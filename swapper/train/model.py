@@ -28,7 +28,7 @@ from swapper.train.device.device_group import DeviceGroupParameters
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
-from swapper.train.gradients.victim_cache import find_rooms
+from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
@@ -191,9 +191,9 @@ class OffloadedModel:
     def start(self) -> None:
         """Gradients get their places, and the hooks are put in."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        rooms = find_rooms(self._sections, self._grad_sections) if self._on_device is None else {}
+        regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
-            parameters, self._grad_sections, self._pager, rooms, self._on_device, self._kept_gradients()
+            parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
         )
         self._gradients.paged.finish_update = self.finish_update
         self.passes.start(self._inventory.units, self._gradients, self._refresh_masters)
@@ -308,7 +308,7 @@ class OffloadedModel:
             self._note_before()
         else:
             self.undoing.note_settings()
-        self.gradients.before_step()
+        self.gradients.paged.before_step()
         self.updates.take_step()
         if self._on_device is not None:
             self._on_device.after_update()

@@ -30,8 +30,7 @@ from swapper.io.alignment import round_up
 from swapper.paging.planning.schedule import Access
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import RING, TrainingDevice
-from swapper.train.gradients.cold_grad import ColdGradient
-from swapper.train.gradients.gradient_slot import GradientMeta
+from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update

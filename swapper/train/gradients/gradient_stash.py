@@ -14,7 +14,7 @@ import torch
 
 from swapper.errors import IoError
 from swapper.io import beneath
-from swapper.train.gradients.gradient_slot import GradientMeta
+from swapper.train.gradients.cold_grad import GradientMeta
 from swapper.train.gradients.grads import Gradients
 
 
