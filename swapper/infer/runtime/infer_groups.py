@@ -7,8 +7,8 @@ read in each pass. Small weights, buffers and tensors that the checkpoint does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from swapper.device.uploads import COPIES_IN_FLIGHT
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of
 from swapper.infer.mapping.matching import Recipe
-from swapper.infer.operators.experts import Experts, OnDemandGroup, numbered
+from swapper.infer.operators.experts import Experts, Key, OnDemandGroup, numbered
 from swapper.infer.planning.infer_placement import Fit
 from swapper.infer.planning.streaming_plan import StreamedGroup
 from swapper.infer.runtime.streaming import Streaming
@@ -171,83 +171,79 @@ class InferenceDevice(ModelDevice):
         return group in self._resident_set
 
 
+@dataclass
 class GroupMaking:
     """Gives every loaded parameter its memory, group by group. Parameters of the model may be replaced by new objects.
 
-    Args:
+    Attributes:
         model: has the parameters.
         fitting: the groups, and the pages of them that stay.
         streaming: has the memory that they are read into.
         on_device: the same on an accelerator, if kernels run there.
         where: kernels run.
         fault_handler: called on access to a cold parameter.
-        experts: returns the experts' cache.
-
-    Attributes:
+        experts: their cache.
         groups: all, by index.
         small: parameters that stay.
         names, recipes: of the groups' parameters, by id.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        fitting: Fit,
-        streaming: Streaming,
-        on_device: InferenceDevice | None,
-        where: torch.device,
-        fault_handler: FaultHandler,
-        experts: Callable[[], Experts],
-    ) -> None:
-        self._places = Places(model)
-        self._plan = plan = fitting.plan
-        self._placement = fitting.placement
-        self._streaming = streaming
-        self._on_device = on_device
-        self._where = where
-        self._fault_handler = fault_handler
-        self._experts = experts
-        self._used = plan.used_groups
-        self._apart = {group: expert for expert in plan.demanded for group in expert}
-        self.groups: list[GroupWeights] = []
-        self.small: list[nn.Parameter] = []
-        self.names: dict[int, str] = {}
-        self.recipes: dict[int, Recipe] = {}
+    model: nn.Module
+    fitting: Fit
+    streaming: Streaming
+    on_device: InferenceDevice | None
+    where: torch.device
+    fault_handler: FaultHandler
+    experts: Experts
+    groups: list[GroupWeights] = field(default_factory=list)
+    small: list[nn.Parameter] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    recipes: dict[int, Recipe] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._plan = self.fitting.plan
+        self._places = Places(self.model)
+        self._used = self._plan.used_groups
+        self._apart = {group: expert for expert in self._plan.demanded for group in expert}
+        self._adopted: dict[int, nn.Parameter] = {}  # by id of the parameter that the model had
 
     def make_all(self) -> None:
         """Fill `small` and `groups`."""
-        located = locate(self._plan.small_runs, self._streaming.small, self._plan.small)
+        located = locate(self._plan.small_runs, self.streaming.small, self._plan.small)
         for weight, parts in zip(self._plan.small, located, strict=True):
-            moved = [part.to(self._where) for part in parts]
+            moved = [part.to(self.where) for part in parts]
             self.small.append(adopt(self._places, weight, weight.recipe.from_parts(moved)))
-        for group, sections in zip(self._plan.groups, self._streaming.sections, strict=True):
+        for group, sections in zip(self._plan.groups, self.streaming.sections, strict=True):
             self.groups.append(self._make(group, sections))
+        for layer in self._plan.experts:
+            self.experts.add_layer([replace(w, parameter=self._adopted[id(w.parameter)]) for w in layer])
 
     def _make(self, group: StreamedGroup, sections: Sequence[Section]) -> GroupWeights:
-        pager, fault_handler = self._streaming.pager, self._fault_handler
+        pager, fault_handler = self.streaming.pager, self.fault_handler
         pages = [page.index for section in sections for page in section.pages]
-        kept = pages[: max(len(pages) - self._placement.streamed, 0)] if self._stays_in_host(group.index) else []
+        kept = pages[: max(len(pages) - self.fitting.placement.streamed, 0)] if self._stays_in_host(group.index) else []
         image: DeviceCopy | None = None
-        if self._on_device is None:
+        if self.on_device is None:
             located = locate(group.runs, sections, group.weights)
-        elif group.index in self._apart or not group.weights or not self._on_device.has_room_for(group):
+        elif group.index in self._apart or not group.weights or not self.on_device.has_room_for(group):
             located = [[] for _ in group.weights]
         else:
-            image, located = self._on_device.image(group, sections, kept)
+            image, located = self.on_device.image(group, sections, kept)
         weights = self._adopt(group, located)
         if group.index in self._apart:
-            return OnDemandGroup(group.index, weights, pager, fault_handler, self._with_it(group.index), self._experts)
-        if image is not None and self._on_device is not None:
-            return DeviceGroup(group.index, weights, image, self._on_device.tier, pager, fault_handler)
-        if self._on_device is not None:
+            return OnDemandGroup(group.index, weights, pager, fault_handler, self._with_it(group.index), self.experts)
+        if image is not None and self.on_device is not None:
+            return DeviceGroup(group.index, weights, image, self.on_device.tier, pager, fault_handler)
+        if self.on_device is not None:
             return LargerThanDevice(group.index, weights, (), (), pager, fault_handler)
         return GroupWeights(group.index, weights, pages, kept, pager, fault_handler)
 
     def _adopt(self, group: StreamedGroup, located: Sequence[list[torch.Tensor]]) -> list[PagedWeight]:
         weights = []
         for weight, parts in zip(group.weights, located, strict=True):
-            paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self._where)
+            paged = PagedWeight(weight.name, weight.parameter, parts, weight.recipe, self.where)
             paged = replace(paged, parameter=adopt(self._places, weight, paged.data()))
+            self._adopted[id(weight.parameter)] = paged.parameter
             self.names[id(paged.parameter)] = weight.name
             self.recipes[id(paged.parameter)] = weight.recipe
             weights.append(paged)
@@ -255,9 +251,9 @@ class GroupMaking:
 
     def _stays_in_host(self, group: int) -> bool:
         """Return True if pages of the group may stay in host memory: it is used as a whole, and not resident on a device."""
-        return group in self._used and (self._on_device is None or not self._on_device.stays(group))
+        return group in self._used and (self.on_device is None or not self.on_device.stays(group))
 
-    def _with_it(self, index: int) -> list[tuple[int, Recipe]]:
+    def _with_it(self, index: int) -> list[tuple[Key, Recipe]]:
         """Return the weights of the other groups of an expert."""
         others = [(group, self._plan.groups[group].weights) for group in self._apart[index] if group != index]
         return [item for group, some in others for item in numbered(group, [weight.recipe for weight in some])]

@@ -132,7 +132,7 @@ def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budg
     shared = _shared.get()
     if shared is None:
         _open(model, source, matched, budgets, backend)
-    elif budgets.is_host_memory_said:
+    elif budgets.is_host_memory_given:
         raise ConfigError("host_memory is said inside of shared_memory, which says it for all models")
     elif budgets.device is not None:
         raise UnsupportedError(
@@ -176,14 +176,13 @@ class Budgets:
 
     Attributes:
         host_bytes: of host memory.
-        device, device_bytes: the device that runs kernels, and bytes of its memory; None on the CPU.
-        is_host_memory_said: the user gave `host_memory`.
+        device: that runs its kernels, with the bytes of its memory; None on the CPU.
+        is_host_memory_given: the user gave `host_memory`.
     """
 
     host_bytes: int
-    device: Device | None = None
-    device_bytes: int = 0
-    is_host_memory_said: bool = False
+    device: DeviceBudget | None = None
+    is_host_memory_given: bool = False
 
     @staticmethod
     def of(host_memory: int | str, device: str | torch.device | Device, device_memory: int | str) -> Budgets:
@@ -193,23 +192,20 @@ class Budgets:
             ConfigError: an option is wrong.
             DeviceError: there is no such device.
         """
-        host_bytes, is_said = parse_host_memory(host_memory), host_memory != "auto"
-        given = DeviceBudget.parse(device, device_memory)
-        if given is None:
-            return Budgets(host_bytes, is_host_memory_said=is_said)
-        return Budgets(host_bytes, given.device, given.nbytes, is_said)
+        host_bytes = parse_host_memory(host_memory)
+        return Budgets(host_bytes, DeviceBudget.parse(device, device_memory), host_memory != "auto")
 
 
 def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:
     plan = build_streaming_plan(model, matched, source.joined.keys())
     if budgets.device is None:
-        fitting = fit(plan, budgets.host_bytes)
+        device, fitting = None, fit(plan, budgets.host_bytes)
     else:
-        other_bytes = _other_bytes(model, matched)
-        fitting = fit_on_device(plan, budgets.host_bytes, budgets.device_bytes, other_bytes, budgets.device)
+        device, other_bytes = budgets.device.device, _other_bytes(model, matched)
+        fitting = fit_on_device(plan, budgets.host_bytes, budgets.device.nbytes, other_bytes, device)
     with torch.inference_mode(False), torch.no_grad(), defer_sigint:
         cache_bytes = fitting.plan.cache_bytes(budgets.host_bytes)
-        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, budgets.device)
+        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, device)
         model.__dict__[KEY] = opened
     return opened
 

@@ -11,7 +11,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from swapper.errors import BudgetError, ConfigError, InvariantError, StateError
 from swapper.formats.sources import Source
 from swapper.infer.mapping.adoption import MappedSource, Places, empty
 from swapper.infer.mapping.matching import BufferPlace, Recipe
-from swapper.infer.operators.experts import Experts, ExpertWeights
+from swapper.infer.operators.experts import Experts
 from swapper.infer.operators.weight_rows import RowPrefetcher, look_up_by_rows, multiply_by_parts, restore_forward
 from swapper.infer.planning.infer_placement import Fit
-from swapper.infer.planning.streaming_plan import StreamingPlan
 from swapper.infer.runtime.batched_pass import BatchedPass
 from swapper.infer.runtime.infer_groups import DeviceGroup, GroupMaking, InferenceDevice
 from swapper.infer.runtime.infer_hooks import InferenceHooks, PassPredictor, allow_changes, is_cyclic, refuse_changes
@@ -92,7 +90,6 @@ class LoadedModel:
         self._given = MappedSource(source)  # for users, who may write to it
         self._groups: list[GroupWeights] = []
         self._small: list[nn.Parameter] = []
-        self._experts: Experts | None = None
         self._hooks: InferenceHooks | None = None
         self._passes = PassPredictor(
             [name for name, _ in model.named_children()] if isinstance(model, Models) else [""]
@@ -108,13 +105,13 @@ class LoadedModel:
         self._streaming = Streaming(source, plan, placement, backend, self._counters, device)
         self._cycle = self._streaming.cycle
         self._device = device
+        self._experts: Experts | None = Experts(self._streaming.read_part, cache_bytes, self._where)
         self._on_device: InferenceDevice | None = None
         try:
-            self._take_over(model, fitting, buffers)
+            self._take_over(model, fitting, buffers, self._experts)
         except BaseException:
             self._close_streaming()
             raise
-        self._experts = Experts(self._expert_layers(plan), self._streaming.read_part, cache_bytes, self._where)
         self._hooks = InferenceHooks(
             plan.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
         )
@@ -281,12 +278,12 @@ class LoadedModel:
     # --- taking over, and passes
     # ----------------------------------------------------------------------------------------------------------
 
-    def _take_over(self, model: nn.Module, fitting: Fit, buffers: list[BufferPlace]) -> None:
+    def _take_over(self, model: nn.Module, fitting: Fit, buffers: list[BufferPlace], experts: Experts) -> None:
         """Give the model its memory and buffers; its weights are read when they are used."""
         if self._device is not None and fitting.on_device is not None:
             self._on_device = InferenceDevice(self._device, self._streaming, fitting.on_device, self._counters)
         buffer_tensors = self._streaming.begin([place.recipe for place in buffers])
-        self._adopt(model, fitting)
+        self._adopt(model, fitting, experts)
         for place, tensor in zip(buffers, buffer_tensors, strict=True):
             place.module._buffers[place.name] = tensor
         if self._on_device is not None:
@@ -294,10 +291,10 @@ class LoadedModel:
             self._on_device.move(model, [parameter for parameter in model.parameters() if id(parameter) not in ours])
             self._expect_images(sorted(fitting.plan.images))
 
-    def _adopt(self, model: nn.Module, fitting: Fit) -> None:
+    def _adopt(self, model: nn.Module, fitting: Fit, experts: Experts) -> None:
         """Give every loaded parameter its memory."""
         plan = fitting.plan
-        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, self._cache)
+        making = GroupMaking(model, fitting, self._streaming, self._on_device, self._where, self, experts)
         self._groups, self._small = making.groups, making.small
         self._names, self._recipes = making.names, making.recipes
         making.make_all()
@@ -328,20 +325,6 @@ class LoadedModel:
         if self._on_device is not None:
             self._on_device.close()
         self._streaming.close(stay)
-
-    def _cache(self) -> Experts:
-        if self._experts is None:
-            raise InvariantError("experts were requested before their cache was made")
-        return self._experts
-
-    def _expert_layers(self, plan: StreamingPlan) -> list[list[ExpertWeights]]:
-        """Return the plan's layers of experts, with the parameters that the model has now."""
-        adopted = {w.name: w.parameter for group in self._groups for w in group.weights}
-        names = {id(w.parameter): w.name for group in plan.groups for w in group.weights}
-        return [
-            [replace(weights, parameter=adopted[names[id(weights.parameter)]]) for weights in layer]
-            for layer in plan.experts
-        ]
 
     def _begin_pass(self) -> None:
         self._check_usable()

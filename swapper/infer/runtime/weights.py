@@ -74,7 +74,7 @@ class GroupWeights(LeasedGroup):
         index: the group's.
         weights: its streamed parameters; none if all are resident.
         pages: indices of all its pages, in the order of the file.
-        kept: those of them that stay after their first read.
+        kept: the first of them, which stay after their first read.
         pager: reads the pages.
         fault_handler: called on access to a cold parameter.
         image: see LeasedGroup.
@@ -96,7 +96,7 @@ class GroupWeights(LeasedGroup):
         self._pager = pager
         key = ("param", index)
         self._all_pages = Access(key, tuple(pages))
-        self.streamed = Access(key, tuple(page for page in pages if page not in set(kept)))
+        self.streamed = Access(key, tuple(pages[len(kept) :]))
         self._kept = Access(None, tuple(kept))
         self.access = self._all_pages  # of the first use; then the streamed pages
         self._was_used = False

@@ -29,19 +29,19 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
 
 
-class Gradient(Protocol):
-    """The gradient behind a ColdGradient."""
+class GradientOwner(Protocol):
+    """Has the gradients behind ColdGradients."""
 
-    def norm(self, norm_type: float) -> torch.Tensor:
-        """Return its norm, as torch.linalg.vector_norm does."""
+    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
+        """Return a gradient's norm, as torch.linalg.vector_norm does."""
 
-    def is_finite(self) -> bool:
+    def is_finite(self, slot: GradientSlot) -> bool:
         """Return True if all of its elements are finite."""
 
-    def change(self, change: Change) -> None:
-        """Record a change of its elements."""
+    def change(self, slot: GradientSlot, change: Change) -> None:
+        """Record a change of its elements, for when it is used."""
 
-    def zero(self) -> None:
+    def zero(self, slot: GradientSlot) -> None:
         """Set it to zero."""
 
 
@@ -51,12 +51,12 @@ class ColdGradient(torch.Tensor):
     Attributes:
         swapper_name: the parameter's.
         swapper_where: its location, in words.
-        swapper_gradient: returns the gradient behind it; None if that is gone.
+        swapper_gradient: returns the gradient behind it, by its owner and slot; None if that is gone.
     """
 
     swapper_name = ""
     swapper_where = "on NVMe"
-    swapper_gradient: Callable[[], Gradient | None]
+    swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
 
     @classmethod
     def __torch_function__(
@@ -81,50 +81,53 @@ class ColdGradient(torch.Tensor):
             return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _of(tensor: Any) -> Gradient | None:
+def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
-    gradient = tensor.swapper_gradient()
-    if gradient is None:
+    found = tensor.swapper_gradient()
+    if found is None:
         raise ColdParameterError(
             f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: use parameter.grad"
         )
-    return gradient
+    return found
 
 
-def _change(tensor: torch.Tensor, gradient: Gradient, change: Change) -> torch.Tensor:
-    gradient.change(change)
+def _change(tensor: torch.Tensor, found: tuple[GradientOwner, GradientSlot], change: Change) -> torch.Tensor:
+    owner, slot = found
+    owner.change(slot, change)
     torch.autograd.graph.increment_version([tensor])
     return tensor
 
 
 def _vector_norm(tensor: Any, ord: Any = 2, *others: Any, **named: Any) -> Any:  # as torch has it
-    gradient = _of(tensor)
-    if gradient is None or others or named or isinstance(ord, torch.Tensor):
+    found = _of(tensor)
+    if found is None or others or named or isinstance(ord, torch.Tensor):
         return NotImplemented
-    return gradient.norm(float(ord))
+    owner, slot = found
+    return owner.norm(slot, float(ord))
 
 
 def _mul(tensor: Any, other: Any) -> Any:
-    gradient = _of(tensor)
-    if gradient is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
+    found = _of(tensor)
+    if found is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
         return NotImplemented
     factor = other.detach().cpu().clone() if isinstance(other, torch.Tensor) else other  # it is used there
-    return _change(tensor, gradient, lambda part: part.mul(factor))
+    return _change(tensor, found, lambda part: part.mul(factor))
 
 
 def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:
-    gradient = _of(tensor)
-    if gradient is None or isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
+    found = _of(tensor)
+    if found is None or isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
         return NotImplemented
-    return _change(tensor, gradient, lambda part: part.clamp(min, max))
+    return _change(tensor, found, lambda part: part.clamp(min, max))
 
 
 def _zero(tensor: Any) -> Any:
-    gradient = _of(tensor)
-    if gradient is None:
+    found = _of(tensor)
+    if found is None:
         return NotImplemented
-    gradient.zero()
+    owner, slot = found
+    owner.zero(slot)
     torch.autograd.graph.increment_version([tensor])
     return tensor
 
@@ -143,17 +146,18 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
 
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
-        found = torch.zeros_like(found_inf, device=part.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], found, factor.to(part.device))
+        unused = torch.zeros_like(found_inf, device=part.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([changed], unused, factor.to(part.device))
         return changed
 
     for tensor in tensors:
-        gradient = _of(tensor)
-        if gradient is not None:
-            if not gradient.is_finite():
+        found = _of(tensor)
+        if found is not None:
+            owner, slot = found
+            if not owner.is_finite(slot):
                 found_inf.fill_(1.0)
             if factor.item() != 1:  # a scaler that only checks passes one
-                _change(tensor, gradient, unscale)
+                _change(tensor, found, unscale)
 
 
 _ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {

@@ -16,14 +16,18 @@ parameters.
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import UnsupportedError
+from swapper.errors import IoError, UnsupportedError
+from swapper.io import beneath
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.heap import note_freed
@@ -145,7 +149,7 @@ class Gradients:
     def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
         """Move `gradients`, one for each parameter, to where an update reads them."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            self.paged.bring(parameter, gradient)
+            self.paged.store_assigned(parameter, gradient)
         self.paged.settle(parameters)
 
 
@@ -238,3 +242,68 @@ class _HostSlot:
         memory.owner = self._place  # type: ignore[attr-defined]  # keeps its memory alive
         self._memory = weakref.ref(memory)
         return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape)
+
+
+class GradientStash:
+    """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/relayout.py).
+
+    Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
+    move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
+    of times.
+
+    Args:
+        directory: on the drive of the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = tempfile.TemporaryFile(dir=beneath.where(directory))  # noqa: SIM115
+        self._places: dict[str, tuple[int, GradientMeta]] = {}
+        self._end = 0
+
+    def fill(self, gradients: Gradients) -> None:
+        """Copy the gradients into the file.
+
+        Raises:
+            IoError: they cannot be read, or the drive is full.
+        """
+        for name in gradients.present():
+            self._places[name] = self._end, gradients.content(name)
+            for part in gradients.parts(name):
+                with self._explaining("write", self._end, part):
+                    self._file.seek(self._end)
+                    self._file.write(_bytes_of(part))
+                    self._file.flush()
+                self._end += part.nbytes
+
+    def empty_into(self, gradients: Gradients) -> None:
+        """Copy the file to `gradients`, which has space for all of these parameters.
+
+        Raises:
+            IoError: a transfer failed.
+        """
+        for name, (at, content) in self._places.items():
+            for part in gradients.parts(name):
+                with self._explaining("read", at, part):
+                    self._file.seek(at)
+                    done = self._file.readinto(_bytes_of(part))
+                if done < part.nbytes:
+                    truncated = "the file of stashed gradients is truncated"
+                    raise IoError("read", str(self._directory), at + done, part.nbytes - done, 0, truncated)
+                at += part.nbytes
+            gradients.present_again(name, content)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def _explaining(self, operation: str, at: int, part: torch.Tensor) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = str(self._directory)
+            raise IoError(operation, where, at, part.nbytes, error.errno or 0, "stashing gradients") from error
+
+
+def _bytes_of(part: torch.Tensor) -> memoryview:
+    return memoryview(part.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

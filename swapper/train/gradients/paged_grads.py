@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -113,13 +112,11 @@ class PagedGradients:
         return slot.content.finite
 
     def change(self, slot: GradientSlot, change: Change) -> None:
-        """Record a change of each element, for when the gradient is used."""
         self._finish_update()
         slot.check_whole()
         slot.content = GradientMeta(slot.content.zero, (*slot.content.changes, change))
 
     def zero(self, slot: GradientSlot) -> None:
-        """Set the gradient to zero. The content of its pages is no longer needed."""
         self._finish_update()
         slot.content = GradientMeta(zero=True)
         self._forget([slot])
@@ -145,7 +142,7 @@ class PagedGradients:
         """Return True if `settle` would not wait for these gradients."""
         return True
 
-    def bring(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def store_assigned(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Copy `gradient` to its location before an update, if the user has assigned it."""
         slot = self._slots.get(id(parameter))
         if slot is None or gradient is None or type(gradient) is ColdGradient:
@@ -189,7 +186,7 @@ class PagedGradients:
     # ---------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the earlier gradient of parameters for which a backward brought none."""
+        """Restore the earlier gradient of parameters that got none in a backward."""
         while self._stashed:
             slot = self._stashed.pop()
             if slot.stash is not None and slot.parameter.grad is None:
@@ -322,37 +319,17 @@ class PagedGradients:
             self._pager.forget(empty)
 
 
-@dataclass(frozen=True, slots=True)
-class _PagedGradient:
-    """The gradient behind a ColdGradient."""
-
-    owner: PagedGradients
-    slot: GradientSlot
-
-    def norm(self, norm_type: float) -> torch.Tensor:
-        return self.owner.norm(self.slot, norm_type)
-
-    def is_finite(self) -> bool:
-        return self.owner.is_finite(self.slot)
-
-    def change(self, change: Change) -> None:
-        self.owner.change(self.slot, change)
-
-    def zero(self) -> None:
-        self.owner.zero(self.slot)
-
-
 def _finder(
     owner: weakref.ref[PagedGradients], key: int, here: weakref.ref[torch.Tensor]
-) -> Callable[[], _PagedGradient | None]:
+) -> Callable[[], tuple[PagedGradients, GradientSlot] | None]:
     """Return a finder of a ColdGradient's gradient; it returns None if the parameter has another one, or none."""
 
-    def find() -> _PagedGradient | None:
+    def find() -> tuple[PagedGradients, GradientSlot] | None:
         gradients, tensor = owner(), here()
         if gradients is None:
             return None
         slot = gradients._slots[key]
         is_its = slot.stands_for(tensor) and (slot.parameter.grad is tensor or slot.stash is tensor)
-        return _PagedGradient(gradients, slot) if is_its else None
+        return (gradients, slot) if is_its else None
 
     return find

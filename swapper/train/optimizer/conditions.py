@@ -151,8 +151,8 @@ class Conditions:
                 if settings == NO_GROUP:
                     continue
                 dtype = updated_dtype(parameter, self._inventory.master_dtype)
-                room = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
-                room.setdefault(self._inventory.forms[places.name], places.name)
+                forms = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
+                forms.setdefault(self._inventory.forms[places.name], places.name)
                 self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
         self._starts_together = {
             (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)

@@ -148,28 +148,29 @@ class PagedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with defer_sigint:
-            if self._is_to_be_skipped():
-                self._bound.skip_step(p for group in self.param_groups for p in group["params"] if p.grad is not None)
-            else:
+            if self._follow_scaler():
                 self._run_step()
+            else:
+                self._bound.skip_step(p for group in self.param_groups for p in group["params"] if p.grad is not None)
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
 
-    def _is_to_be_skipped(self) -> bool:
-        """Do the part of a fused optimizer in torch.amp.GradScaler.step: unscale the gradients, unless one is infinite.
+    def _follow_scaler(self) -> bool:
+        """Unscale the gradients if torch.amp.GradScaler leaves that to `step`. Return False if it has found an infinite one.
 
-        The scaler sets these attributes around the call: `found_inf`, and `grad_scale`, None if the user has unscaled.
+        The scaler sets these attributes around its call of `step`: `found_inf`, and `grad_scale`, which is None if the user
+        has unscaled the gradients.
         """
         found_inf: torch.Tensor | None = vars(self).get("found_inf")
         scale: torch.Tensor | None = vars(self).get("grad_scale")
         if found_inf is None:
-            return False
-        if found_inf.item():
             return True
+        if found_inf.item():
+            return False
         if scale is not None:
             inverse = scale.double().reciprocal().float()
             torch.amp.GradScaler(scale.device.type)._unscale_grads_(self, inverse, torch.zeros_like(found_inf), False)
-        return False
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, its tensors mapped from the swap files: without memory, readable until the next

@@ -81,15 +81,15 @@ class OptimizerProxy:
                 groups[work.settings] = settings[work.settings].copy()
             groups[work.settings]["params"].append(work.tensor)
         before = {index: dict(group) for index, group in groups.items()}
-        shadow = object.__new__(type(self._optimizer))
-        shadow.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
-        self._step(shadow)
-        if len(shadow.state) != len(works):
+        proxy = object.__new__(type(self._optimizer))
+        proxy.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
+        self._step(proxy)
+        if len(proxy.state) != len(works):
             raise UnsupportedError(f"{self.kind} keeps state that belongs to none of its parameters")
         for work in works:
             work.tensor.grad = None
-            work.state = shadow.state[work.tensor]
-        self._note_changes(shadow, groups, before)
+            work.state = proxy.state[work.tensor]
+        self._note_changes(proxy, groups, before)
 
     def changed_setting(self) -> str | None:
         """Return the setting that the user has changed since `begin_step`, in words; None if none."""
@@ -131,20 +131,16 @@ class OptimizerProxy:
 
     def _own_attributes(self) -> dict[str, Any]:
         own = dict(self._optimizer.__dict__)
-        for name in (
-            "step",
-            "state",
-            "param_groups",
-        ):  # a scheduler's counter around step belongs to the user's instance
+        for name in ("step", "state", "param_groups"):  # a scheduler's counter around step is the user's instance's
             own.pop(name, None)
         for name in [name for name in own if name.endswith("_hooks")]:
             own[name] = OrderedDict()
         return own
 
-    def _note_changes(self, shadow: Any, groups: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
+    def _note_changes(self, proxy: Any, groups: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
         settings, attributes = self._begun  # type: ignore[misc]
-        known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
-        for name, value in shadow.__dict__.items():
+        known = {**attributes, "param_groups": proxy.param_groups, "state": proxy.state}
+        for name, value in proxy.__dict__.items():
             if name not in known or value is not known[name]:
                 self._attributes[name] = value
         for index, group in groups.items():
