@@ -107,14 +107,14 @@ def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, 
     pair.finish()
 
 
-@pytest.mark.parametrize("gradients", ["host", "nvme"])
+@pytest.mark.parametrize("options", [{}, {"gradients": "nvme"}, {"update": "deferred"}], ids=str)
 @pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
 @pytest.mark.parametrize("settings", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)
 def test_steps_that_a_gradient_scaler_skips_leave_the_state_that_torch_has(
-    twins: MakeTwins, settings: dict[str, Any], unscale: bool, gradients: str
+    twins: MakeTwins, settings: dict[str, Any], unscale: bool, options: dict[str, Any]
 ) -> None:
     """torch's fused optimizers begin their state in a step that is skipped, the others do not."""
-    pair = twins(Net(), partial(AdamW, lr=1e-3, **settings), gradients=gradients)
+    pair = twins(Net(), partial(AdamW, lr=1e-3, **settings), **options)
     scalers = scalers_of(pair, 1024.0)
 
     def run(model: Any, optimizer: Any, factor: float) -> tuple[torch.Tensor, float]:

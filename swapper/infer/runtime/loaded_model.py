@@ -109,12 +109,12 @@ class LoadedModel:
         self._on_device: InferenceDevice | None = None
         try:
             self._take_over(model, fitting, buffers, self._experts)
+            self._hooks = InferenceHooks(
+                plan.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
+            )
         except BaseException:
             self._close_streaming()
             raise
-        self._hooks = InferenceHooks(
-            plan.units, self._groups, self._begin_pass, self._end_pass, self._drop_leases, self._make_room
-        )
         log.info(
             "load: %s of weights from %s, at least %s of them read in each pass; %d frames of %s; %s",
             format_bytes(self._counters.state_bytes), source.path, format_bytes(self.read_bytes_a_pass), placement.frame_count,

@@ -165,10 +165,13 @@ class PagedGradients:
 
     def present(self) -> list[str]:
         self.restore()
-        slots = [slot for slot in self._slots.values() if type(slot.parameter.grad) is ColdGradient]
-        for slot in slots:
-            self.check(slot.parameter, slot.name, slot.parameter.grad)  # type: ignore[arg-type]
-        return [slot.name for slot in slots]
+        found = []
+        for slot in self._slots.values():
+            gradient = slot.parameter.grad
+            if type(gradient) is ColdGradient:
+                self.check(slot.parameter, slot.name, gradient)
+                found.append(slot.name)
+        return found
 
     def content(self, name: str) -> GradientMeta:
         return self._by_name[name].content

@@ -31,11 +31,13 @@ def find_regions(sections: Iterable[Section], grad_sections: Iterable[Section]) 
     gradients = {_layout(section): section for section in grad_sections if section.resident}
     regions = {}
     for section in sections:
-        region = gradients.get(_layout(section)) if section.plan.family == "param" else None
-        for page in section.pages if region is not None else ():
+        gradient = gradients.get(_layout(section))
+        if gradient is None or section.plan.family != "param":
+            continue
+        for page in section.pages:
             end = page.offset + page.nbytes
             owners = [slot.spec.owner for slot in section.plan.slots if slot.offset < end and slot.end > page.offset]
-            regions[page.index] = VictimRegion(region, page.offset, tuple(owners))  # type: ignore[arg-type]
+            regions[page.index] = VictimRegion(gradient, page.offset, tuple(owners))
     return regions
 
 

@@ -55,11 +55,12 @@ class OptimizerProxy:
         self._attributes: dict[str, Any] = {}  # changed by a call of this step
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
-    def begin_step(self) -> None:
-        """Fix the optimizer's settings for updates until `end_step`."""
+    def begin_step(self) -> tuple[list[_Settings], dict[str, Any]]:
+        """Fix the optimizer's settings for updates until `end_step`. Return them, and its attributes."""
         self._groups = list(self._optimizer.param_groups)
         self._begun = [_Settings(group) for group in self._groups], self._own_attributes()
         self._settings, self._attributes = {}, {}
+        return self._begun
 
     def update(self, works: Sequence[Work]) -> None:
         """Update the tensors of `works` and their state. A tensor may have other memory afterwards (`p.data = ...`).
@@ -69,9 +70,7 @@ class OptimizerProxy:
         Raises:
             UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
         """
-        if self._begun is None:
-            self.begin_step()
-        settings, attributes = self._begun  # type: ignore[misc]
+        settings, attributes = self._begun or self.begin_step()
         groups: dict[int, dict[str, Any]] = {}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
@@ -89,7 +88,7 @@ class OptimizerProxy:
         for work in works:
             work.tensor.grad = None
             work.state = proxy.state[work.tensor]
-        self._note_changes(proxy, groups, before)
+        self._note_changes(settings, attributes, proxy, groups, before)
 
     def changed_setting(self) -> str | None:
         """Return the setting that the user has changed since `begin_step`, in words; None if none."""
@@ -137,8 +136,14 @@ class OptimizerProxy:
             own[name] = OrderedDict()
         return own
 
-    def _note_changes(self, proxy: Any, groups: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
-        settings, attributes = self._begun  # type: ignore[misc]
+    def _note_changes(
+        self,
+        settings: Sequence[_Settings],
+        attributes: Mapping[str, Any],
+        proxy: Any,
+        groups: Mapping[int, dict[str, Any]],
+        before: Mapping[int, dict[str, Any]],
+    ) -> None:
         known = {**attributes, "param_groups": proxy.param_groups, "state": proxy.state}
         for name, value in proxy.__dict__.items():
             if name not in known or value is not known[name]:
