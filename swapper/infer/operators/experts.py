@@ -89,7 +89,7 @@ def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Re
 
 
 @dataclass
-class _Part:
+class _CachedWeight:
     """One recipe's memory: the file's bytes, or the result if that is no larger."""
 
     recipe: Recipe
@@ -141,7 +141,7 @@ class Experts:
         self._read = read
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
-        self._cache: OrderedDict[Key, _Part] = OrderedDict()  # last used last
+        self._cache: OrderedDict[Key, _CachedWeight] = OrderedDict()  # last used last
         self._weights: dict[int, tuple[ExpertWeights, list[ExpertWeights]]] = {}  # by id; others of its layer
 
     def add_layer(self, layer: Sequence[ExpertWeights]) -> None:
@@ -173,7 +173,7 @@ class Experts:
         self, recipes: Sequence[tuple[Key, Recipe]], next_ones: Sequence[tuple[Key, Recipe]]
     ) -> list[torch.Tensor]:
         """Return the results of `recipes`, valid until `release`. Those in `next_ones` will be requested next."""
-        found: list[_Part] = []
+        found: list[_CachedWeight] = []
         try:
             for key, recipe in recipes:
                 part = self._want(key, recipe)
@@ -202,11 +202,11 @@ class Experts:
         self._cache.clear()
         self._weights.clear()
 
-    def _want(self, key: Key, recipe: Recipe) -> _Part:
+    def _want(self, key: Key, recipe: Recipe) -> _CachedWeight:
         part = self._cache.get(key)
         if part is None:
             self._make_room(recipe.stored_bytes)
-            part = _Part(recipe)
+            part = _CachedWeight(recipe)
             self._begin(part)
             self._cache[key] = part
             self._used_bytes += recipe.stored_bytes
@@ -215,7 +215,7 @@ class Experts:
         self._cache.move_to_end(key)
         return part
 
-    def _begin(self, part: _Part) -> None:
+    def _begin(self, part: _CachedWeight) -> None:
         parts, tickets = [], []
         with torch.inference_mode(False):
             for stored in part.recipe.parts:

@@ -184,7 +184,9 @@ def multiply_by_parts(linear: RowPartitionedLinear, parts: RowPrefetcher, device
 
 
 @dataclass
-class _Reading:
+class _PartRead:
+    """A part that is read, or was, and is used next."""
+
     of: int  # id of its map: it must not keep the model alive
     recipes: Sequence[Recipe]
     parts: list[torch.Tensor] = field(default_factory=list)
@@ -208,7 +210,7 @@ class RowPrefetcher:
         self._slots = memory.view(PARTS_IN_MEMORY, -1)
         self._read = read
         self._number = 0  # of requested parts
-        self._reading: deque[_Reading] = deque()  # requested and not used up
+        self._reading: deque[_PartRead] = deque()  # requested and not used up
         self._last: RowPartitionedLinear | None = None
         self._after: dict[int, RowPartitionedLinear] = {}  # by id: the map that followed it
 
@@ -243,7 +245,7 @@ class RowPrefetcher:
         while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
             linear, begin, end = following
             with defer_sigint, outside_transforms():  # an unrecorded read would fill a slot that another part uses next
-                self._reading.append(_Reading(id(linear), linear.recipes(begin, end)))
+                self._reading.append(_PartRead(id(linear), linear.recipes(begin, end)))
                 self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
                 self._number += 1
 
@@ -253,7 +255,7 @@ class RowPrefetcher:
             ticket.exception()
         self._reading.clear()
 
-    def _submit(self, reading: _Reading, slot: torch.Tensor) -> None:
+    def _submit(self, reading: _PartRead, slot: torch.Tensor) -> None:
         """Begin to read a part. Each tensor lies in memory as in its sector, if that suits the kernels."""
         cursor = 0
         for stored in (part for recipe in reading.recipes for part in recipe.parts):
