@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp.py --directory /nvme/run
 
-Run it again with `--resume`, also after a kill: it goes on from the newest step that all processes have committed. At the
+Run it again with `--resume`, also after a kill: it continues with the newest step that all processes have committed. At the
 end they write one snapshot, a directory that plain torch.distributed.checkpoint reads.
 """
 
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=2, help="of each process")
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--resume", action="store_true", help="go on with the run in the directory")
+    parser.add_argument("--resume", action="store_true", help="continue the run in the directory")
     return parser.parse_args()
 
 

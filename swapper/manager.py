@@ -301,14 +301,14 @@ class SwapManager:
         self.current.check()
         model = self.current.running("clip_grad_norm_").model
         model.updates.check_clipping()
-        return model.gradients.clip_norm(model.given_parameters(), max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(model.given_parameters(), max_norm, norm_type)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clip the gradients' values as torch.nn.utils.clip_grad_value_."""
         self.current.check()
         model = self.current.running("clip_grad_value_").model
         model.updates.check_clipping()
-        model.gradients.clip_value(model.given_parameters(), clip_value)
+        nn.utils.clip_grad_value_(model.given_parameters(), clip_value)
 
     def snapshot(
         self,

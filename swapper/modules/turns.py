@@ -51,7 +51,7 @@ class Turns:
         Args:
             frame: of the pass; once it has returned the turn counts as abandoned. None: once the thread has ended.
         """
-        if self.is_mine and (self._frame is None or _is_running(self._frame)):
+        if self.is_mine and (self._frame is None or is_running(self._frame)):
             return False
         began, has_warned = time.monotonic(), False
         while not self._try_to_take(frame):
@@ -93,7 +93,7 @@ class Turns:
         wanted = self._frame
         if not owner.is_alive() or wanted is None:
             return owner.is_alive()
-        return _is_running(wanted) or self._frame is not wanted
+        return is_running(wanted) or self._frame is not wanted
 
     def _warn(self) -> None:
         log.warning(
@@ -103,7 +103,7 @@ class Turns:
         )  # fmt: skip
 
 
-def _is_running(frame: FrameType) -> bool:
+def is_running(frame: FrameType) -> bool:
     """Return whether a frame, of any thread, has not returned yet.
 
     Following another thread's `f_back` is not safe: the thread runs on between two lookups. Python refuses to clear a running

@@ -25,14 +25,13 @@ from swapper.runtime.stats import StepClock
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
-from swapper.train.gradients.victim_cache import find_rooms
+from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.content import SectionSource, fill
 from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.layout.slices import ParameterLocations
-from swapper.train.optimizer.conditions import Conditions, OtherOptimizers
-from swapper.train.optimizer.membership import Membership
-from swapper.train.optimizer.optim import packed_groups
+from swapper.train.optimizer.conditions import Conditions, Membership
+from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
@@ -179,9 +178,9 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        rooms = find_rooms(self._sections, self._grad_sections) if self._on_device is None else {}
+        regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
-            parameters, self._grad_sections, self._pager, rooms, self._on_device, self._kept_gradients()
+            parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
         )
         self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
@@ -305,7 +304,7 @@ class OffloadedModel:
             self._note_before()
         else:
             self._rollback.note_settings()
-        self.gradients.before_step()
+        self.gradients.paged.before_step()
         self.updates.take_step()
         if self._on_device is not None:
             self._on_device.after_update()

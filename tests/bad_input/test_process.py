@@ -33,7 +33,7 @@ WAYS = {
         "csrc/bindings/engine.cpp": "atexit",
     },
     r"register_optimizer_step_\w+_hook\(|register_module_\w+_hook\(": {
-        "swapper/train/optimizer/conditions.py": "optimizers"
+        "swapper/train/optimizer/optim.py": "optimizers"
     },
     r"Watchdog\(": {"swapper/train/session/training_session.py": "watchdog"},
     r"environ\.setdefault\(|environ\[.*\] = |putenv\(|setenv\(": {

@@ -161,16 +161,16 @@ def fail_one_update(pair: Twins) -> None:
     if pair.options["update_on"] == "cpu":
         fail_in_the_middle(pair)
         return
-    shadow = pair.manager.current.run.model._sweep._shadow
-    update, calls = shadow.update, iter(range(100))
+    proxy = pair.manager.current.run.model._sweep._proxy
+    update, calls = proxy.update, iter(range(100))
 
     def fail_once(works: Any) -> None:
         if next(calls) == 2:
-            shadow.update = update
+            proxy.update = update
             raise RuntimeError("a fault in the middle")
         update(works)
 
-    shadow.update = fail_once
+    proxy.update = fail_once
 
 
 def test_a_deferred_update_that_fails_can_be_done_again(deferred: MakeTwins) -> None:

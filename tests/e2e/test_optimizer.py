@@ -107,6 +107,36 @@ def test_a_gradient_scaler_skips_and_scales_as_in_plain_torch(twins: MakeTwins, 
     pair.finish()
 
 
+@pytest.mark.parametrize("options", [{}, {"gradients": "nvme"}, {"update": "deferred"}], ids=str)
+@pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize("settings", [{"fused": True}, {"fused": True, "amsgrad": True}, {"fused": False}], ids=str)
+def test_steps_that_a_gradient_scaler_skips_leave_the_state_that_torch_has(
+    twins: MakeTwins, settings: dict[str, Any], unscale: bool, options: dict[str, Any]
+) -> None:
+    """torch's fused optimizers begin their state in a step that is skipped, the others do not."""
+    pair = twins(Net(), partial(AdamW, lr=1e-3, **settings), **options)
+    scalers = scalers_of(pair, 1024.0)
+
+    def run(model: Any, optimizer: Any, factor: float) -> tuple[torch.Tensor, float]:
+        scaler = scalers[id(model)]
+        loss = loss_of(model, tokens())
+        scaler.scale(loss * factor).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach(), scaler.get_scale()
+
+    for factor in (float("inf"), float("nan"), 1.0, float("inf"), 1.0):
+        pair.train(partial(run, factor=factor), steps=1)
+        states = [optimizer.state_dict()["state"] for optimizer in (pair.plain_optimizer, pair.optimizer)]
+        assert [list(state) for state in states[0].values()] == [list(state) for state in states[1].values()]
+        pair.assert_same_state()
+    assert len(pair.optimizer.state) == len(pair.plain_optimizer.state) > 0
+    pair.finish()
+
+
 def test_gradients_that_are_kept_keep_their_values(twins: MakeTwins) -> None:
     """As in methods that compare the gradients of two batches."""
 

@@ -21,7 +21,7 @@ from swapper.durability.committer import Committer
 from swapper.paging.host_memory import HostMemory
 from swapper.paging.planning.layout import Slot, TensorSpec
 from swapper.paging.store.swap_files import Store
-from swapper.train.gradients.gradient_stash import GradientStash
+from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.layout.slices import TensorLocation
 

@@ -1,4 +1,4 @@
-"""Gradient slots cache parameters until backward: less is read, and no gradient that is still referenced changes."""
+"""Parameters are cached in the memory of their gradients until backward: less is read, and no held gradient changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeTwins = Callable[..., Twins]
 
 
 def zero_late(model: Any, optimizer: Any) -> torch.Tensor:
-    """The gradients of the step before are there while the forward runs: their room is taken."""
+    """The gradients of the step before are there while the forward runs: their memory is in use."""
     loss = loss_of(model, tokens())
     optimizer.zero_grad()
     loss.backward()

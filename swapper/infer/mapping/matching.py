@@ -120,22 +120,27 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
     wanted = {name for _, names in parameters.values() for name in names} | persistent.keys()
     stored = renamed(source, wanted, rename)
     layouts = layouts_of(source.metadata, source.path)
-    weights, buffers, missing = [], [], []
-    for parameter, names in parameters.values():
+    missing: list[str] = []
+
+    def find(names: list[str], shape: torch.Size) -> Recipe | None:
         found = next((stored[name] for name in names if name in stored), None)
         if found is None:
             missing.append(names[0])
-            continue
+            return None
         layout = layouts.get(found.name)
-        _check_shape(names[0], tuple(parameter.shape), found, layout)
-        weights.append(Weight(names[0], parameter, _recipe(found, dtype, layout)))
-    for name, (module, own_name, buffer) in persistent.items():
-        if name not in stored:
-            missing.append(name)
-            continue
-        layout = layouts.get(stored[name].name)
-        _check_shape(name, tuple(buffer.shape), stored[name], layout)
-        buffers.append(BufferPlace(module, own_name, _recipe(stored[name], dtype, layout)))
+        _check_shape(names[0], tuple(shape), found, layout)
+        return _recipe(found, dtype, layout)
+
+    weights = [
+        Weight(names[0], parameter, recipe)
+        for parameter, names in parameters.values()
+        if (recipe := find(names, parameter.shape)) is not None
+    ]
+    buffers = [
+        BufferPlace(module, own_name, recipe)
+        for name, (module, own_name, buffer) in persistent.items()
+        if (recipe := find([name], buffer.shape)) is not None
+    ]
     unexpected = [name for name in stored if name not in wanted]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -149,24 +154,15 @@ def match(model: nn.Module, source: Source, *, strict: bool, dtype: torch.dtype 
 
 def _recipe(stored: StoredTensor | ChunkedTensor, dtype: torch.dtype | None, layout: QuantizedLayout | None) -> Recipe:
     if isinstance(stored, ChunkedTensor):
-        return _assembled(stored, dtype)
+        wanted = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+        parts = tuple(chunk.stored for chunk in stored.chunks)
+        return Recipe(parts, lambda parts: stored.assembled(parts, wanted), wanted)
     if layout is not None:
-        return dequantised(stored, layout, dtype or layout.torch_dtype)
+        values = dtype or layout.torch_dtype
+        return Recipe((stored,), lambda parts: layout.dequantise(parts[0], values), values, by_rows=True)
     if dtype is None or dtype == stored.dtype or not stored.dtype.is_floating_point:
         return Recipe((stored,), None, stored.dtype)
     return Recipe((stored,), lambda parts: parts[0].to(dtype), dtype, by_rows=True)
-
-
-def _assembled(chunked: ChunkedTensor, dtype: torch.dtype | None) -> Recipe:
-    """Return the recipe of a tensor in chunks along several dimensions."""
-    wanted = dtype if dtype is not None and chunked.dtype.is_floating_point else chunked.dtype
-    parts = tuple(chunk.stored for chunk in chunked.chunks)
-    return Recipe(parts, lambda parts: chunked.assembled(parts, wanted), wanted)
-
-
-def dequantised(stored: StoredTensor, layout: QuantizedLayout, dtype: torch.dtype) -> Recipe:
-    """Return the recipe of a quantized tensor."""
-    return Recipe((stored,), lambda parts: layout.dequantise(parts[0], dtype), dtype, by_rows=True)
 
 
 def shape_of(stored: StoredTensor | ChunkedTensor, layout: QuantizedLayout | None) -> tuple[int, ...]:

@@ -111,8 +111,8 @@ class Traced(torch.Tensor):
         if first is not None and _is_same(func, name, args, first, result):
             return result if result is first else cls.wrap(result, first.node)
         function = _cast if func is torch.Tensor.to else func
-        homes = {a.untyped_storage()._cdata for a in (*args, *options.values()) if isinstance(a, Traced)}
-        is_view = result.untyped_storage()._cdata in homes
+        storages = {a.untyped_storage()._cdata for a in (*args, *options.values()) if isinstance(a, Traced)}
+        is_view = result.untyped_storage()._cdata in storages
         return cls.wrap(result, Node(None, function, _nodes(args), tuple(_nodes(options).items()), index, is_view))
 
 

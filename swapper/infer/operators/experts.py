@@ -13,7 +13,7 @@ import ast
 import inspect
 import textwrap
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +24,16 @@ from swapper.errors import StateError
 from swapper.infer.mapping.adoption import view_of
 from swapper.infer.mapping.matching import Recipe
 from swapper.infer.mapping.tracing import recipe_of_row
-from swapper.infer.operators.embedding_rows import ReadInto
+from swapper.infer.operators.weight_rows import ReadInto
 from swapper.infer.runtime.weights import FOR_INFERENCE, GroupWeights, PagedWeight
+from swapper.io.engines import Transfer
 from swapper.io.waiting import wait_for_all
 from swapper.modules.cold import materialize, set_cold
 from swapper.modules.guarded import FaultHandler
 from swapper.paging.pager import Pager
 
-MAX_WEIGHTS = 1 << 20
-"""More weights than any group has."""
+Key = tuple[str, int, int]
+"""Of a recipe in the cache: ("parameter", its id, expert) or ("group", its index, number of the weight)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,12 @@ def find_recipes(name: str, parameter: nn.Parameter, recipe: Recipe) -> tuple[Re
 
 
 @dataclass
-class _Part:
+class _CachedWeight:
     """One recipe's memory: the file's bytes, or the result if that is no larger."""
 
     recipe: Recipe
     parts: list[torch.Tensor] = field(default_factory=list)
-    tickets: list[Any] = field(default_factory=list)
+    tickets: list[Transfer] = field(default_factory=list)
     leases: int = 0
     value: torch.Tensor | None = None
     version: int = 0  # of the value, when it was made
@@ -131,21 +132,23 @@ class Experts:
     """Owns the experts in memory, the last used ones of all layers.
 
     Args:
-        layers: for each layer, its parameters that hold experts: one expert's parts of them are used together.
         read: submits reads.
         cache_bytes: their maximum.
-        device: where they are used.
+        device: of their use.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[ExpertWeights]], read: ReadInto, cache_bytes: int, device: torch.device
-    ) -> None:
+    def __init__(self, read: ReadInto, cache_bytes: int, device: torch.device) -> None:
         self._device = device
         self._read = read
         self._cache_bytes = cache_bytes
         self._used_bytes = 0
-        self._cache: OrderedDict[tuple[int, int], _Part] = OrderedDict()  # last used last
-        self._weights = {id(w.parameter): (w, [o for o in layer if o is not w]) for layer in layers for w in layer}
+        self._cache: OrderedDict[Key, _CachedWeight] = OrderedDict()  # last used last
+        self._weights: dict[int, tuple[ExpertWeights, list[ExpertWeights]]] = {}  # by id; others of its layer
+
+    def add_layer(self, layer: Sequence[ExpertWeights]) -> None:
+        """Add the parameters of a layer that hold experts: one expert's parts of them are used together."""
+        for weights in layer:
+            self._weights[id(weights.parameter)] = weights, [other for other in layer if other is not weights]
 
     def take(self, parameter: nn.Parameter, index: Any) -> torch.Tensor | None:
         """Return `parameter[index]`, or None if that is not one expert."""
@@ -156,7 +159,7 @@ class Experts:
         number += len(weights.recipes) if number < 0 else 0
         if not 0 <= number < len(weights.recipes):
             raise IndexError(f"expert {int(index)} of {len(weights.recipes)}")
-        found = self._want(id(weights.parameter), number, weights.recipes[number])
+        found = self._want(("parameter", id(parameter), number), weights.recipes[number])
         if found.was_changed:
             self._begin(found)
             raise StateError(
@@ -164,38 +167,35 @@ class Experts:
                 "change is undone"
             )
         for other in others:
-            self._want(id(other.parameter), number, other.recipes[number])  # it will be used next
+            self._want(("parameter", id(other.parameter), number), other.recipes[number])  # it will be used next
         return found.ready(self._device)
 
     def lease(
-        self, recipes: Sequence[tuple[int, Recipe]], next_ones: Sequence[tuple[int, Recipe]]
+        self, recipes: Sequence[tuple[Key, Recipe]], next_ones: Sequence[tuple[Key, Recipe]]
     ) -> list[torch.Tensor]:
-        """Return the results of `recipes`, valid until `release`. Those in `next_ones` will be requested next.
-
-        Each has a number that identifies it.
-        """
-        found: list[_Part] = []
+        """Return the results of `recipes`, valid until `release`. Those in `next_ones` will be requested next."""
+        found: list[_CachedWeight] = []
         try:
             for key, recipe in recipes:
-                part = self._want(key, 0, recipe)
+                part = self._want(key, recipe)
                 part.leases += 1
                 found.append(part)
             for key, recipe in next_ones:
-                self._want(key, 0, recipe)
+                self._want(key, recipe)
             return [part.ready(self._device) for part in found]
         except BaseException:
             for part in found:
                 part.leases -= 1
             raise
 
-    def release(self, keys: Sequence[int]) -> None:
+    def release(self, keys: Sequence[Key]) -> None:
         for key in keys:
-            self._cache[key, 0].leases -= 1
+            self._cache[key].leases -= 1
 
-    def forget_changed(self, keys: Sequence[int]) -> None:
+    def forget_changed(self, keys: Sequence[Key]) -> None:
         """Read unleased experts again that somebody wrote to."""
         for key in keys:
-            self._used_bytes -= self._cache.pop((key, 0)).recipe.stored_bytes
+            self._used_bytes -= self._cache.pop(key).recipe.stored_bytes
 
     def forget(self) -> None:
         for part in self._cache.values():
@@ -203,20 +203,20 @@ class Experts:
         self._cache.clear()
         self._weights.clear()
 
-    def _want(self, key: int, number: int, recipe: Recipe) -> _Part:
-        part = self._cache.get((key, number))
+    def _want(self, key: Key, recipe: Recipe) -> _CachedWeight:
+        part = self._cache.get(key)
         if part is None:
             self._make_room(recipe.stored_bytes)
-            part = _Part(recipe)
+            part = _CachedWeight(recipe)
             self._begin(part)
-            self._cache[key, number] = part
+            self._cache[key] = part
             self._used_bytes += recipe.stored_bytes
         elif part.has_failed:
             self._begin(part)
-        self._cache.move_to_end((key, number))
+        self._cache.move_to_end(key)
         return part
 
-    def _begin(self, part: _Part) -> None:
+    def _begin(self, part: _CachedWeight) -> None:
         parts, tickets = [], []
         with torch.inference_mode(False):
             for stored in part.recipe.parts:
@@ -237,7 +237,7 @@ class OnDemandGroup(GroupWeights):
     """A group of an expert that is a module of its own: read when that runs, and kept in the experts' cache.
 
     Args:
-        index, weights, pager, fault_handler: as for any group; the pager is not used.
+        index, weights, pager, fault_handler: see GroupWeights; the pager is not used.
         with_it: the weights of the expert's other groups, which will be needed next.
         experts: has the cache.
     """
@@ -248,8 +248,8 @@ class OnDemandGroup(GroupWeights):
         weights: Sequence[PagedWeight],
         pager: Pager,
         fault_handler: FaultHandler,
-        with_it: Sequence[tuple[int, Recipe]],
-        experts: Callable[[], Experts],
+        with_it: Sequence[tuple[Key, Recipe]],
+        experts: Experts,
     ) -> None:
         super().__init__(index, weights, (), (), pager, fault_handler)
         self._recipes = numbered(index, [weight.recipe for weight in weights])
@@ -261,7 +261,7 @@ class OnDemandGroup(GroupWeights):
         return False
 
     def _bring_in(self) -> bool:
-        values = self._experts().lease(self._recipes, self._with_it)
+        values = self._experts.lease(self._recipes, self._with_it)
         for parameter, value in zip(self.parameters, values, strict=True):
             materialize(parameter)
             with torch.inference_mode(False):
@@ -273,9 +273,9 @@ class OnDemandGroup(GroupWeights):
         for weight in self.weights:
             with torch.inference_mode(False):
                 materialize(weight.parameter)
-                weight.parameter.data = weight.away()
+                weight.parameter.data = weight.stand_in()
             set_cold(weight.parameter)
-        self._experts().release([key for key, _ in self._recipes])
+        self._experts.release([key for key, _ in self._recipes])
 
     def forget_leases(self) -> None:
         if self._leases:
@@ -283,12 +283,12 @@ class OnDemandGroup(GroupWeights):
             self._give_back(changed=False)
 
     def _forget_change(self) -> None:
-        self._experts().forget_changed([key for key, _ in self._recipes])
+        self._experts.forget_changed([key for key, _ in self._recipes])
 
 
-def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[int, Recipe]]:
-    """Return each recipe of a group with its number in the cache; ids of objects are larger than 0."""
-    return [(-1 - group * MAX_WEIGHTS - number, recipe) for number, recipe in enumerate(recipes)]
+def numbered(group: int, recipes: Sequence[Recipe]) -> list[tuple[Key, Recipe]]:
+    """Return each recipe of a group with its key in the cache."""
+    return [(("group", group, number), recipe) for number, recipe in enumerate(recipes)]
 
 
 def _is_number(index: Any) -> bool:

@@ -1,56 +1,61 @@
-"""Dividing the budget of inference. Pure: which pages stay in memory for good, how large a page is, how many frames there are.
+"""Divides the budget of inference, and chooses the plan of a model that reads least within it. Pure.
 
-A pass uses every group once, in the same order each time. On such a cycle the best that memory can do is to keep a fixed set and
-to stream the rest through the frames that are left. [Note: the kept set] What streams needs frames for the largest unit's streamed
-pages and for some read-ahead; so the groups that would stream most keep most: every group streams at most `streamed` pages, and
-that number is as small as the budget allows.
+A pass uses every group once, always in the same order. On such a cycle the best use of memory is to keep a fixed set
+and to stream the rest through the remaining frames. [Note: the kept set] The streamed part needs frames for the largest
+unit's streamed pages and for some read-ahead; so the groups that would stream most keep most: every group streams at
+most `streamed` pages, and that number is as small as the budget allows.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from swapper.device.copies import COPIES_IN_FLIGHT
+from swapper.device.device_placement import DevicePlacement, place_on_device
+from swapper.errors import BudgetError, InvariantError
+from swapper.infer.planning.streaming_plan import StreamingPlan, with_cuts, with_lookups, with_single_experts
 from swapper.io.alignment import SECTOR_BYTES, round_up
 from swapper.paging.planning.budget import PoolSize, divide_host_memory
 from swapper.runtime.sizes import format_bytes
 
 AHEAD_BYTES = 64 << 20
-"""Read-ahead that keeps the drive busy while a unit computes and holds its pages."""
+"""Bytes of read-ahead that keep the drive busy while a unit computes and holds its pages."""
+PASSING_BYTES = 2 * AHEAD_BYTES
+"""Bytes of frames for pages that are copied to a device, if nothing stays in host memory."""
+LINK_SHARE = 8
+"""A byte copied to a device costs 1/8 of one read from a drive: an estimate."""
 HUGE_PAGE_BYTES = 2 << 20
-LEAST_PAGE_BYTES = 64 << 10
-MOST_PAGE_BYTES = 16 << 20
-LEAST_FRAMES = 20
-MOST_SIZES = 64
+MIN_PAGE_BYTES = 64 << 10
+MAX_PAGE_BYTES = 16 << 20
+MIN_FRAMES = 20
+MAX_SIZES = 64
+"""Page sizes that are tried at most."""
 PAGE_COST_BYTES = 64 << 10
-"""What a page costs beside its bytes, in Python and in shorter runs: about 30 us at 2 GB/s."""
+"""Bytes. A page costs this much more than its bytes, in Python and shorter transfers: about 30 us at 2 GB/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement(PoolSize):
-    """What the budget gives: a pool that fits it.
-
-    Attributes:
-        streamed: of each group, how many pages are streamed at most; the others stay once they were read.
-    """
+    """The pool, and the number of pages that each group streams at most; its others stay once they were read."""
 
     streamed: int
 
     def read_bytes(self, groups: Sequence[Sequence[int]]) -> int:
-        """What a pass over `groups` (as for `place`) reads, whole pages."""
+        """Return the bytes that a pass over `groups` (see Demand) reads, in whole pages."""
         return sum(min(pages, self.streamed) for pages in _pages(groups, self.page_bytes)) * self.page_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What memory is divided for.
+    """The model's part in the division.
 
     Attributes:
         groups: for each group, the sizes of its runs in bytes, multiples of SECTOR_BYTES.
-        units: for each unit, the groups that are leased while it runs: its own and those of the units around it.
-        unplanned: sizes in bytes of what is read by parts, and may be used as a whole all the same.
-        held: so many pages are leased at one time whatever runs, and pages of others come by: they go on to a device one by one.
+        units: for each unit, the groups that are leased while it runs: its own and its ancestors'.
+        unplanned: sizes in bytes of groups that are read by parts, and may still be used as a whole.
+        held: pages that are leased at once whatever runs, if all pages are copied to a device one by one; else None.
     """
 
     groups: Sequence[Sequence[int]]
@@ -64,8 +69,8 @@ def place(host_bytes: int, fixed_bytes: int, demand: Demand, where: Sequence[str
 
     Args:
         host_bytes: the budget.
-        fixed_bytes: what is taken already: small tensors, buffers, conversions, slots.
-        demand: what it is for.
+        fixed_bytes: of small tensors, buffers, conversions, slots.
+        demand: the model's.
         where: the units' names.
 
     Raises:
@@ -88,21 +93,21 @@ def _best(pool_bytes: int, demand: Demand) -> Placement | None:
     if huge is not None and (not huge.streamed or sum(map(sum, groups)) > pool_bytes):
         return huge
     fitting = _cheapest(_fitting_sizes(pool_bytes, groups), pool_bytes, demand)
-    if huge is not None:  # all fits but for what whole huge pages waste: nothing is mapped again where nothing streams
+    if huge is not None:  # it would all fit without the waste of whole huge pages; then nothing is mapped twice
         return fitting if fitting is not None and not fitting.streamed else huge
-    return fitting or _cheapest([LEAST_PAGE_BYTES], pool_bytes, demand)
+    return fitting or _cheapest([MIN_PAGE_BYTES], pool_bytes, demand)
 
 
 def _for_unplanned(pool_bytes: int, demand: Demand) -> Placement:
-    """Nothing is used as a whole, as far as is known."""
-    target = pool_bytes // LEAST_FRAMES // SECTOR_BYTES * SECTOR_BYTES
-    page_bytes = min(max(target, SECTOR_BYTES), LEAST_PAGE_BYTES)
+    """Return the placement of a model of which nothing is used as a whole, as far as is known."""
+    target = pool_bytes // MIN_FRAMES // SECTOR_BYTES * SECTOR_BYTES
+    page_bytes = min(max(target, SECTOR_BYTES), MIN_PAGE_BYTES)
     frames = _unplanned_frames(demand, page_bytes, pool_bytes // page_bytes)
     return Placement(page_bytes, frames, frames)
 
 
 def _unplanned_frames(demand: Demand, page_bytes: int, most: int) -> int:
-    """Frames for the largest thing that `most` can hold of what is used by parts, as far as is known."""
+    """Return the frames of the largest group that is read by parts and fits into `most`."""
     pages = [-(-nbytes // page_bytes) for nbytes in demand.unplanned]
     return max((count for count in pages if count <= most), default=0)
 
@@ -116,31 +121,31 @@ def _cheapest(sizes: Iterable[int], pool_bytes: int, demand: Demand) -> Placemen
         read = [min(pages, placement.streamed) for pages in _pages(demand.groups, page_bytes)]
         cost = sum(read) * (page_bytes + PAGE_COST_BYTES)
         if demand.held is not None:
-            cost += sum(_pages(demand.groups, page_bytes)) * PAGE_COST_BYTES  # what stays is copied in each pass too
+            cost += (
+                sum(_pages(demand.groups, page_bytes)) * PAGE_COST_BYTES
+            )  # resident pages are copied in each pass too
         if best is None or cost < best_cost:
             best, best_cost = placement, cost
     return best
 
 
 def _huge_sizes(pool_bytes: int) -> Iterable[int]:
-    """Whole huge pages: frames and windows lie so that one entry maps 2 MiB. Others cost 0.09 CPU s a GB in mapping."""
-    most = min(pool_bytes // LEAST_FRAMES, MOST_PAGE_BYTES)
+    """Return sizes of whole huge pages, mapped by one entry for 2 MiB. Others cost 0.09 CPU s a GB in mapping."""
+    most = min(pool_bytes // MIN_FRAMES, MAX_PAGE_BYTES)
     return range(HUGE_PAGE_BYTES, most + 1, HUGE_PAGE_BYTES)
 
 
 def _fitting_sizes(pool_bytes: int, groups: Sequence[Sequence[int]]) -> Iterable[int]:
-    """Sizes that cut the runs with little waste: whole fractions of those that take most room."""
-    weights: dict[int, int] = {}
-    for nbytes in (nbytes for runs in groups for nbytes in runs):
-        weights[nbytes] = weights.get(nbytes, 0) + nbytes
-    common = sorted(weights, key=lambda nbytes: -weights[nbytes])[:8]
-    target = min(max(pool_bytes // LEAST_FRAMES, LEAST_PAGE_BYTES), MOST_PAGE_BYTES)
+    """Return sizes that cut the runs with little waste: whole fractions of those that take most memory."""
+    counts = Counter(nbytes for runs in groups for nbytes in runs)
+    common = sorted(counts, key=lambda nbytes: -nbytes * counts[nbytes])[:8]
+    target = min(max(pool_bytes // MIN_FRAMES, MIN_PAGE_BYTES), MAX_PAGE_BYTES)
     sizes = {
         round_up(-(-nbytes // parts), SECTOR_BYTES)
         for nbytes in common
         for parts in range(-(-nbytes // target), -(-nbytes // target) + 12)
     }
-    return sorted((size for size in sizes if LEAST_PAGE_BYTES < size <= target), reverse=True)[:MOST_SIZES]
+    return sorted((size for size in sizes if MIN_PAGE_BYTES < size <= target), reverse=True)[:MAX_SIZES]
 
 
 def _pages(groups: Sequence[Sequence[int]], page_bytes: int) -> list[int]:
@@ -148,7 +153,7 @@ def _pages(groups: Sequence[Sequence[int]], page_bytes: int) -> list[int]:
 
 
 def _place_with(page_bytes: int, pool_bytes: int, demand: Demand) -> Placement | None:
-    """[Note: the kept set]"""
+    """See [Note: the kept set]."""
     pages = _pages(demand.groups, page_bytes)
     frames = pool_bytes // page_bytes
     passing = 0 if demand.held is None else demand.held + 2
@@ -177,9 +182,107 @@ def _place_with(page_bytes: int, pool_bytes: int, demand: Demand) -> Placement |
 
 
 def _largest(demand: Demand, where: Sequence[str]) -> str:
-    """Say what is used at one time."""
+    """Name the most memory that is used at once, for a message."""
     if demand.held is not None:
         return f"the rest {demand.held} pages on their way to the device, and the next ones"
     sizes = [sum(sum(demand.groups[g]) for g in unit) for unit in demand.units]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    return f"{format_bytes(sizes[largest])} what is used at one time in {where[largest]!r}"
+    return f"{format_bytes(sizes[largest])} what is used at once in {where[largest]!r}"
+
+
+# --- the plan that fits best
+# ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A plan, and its placement in host memory, and on a device if kernels run there."""
+
+    plan: StreamingPlan
+    placement: Placement
+    on_device: DevicePlacement | None = None
+
+    @property
+    def cost(self) -> int:
+        """Bytes that a pass reads, plus an estimate for its copies to the device."""
+        plan, placement = self.plan, self.placement
+        cut_bytes = sum(linear.stored_bytes for linear in plan.cuts)
+        cut_bytes += cut_bytes // 16  # little of it is read ahead
+        if self.on_device is None:
+            return placement.read_bytes(plan.runs_of_used) + cut_bytes
+        resident_set = self.on_device.resident_set
+        copied = sum(nbytes for group, nbytes in plan.images.items() if group not in resident_set)
+        runs = [[] if index in resident_set else runs for index, runs in enumerate(plan.runs_of_used)]
+        return placement.read_bytes(runs) + cut_bytes + copied // LINK_SHARE
+
+
+def fit(plan: StreamingPlan, host_bytes: int) -> Fit:
+    """Place a model whose kernels run on the CPU.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    if plan.fixed_bytes + plan.staging_bytes + plan.streamed_bytes > host_bytes:
+        plan = with_single_experts(with_lookups(plan))
+
+    def placed(candidate: StreamingPlan) -> Fit:
+        fixed_bytes = candidate.fixed_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)
+        demand = Demand(candidate.runs_of_used, candidate.working_sets, candidate.unplanned_bytes)
+        return Fit(candidate, place(host_bytes, fixed_bytes, demand, _names(candidate)))
+
+    return _cheapest_plan(plan, placed)
+
+
+def fit_on_device(plan: StreamingPlan, host_bytes: int, device_bytes: int, other_bytes: int, device: object) -> Fit:
+    """Place a model whose kernels run on a device.
+
+    Args:
+        plan: of `build_streaming_plan`.
+        host_bytes, device_bytes: the budgets.
+        other_bytes: of tensors that are moved to the device and not in the plan.
+        device: for messages.
+
+    Raises:
+        BudgetError: with the smallest budget that works.
+    """
+    if plan.fixed_device_bytes + other_bytes + sum(plan.images.values()) > device_bytes:
+        plan = with_single_experts(with_lookups(plan))
+
+    def placed(candidate: StreamingPlan) -> Fit:
+        names = _names(candidate)
+        fixed_bytes = candidate.fixed_device_bytes + other_bytes
+        on_device = place_on_device(device_bytes, fixed_bytes, candidate.images, candidate.working_sets, names, device)
+        runs = candidate.runs_of_used
+        streamed = [[] if index in on_device.resident_set else of_group for index, of_group in enumerate(runs)]
+        host_fixed_bytes = candidate.stored_bytes + candidate.staging_bytes + candidate.cache_bytes(host_bytes)
+        enough = host_bytes if any(streamed) else min(host_bytes, host_fixed_bytes + PASSING_BYTES)
+        demand = Demand(streamed if any(streamed) else runs, (), held=COPIES_IN_FLIGHT)
+        return Fit(candidate, place(enough, host_fixed_bytes, demand, names), on_device)
+
+    return _cheapest_plan(plan, placed)
+
+
+def _cheapest_plan(plan: StreamingPlan, placed: Callable[[StreamingPlan], Fit]) -> Fit:
+    """Return the cheapest fit. Linear maps are cut, largest first, if the model does not fit otherwise or reads less.
+
+    Less is read if weights are computed from fewer bytes: a large one as a whole takes memory in which more could stay.
+    """
+    refusal: BudgetError | None = None
+    best: Fit | None = None
+    for candidate in (plan, *with_cuts(plan)):
+        if best is not None and any(linear.weight.make is None for linear in candidate.cuts):
+            break
+        try:
+            found = placed(candidate)
+        except BudgetError as error:
+            refusal = error
+            continue
+        if best is None or found.cost < best.cost:
+            best = found
+    if best is None:
+        raise refusal or InvariantError("no plan was tried")
+    return best
+
+
+def _names(plan: StreamingPlan) -> list[str]:
+    return [unit.name or type(unit.module).__name__ for unit in plan.units]

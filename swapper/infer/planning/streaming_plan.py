@@ -1,4 +1,4 @@
-"""What a loaded model will consist of: which tensors stream, in which runs, and which are small enough to stay. Pure."""
+"""Plans a loaded model: the tensors that stream, their ranges in the files, and the small ones that stay. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import cast
 
@@ -15,24 +14,27 @@ from torch import nn
 from swapper.device.device_storage import place_in_storage
 from swapper.formats.read_plan import FileRange, plan_runs
 from swapper.infer.mapping.matching import Match, Recipe, Weight
-from swapper.infer.operators.embedding_rows import can_look_up
 from swapper.infer.operators.experts import ExpertWeights, are_experts, find_recipes, takes_single_experts
-from swapper.infer.operators.row_partitioned import PARTS_IN_MEMORY, RowPartitionedLinear, cut
+from swapper.infer.operators.weight_rows import PARTS_IN_MEMORY, RowPartitionedLinear, can_look_up, cut
 from swapper.io.alignment import SECTOR_BYTES, round_up
-from swapper.modules.groups import Group, Unit, by_module, taken_parameters
+from swapper.modules.groups import Group, Unit, by_module, taken_parameters, working_sets
 
 SLOTS_BYTES = 256 << 10
-LEAST_STAGING_BYTES = 1 << 20
-MOST_STAGING_BYTES = 4 << 20
-LEAST_EXPERTS = 2
+MIN_STAGING_BYTES = 1 << 20
+MAX_STAGING_BYTES = 4 << 20
+"""Bytes. The engine's staging memory is a multiple of SLOTS_BYTES, between these: choices."""
+MIN_EXPERTS = 2
+"""Experts that memory must hold: one in use, one being read."""
 SPARE_BYTES = 4 << 20
+"""Bytes left for partly filled pages when the experts' cache is sized: a choice."""
 SMALL_BYTES = 64 << 10
-"""A tensor of at most this size always stays in memory: a page of its own would waste a frame, a read of its own time."""
+"""Bytes. A tensor of at most this size always stays in memory: it would waste a frame, and a read of its own."""
 
 
 @dataclass(frozen=True)
 class StreamedGroup:
-    """A group's streamed weights, and the runs that hold them (a run's places count the parts of all `weights`)."""
+    """A group's streamed weights, and the file ranges (`runs`) that hold them; a run's places count the parts of all
+    `weights`."""
 
     index: int
     weights: list[Weight] = field(default_factory=list)
@@ -40,30 +42,30 @@ class StreamedGroup:
 
     @property
     def image_bytes(self) -> int:
-        """What its weights take on a device, as they are stored."""
+        """Device memory of its weights, as they are stored."""
         return place_in_storage(part.nbytes for weight in self.weights for part in weight.recipe.parts)[1]
 
     @property
     def made_bytes(self) -> int:
-        """What is made from the file's bytes while the group is in use."""
+        """Memory of the results that are computed from the file's bytes while the group is in use."""
         return sum(weight.made_bytes for weight in self.weights)
 
 
 @dataclass(frozen=True)
 class StreamingPlan:
-    """All of it.
+    """A loaded model's weights, and how each is read.
 
     Attributes:
         groups: every group of the model, also those of which nothing streams.
         units: every module.
-        working_sets: for each unit, the groups that are leased while it runs: its own and those of the units around it.
+        working_sets: for each unit, the groups that are leased while it runs: its own and its ancestors'.
         small: weights that stay; `small_runs` hold their parts.
         buffer_bytes: of the buffers that come from the checkpoint.
+        lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
         experts: for each layer of experts, the parameters whose experts are read one by one.
         demanded: for each expert that is a module of its own, the groups that are read when it runs.
-        lookups: embeddings whose rows are looked up in the file, with their tables' recipes.
         cuts: linear maps that are multiplied by some of their rows at a time.
-        joined: files that lie in stretches of others.
+        joined: files that consist of ranges of others.
     """
 
     groups: list[StreamedGroup]
@@ -80,7 +82,7 @@ class StreamingPlan:
 
     @cached_property
     def used_groups(self) -> set[int]:
-        """Groups that some unit's forward needs as a whole, and that are in the order of a pass."""
+        """Groups that a unit's forward needs as a whole: they have a place in the order of a pass."""
         return {group for unit in self.units for group in unit.groups} - _flat(self.demanded)
 
     @property
@@ -91,7 +93,7 @@ class StreamingPlan:
 
     @property
     def unplanned_bytes(self) -> list[int]:
-        """Sizes of the groups that are read by rows, parts or experts, and that a forward may use as a whole all the same."""
+        """Sizes of the groups that are read by rows, parts or experts; a forward may still use one as a whole."""
         apart = self.used_groups | _flat(self.demanded)
         return [
             sum(run.nbytes for run in group.runs) for group in self.groups if group.runs and group.index not in apart
@@ -99,53 +101,57 @@ class StreamingPlan:
 
     @property
     def fixed_bytes(self) -> int:
-        """Host memory beside the pool: what stays, and the most that is converted at one time."""
+        """Host memory in addition to the pool: resident weights, and the most that is converted at once."""
         return self.stored_bytes + self.made_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Of `fixed_bytes`, what is as the file has it."""
+        """The part of `fixed_bytes` that has the file's bytes."""
         small = sum(round_up(run.nbytes, SECTOR_BYTES) for run in self.small_runs)
         return small + self.buffer_bytes + self.parts_bytes
 
     @property
     def made_bytes(self) -> int:
-        """What is made of small weights, and the most that is made of others at one time."""
+        """Memory of the results computed from small weights, and of the most from others at once."""
         made = max((sum(self.groups[g].made_bytes for g in s) for s in self.working_sets), default=0)
         made = max(made, max((linear.made_bytes for linear in self.cuts), default=0))
         return made + sum(weight.made_bytes for weight in self.small)
 
     @property
     def images(self) -> dict[int, int]:
-        """For each group that is used as a whole, what its weights take on a device, as they are stored."""
+        """Device memory of each group that is used as a whole, by index, as its weights are stored."""
         return {
             group.index: group.image_bytes for group in self.groups if group.runs and group.index in self.used_groups
         }
 
     @property
     def fixed_device_bytes(self) -> int:
-        """What a device has beside images: what stays, and the most of conversions, parts of matrices and experts at one time."""
+        """Device memory in addition to images: resident weights, and the most of conversions, parts of matrices and
+        experts at once."""
         _, small_bytes = place_in_storage(part.nbytes for weight in self.small for part in weight.recipe.parts)
-        parts_bytes = max((linear.slot_bytes for linear in self.cuts), default=0)
-        return (
-            small_bytes + self.buffer_bytes + self.made_bytes + parts_bytes + LEAST_EXPERTS * self.largest_expert_bytes
-        )
+        experts_bytes = MIN_EXPERTS * self.largest_expert_bytes
+        return small_bytes + self.buffer_bytes + self.made_bytes + self._slot_bytes + experts_bytes
 
     @property
     def parts_bytes(self) -> int:
         """Memory that parts of matrices are read into."""
-        return PARTS_IN_MEMORY * max((linear.slot_bytes for linear in self.cuts), default=0)
+        return PARTS_IN_MEMORY * self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Memory of the largest part of a matrix."""
+        return max((linear.slot_bytes for linear in self.cuts), default=0)
 
     @property
     def staging_bytes(self) -> int:
-        """Slots of the engine: more where a run lies where a drive may not be able to put it by itself."""
+        """Staging memory of the engine: more if a drive may be unable to transfer some run directly."""
         runs = [run for group in self.groups for run in group.runs]
         needs_slots = any(run.file_offset % SECTOR_BYTES or run.path in self.joined for run in runs)
-        most = MOST_STAGING_BYTES if needs_slots else LEAST_STAGING_BYTES
+        most = MAX_STAGING_BYTES if needs_slots else MIN_STAGING_BYTES
         return min(most, max(SLOTS_BYTES, round_up(self.streamed_bytes // 32, SLOTS_BYTES)))
 
     def cache_bytes(self, budget_bytes: int) -> int:
-        """Memory for experts: what all else leaves, at least that of a few."""
+        """Memory for experts: the rest of the budget, and at least MIN_EXPERTS of them."""
         if not self.experts and not self.demanded:
             return 0
         everything = sum(weights.stored_bytes for layer in self.experts for weights in layer)
@@ -153,18 +159,18 @@ class StreamingPlan:
         largest = self.largest_expert_bytes
         dense = sum(nbytes for runs in self.runs_of_used for nbytes in runs)
         left = budget_bytes - self.fixed_bytes - self.staging_bytes - dense - dense // 16 - SPARE_BYTES
-        return max(min(left, everything + largest), LEAST_EXPERTS * largest)
+        return max(min(left, everything + largest), MIN_EXPERTS * largest)
 
     @property
     def largest_expert_bytes(self) -> int:
-        """What one expert takes while it is read: what is stored, and what is made of it."""
+        """Memory of one expert while it is read: its stored bytes, and the result."""
         sizes = [sum(weights.largest_bytes for weights in layer) for layer in self.experts]
         sizes += [sum(w.recipe.stored_bytes + w.made_bytes for w in expert) for expert in self._expert_weights]
         return max(sizes, default=0)
 
     @property
     def _expert_weights(self) -> list[list[Weight]]:
-        """Of each expert that is a module of its own."""
+        """The weights of each expert that is a module of its own."""
         return [[weight for group in expert for weight in self.groups[group].weights] for expert in self.demanded]
 
     @property
@@ -173,7 +179,7 @@ class StreamingPlan:
 
 
 def build_streaming_plan(model: nn.Module, matched: Match, joined: Collection[Path] = ()) -> StreamingPlan:
-    """Return the blueprint of `model` with the tensors that `match` found; `joined` are files that lie in stretches of others."""
+    """Return the plan of `model` with the tensors that `match` found; `joined` are files that consist of ranges of others."""
     by_id = {id(weight.parameter): weight for weight in matched.weights}
     small = [weight for weight in matched.weights if weight.recipe.stored_bytes <= SMALL_BYTES]
     stays = {id(weight.parameter) for weight in small}
@@ -192,7 +198,7 @@ def build_streaming_plan(model: nn.Module, matched: Match, joined: Collection[Pa
 
 
 def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
-    """Have each unit need also what its own code takes of its submodules; tables of embeddings are brought when that happens."""
+    """Add to each unit's groups those that its own code takes from submodules; embedding tables are read on access."""
     group_of = {id(parameter): group.index for group in groups for _, parameter in group.parameters}
     for unit in units:
         if isinstance(unit.module, nn.Embedding):
@@ -204,40 +210,38 @@ def _with_taken(groups: Sequence[Group], units: Sequence[Unit]) -> list[Unit]:
     return found
 
 
-def with_lookups(blueprint: StreamingPlan) -> StreamingPlan:
-    """Return a blueprint in which embeddings look up rows instead of having their tables in memory."""
+def with_lookups(plan: StreamingPlan) -> StreamingPlan:
+    """Return a plan in which embeddings look up rows instead of having their tables in memory."""
     lookups: list[tuple[nn.Embedding, Recipe]] = []
     units = []
-    for unit in blueprint.units:
-        weights = [weight for group in unit.groups for weight in blueprint.groups[group].weights]
+    for unit in plan.units:
+        weights = [weight for group in unit.groups for weight in plan.groups[group].weights]
         of_module = [w for w in weights if w.parameter is unit.module._parameters.get("weight")]
         if of_module and can_look_up(unit.module, of_module[0].recipe):
             lookups.append((cast(nn.Embedding, unit.module), of_module[0].recipe))
             unit = replace(unit, groups=())
         units.append(unit)
-    return replace(blueprint, units=units, working_sets=_working_sets(units), lookups=lookups)
+    return replace(plan, units=units, working_sets=_working_sets(units), lookups=lookups)
 
 
-def with_single_experts(blueprint: StreamingPlan) -> StreamingPlan:
-    """Return a blueprint in which experts that a layer holds in one parameter are read one by one."""
+def with_single_experts(plan: StreamingPlan) -> StreamingPlan:
+    """Return a plan in which experts that a layer holds in one parameter are read one by one."""
     layers: list[list[ExpertWeights]] = []
     units = []
-    for unit in blueprint.units:
+    for unit in plan.units:
         own = {id(parameter) for parameter in unit.module._parameters.values()}
-        weights = [w for group in unit.groups for w in blueprint.groups[group].weights if id(w.parameter) in own]
+        weights = [w for group in unit.groups for w in plan.groups[group].weights if id(w.parameter) in own]
         found = [(w, find_recipes(w.name, w.parameter, w.recipe)) for w in weights]
         if found and all(recipes for _, recipes in found) and takes_single_experts(unit.module):
             layers.append([ExpertWeights(w.parameter, recipes) for w, recipes in found if recipes])
             unit = replace(unit, groups=())
         units.append(unit)
     demanded = _expert_modules(units)
-    return replace(
-        blueprint, units=units, working_sets=_working_sets(units, demanded), experts=layers, demanded=demanded
-    )
+    return replace(plan, units=units, working_sets=_working_sets(units, demanded), experts=layers, demanded=demanded)
 
 
 def _expert_modules(units: Sequence[Unit]) -> list[tuple[int, ...]]:
-    """Return the groups of each expert that is a module of its own, and whose weights nobody else uses."""
+    """Return the groups of each expert that is a module of its own, and whose weights no other module uses."""
     lists = [unit.name for unit in units if are_experts(unit.name, unit.module)]
     users: dict[int, set[str]] = {}
     for unit in units:
@@ -252,13 +256,13 @@ def _expert_modules(units: Sequence[Unit]) -> list[tuple[int, ...]]:
     return [tuple(groups) for groups in experts.values()]
 
 
-def with_cuts(blueprint: StreamingPlan) -> Iterator[StreamingPlan]:
-    """Yield blueprints in which linear maps are multiplied by parts: first only the largest, in the end all that can be."""
-    users = Counter(group for unit in blueprint.units for group in unit.groups)
-    apart = _flat(blueprint.demanded)
+def with_cuts(plan: StreamingPlan) -> Iterator[StreamingPlan]:
+    """Yield plans in which linear maps are multiplied by parts: first only the largest, in the end all that can be."""
+    users = Counter(group for unit in plan.units for group in unit.groups)
+    apart = _flat(plan.demanded)
     found: dict[str, RowPartitionedLinear] = {}
-    for unit in blueprint.units:
-        weights = {id(w.parameter): w.recipe for group in unit.groups for w in blueprint.groups[group].weights}
+    for unit in plan.units:
+        weights = {id(w.parameter): w.recipe for group in unit.groups for w in plan.groups[group].weights}
         own = unit.module._parameters
         weight, bias = (weights.pop(id(own.get(name)), None) for name in ("weight", "bias"))
         linear = None if weight is None or weights else cut(unit.module, weight, bias)
@@ -266,10 +270,8 @@ def with_cuts(blueprint: StreamingPlan) -> Iterator[StreamingPlan]:
             found[unit.name] = linear
     for nbytes in sorted({linear.stored_bytes for linear in found.values()}, reverse=True):
         chosen = {name: linear for name, linear in found.items() if linear.stored_bytes >= nbytes}
-        units = [replace(unit, groups=()) if unit.name in chosen else unit for unit in blueprint.units]
-        yield replace(
-            blueprint, units=units, working_sets=_working_sets(units, blueprint.demanded), cuts=list(chosen.values())
-        )
+        units = [replace(unit, groups=()) if unit.name in chosen else unit for unit in plan.units]
+        yield replace(plan, units=units, working_sets=_working_sets(units, plan.demanded), cuts=list(chosen.values()))
 
 
 def _streamed(group: Group, by_id: dict[int, Weight], stays: set[int]) -> StreamedGroup:
@@ -283,14 +285,4 @@ def _flat(demanded: Sequence[Sequence[int]]) -> set[int]:
 
 def _working_sets(units: Sequence[Unit], demanded: Sequence[Sequence[int]] = ()) -> list[tuple[int, ...]]:
     apart = _flat(demanded)
-    by_name = {unit.name: unit for unit in units}
-    sets = []
-    for unit in units:
-        parts = unit.name.split(".") if unit.name else []
-        around = ["", *accumulate(parts, lambda a, b: f"{a}.{b}")]
-        sets.append(
-            tuple(
-                dict.fromkeys(g for name in around if name in by_name for g in by_name[name].groups if g not in apart)
-            )
-        )
-    return sets
+    return [tuple(sorted(groups - apart)) for groups in working_sets(list(units))]

@@ -1,9 +1,9 @@
-"""Many batches through a model for one read of its weights.
+"""Passes many batches through a model for one read of its weights.
 
-Each batch has a thread, of which one runs at a time. A batch that needs a group of weights that is not in use waits there; when all
-of them wait, the group that most of them want is brought in, and each batch that wants it goes on to the next group it needs. So
-any forward does, also a `generate`: nothing of the model is taken apart. What the batches keep between two groups, their
-activations, stays in memory.
+Each batch has a thread, of which one runs at a time. A batch that needs a group of weights that is not in use waits;
+when all of them wait, the group that most of them need is read, and each of these batches runs on to the next group
+that it needs. So any forward works, also a `generate`: the model is not taken apart. The batches' activations stay in
+memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swapper.infer.runtime.weights import GroupWeights
 
 
 class _Stopped(BaseException):
-    """Goes through a batch's forward after another one failed."""
+    """Ends a batch's forward after another one failed."""
 
 
 class _Batch:
-    """One batch: its thread, the calls that it is inside of, and what it waits for."""
+    """One batch: its thread, its running calls, and the group that it waits for."""
 
     def __init__(self, argument: Any) -> None:
         self.argument = argument
@@ -41,10 +41,10 @@ class BatchedPass:
     """Runs `function` on every batch. Made for one `run`.
 
     Args:
-        hooks: the model's, of which this thread has the turn.
+        hooks: the model's; this thread has the turn.
         function: called with each batch, in threads: one of them runs at a time.
-        batches: what it is called with.
-        device: where kernels run, if not on the CPU.
+        batches: its arguments.
+        device: runs the kernels; None on the CPU.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class BatchedPass:
         self._changed = threading.Condition()
         self._running: _Batch | None = None
         self._here: GroupWeights | None = None  # the group that batches pass through now
-        self._is_held = False  # by the convoy, beside the batches' own leases
+        self._is_held = False  # by this object, in addition to the batches' own leases
         self._failure: BaseException | None = None
 
     def run(self) -> list[Any]:
-        """Return what the function gave of each batch, in their order. The first exception of a batch ends all of them."""
+        """Return the function's results, in the order of the batches. The first exception of a batch ends all of them."""
         modes = _Modes(self._device)
         for batch in self._batches:
             batch.thread = threading.Thread(target=self._work, args=(batch, modes), daemon=True)
             batch.thread.start()
         try:
             with self._changed:
-                self._go_on()
+                self._switch()
                 self._changed.wait_for(self._is_over)
         except BaseException as error:  # Ctrl-C
             with self._changed:
@@ -80,10 +80,11 @@ class BatchedPass:
             raise self._failure
         return [batch.result for batch in self._batches]
 
-    # --- called by the hooks, in the running batch's thread --------------------------------------------------------
+    # --- called by the hooks, in the running batch's thread
+    # ----------------------------------------------------------------------------------------
 
     def arrive(self, group: GroupWeights) -> None:
-        """The running batch needs `group`: come back when it may lease it."""
+        """The running batch needs `group`: return when it may lease it."""
         if group.is_leased or group.settled:
             return
         with self._changed:
@@ -91,19 +92,20 @@ class BatchedPass:
             if batch is None:
                 return
             batch.wanted = group
-            self._go_on()
+            self._switch()
             self._changed.wait_for(lambda: self._running is batch)
             batch.wanted = None
             if self._failure is not None:
                 raise _Stopped
 
     def hold(self, group: GroupWeights) -> None:
-        """The running batch has leased `group`: it stays for those that come after."""
+        """The running batch has leased `group`: keep it for the batches that follow."""
         if group is self._here and not self._is_held and not group.settled:
             group.lease()
             self._is_held = True
 
-    # --- in the batches' threads -----------------------------------------------------------------------------------
+    # --- in the batches' threads
+    # ----------------------------------------------------------------------------------------
 
     def _work(self, batch: _Batch, modes: _Modes) -> None:
         with self._changed:
@@ -118,10 +120,10 @@ class BatchedPass:
             self._failure = self._failure or error
         with self._changed:
             batch.is_done = True
-            self._go_on()
+            self._switch()
 
-    def _go_on(self) -> None:
-        """Let another batch run: one that waits for what is there, or has not begun; else those that most wait with."""
+    def _switch(self) -> None:
+        """Switch to a batch that waits for the present group or has not begun; else to the group that most wait for."""
         if self._running is not None:
             self._running.stack = self._hooks.exchange(None, [])
         try:
@@ -154,7 +156,7 @@ class BatchedPass:
 
 
 class _Modes:
-    """What torch keeps by thread, as it is where the convoy is started."""
+    """Modes that torch keeps by thread, as they are in the thread that starts the batches."""
 
     def __init__(self, device: Device | None) -> None:
         self._inference = torch.is_inference_mode_enabled()

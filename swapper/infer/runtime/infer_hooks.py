@@ -1,14 +1,16 @@
-"""Hooks that lease a module's parameters around its forward, for inference: there is no backward.
+"""Leases a module's parameters around its forward, for inference: there is no backward.
 
-Calls are kept on a stack, which is the pass of one thread: other threads wait for its end. A call is *live* while the frame that
-runs it is on that thread's stack of frames; what a Ctrl-C left behind is found by that, and its leases are given back.
+Calls are kept on a stack, which is the pass of one thread: other threads wait for its end. A Ctrl-C may leave calls
+behind, whose frames do not run any more: their leases are released at the next call.
+
+Also here: the prediction of the next passes, and what modules of a loaded model refuse (to be moved, trained, copied).
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
@@ -21,32 +23,23 @@ from swapper.infer.runtime.weights import GroupWeights, refuse_gradient
 from swapper.modules.groups import Unit
 from swapper.modules.module_hooks import Call, ModuleHooks, tensors_of
 from swapper.modules.own_hook import outside_transforms
-from swapper.modules.turns import Turns
+from swapper.modules.torch_functions import changes_nothing
+from swapper.modules.turns import Turns, frame_of_call, is_running
 from swapper.paging.planning.schedule import Access
-
-_TORCHS_CALLS = nn.modules.module.__file__
-
-
-def _frame_of_the_call() -> FrameType:
-    """Return torch's frame that runs the module's hooks now, whatever is between it and us (torch._dynamo.disable, for one)."""
-    frame = sys._getframe(2)
-    while frame.f_code.co_filename != _TORCHS_CALLS and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 class InferenceCall(Call):
-    """A call that is live while torch's frame, from which the hooks are called, is on the stack."""
+    """A call of a module, and torch's frame that runs it; None if there is none (a compiled caller)."""
 
     __slots__ = ("frame",)
 
-    def __init__(self, module: str, frame: FrameType) -> None:
+    def __init__(self, module: str, frame: FrameType | None) -> None:
         super().__init__(module)
         self.frame = frame
 
 
-class Passing(Protocol):
-    """What is asked where several batches pass through a model together (swapper.infer.runtime.batched_pass)."""
+class GroupSharing(Protocol):
+    """Several batches that pass through a model together (batched_pass.py)."""
 
     def arrive(self, group: GroupWeights) -> None: ...
     def hold(self, group: GroupWeights) -> None: ...
@@ -60,8 +53,8 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         groups: all groups, by index.
         begin_pass: called before the outermost forward; raises if the model cannot be used.
         end_pass: called after it with the name of its module and the groups that were leased, in order.
-        drop_leases: makes the pager forget all leases but those given, after a pass was abandoned.
-        make_room: called where a group's lease was refused for want of memory; raises if there is none to be had.
+        drop_leases: makes the pager forget all leases except the given ones, after a pass was abandoned.
+        make_room: called if a group's lease was refused for lack of memory; raises if none can be freed.
     """
 
     def __init__(
@@ -81,15 +74,15 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         self._end_pass = end_pass
         self._is_unloaded = False
         self._last_unit = ""
-        self._convoy: Passing | None = None
+        self._batches: GroupSharing | None = None  # that pass together now
         self._order: list[int] = []  # of the groups in this pass
 
     @contextmanager
     def turn_to_unload(self) -> Iterator[None]:
-        """Within it no forward runs, and after it none can: those of other threads are waited for, or refused."""
+        """Run the context when no forward runs; refuse all later ones, including those of threads that wait."""
         if self._turns.is_mine:
             self._drop_stale()
-            if self._running or self._convoy is not None:
+            if self._running or self._batches is not None:
                 raise StateError("unload was called from inside of the model's forward: call it when that is over")
         has_turn = self._take_turn()
         try:
@@ -100,8 +93,8 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                 self._turns.give()
 
     @contextmanager
-    def turn_for(self, convoy: Passing) -> Iterator[bool]:
-        """Within it, this thread has the turn for all that `convoy` lets run. False: there are no hooks any more."""
+    def turn_for(self, batches: GroupSharing) -> Iterator[bool]:
+        """Hold the turn within the context for all of `batches`. Yields False if the hooks have been removed."""
         if not self._take_turn():
             yield False
             return
@@ -109,10 +102,10 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
             raise StateError("a model was asked to run many batches from inside its own forward")
         self._last_unit = ""
         try:
-            self._convoy = convoy
+            self._batches = batches
             yield True
         finally:
-            self._convoy = None
+            self._batches = None
             self._turns.owner = threading.current_thread()
             order, self._order = self._order, []
             try:
@@ -122,7 +115,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                 self._turns.give()
 
     def exchange(self, thread: threading.Thread | None, stack: list[InferenceCall]) -> list[InferenceCall]:
-        """Another batch of a convoy goes on, in `thread`, inside the calls of `stack`. Returns those of the one before."""
+        """Switch to another batch, in `thread`, inside the calls of `stack`. Return the calls of the previous one."""
         self._turns.owner = thread
         before, self._running = self._running, stack
         return before
@@ -143,7 +136,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
             self._drop_stale()
             if not self._running:
                 self._begin()
-            call = InferenceCall(unit.name, _frame_of_the_call())
+            call = InferenceCall(unit.name, frame_of_call())
             self._running.append(call)
             for index in unit.groups:
                 if self._groups[index].paged:
@@ -163,15 +156,16 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                     if not self._running:
                         self._end_outermost(unit)
 
-    # --- a pass ---------------------------------------------------------------------------------------------------
+    # --- a pass
+    # ---------------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> bool:
-        """Wait until no other thread is inside the model. False if nobody need wait any more: the hooks are out meanwhile."""
+        """Wait until no other thread is inside the model. Return False if the hooks were removed meanwhile."""
         if not self._turns.take():
             return True
         if self._is_unloaded:
             self._turns.give()
-            raise StateError("the model was unloaded by another thread: load it anew")
+            raise StateError("the model was unloaded by another thread: load it again")
         if self._is_removed:
             self._turns.give()
             return False
@@ -181,12 +175,12 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         try:
             self._begin_pass()
         except BaseException:
-            if self._convoy is None:
+            if self._batches is None:
                 self._turns.give()
             raise
 
     def _end_outermost(self, unit: Unit) -> None:
-        if self._convoy is not None:
+        if self._batches is not None:
             self._last_unit = unit.name
             return
         order, self._order = self._order, []
@@ -196,28 +190,17 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
             self._turns.give()
 
     def _drop_stale(self) -> None:
-        """Forget a pass that a Ctrl-C ended: its innermost call's frame runs no more."""
+        """Forget calls of a pass that a Ctrl-C ended: their frames do not run any more."""
         if not self._running:
             return
-        wanted = self._running[-1].frame
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame is wanted:
-                return
-            frame = frame.f_back
-        live = set()
-        frame = sys._getframe(1)
-        while frame is not None:
-            live.add(id(frame))
-            frame = frame.f_back
-        while self._running and id(self._running[-1].frame) not in live:
+        while self._running and (frame := self._running[-1].frame) is not None and not is_running(frame):
             self._release(self._running.pop())
         if not self._running:
             self._order.clear()
 
     def _lease_more(self, call: InferenceCall, group: GroupWeights) -> None:
-        if self._convoy is not None:
-            self._convoy.arrive(group)
+        if self._batches is not None:
+            self._batches.arrive(group)
         while True:
             try:
                 is_asked = group.lease()
@@ -227,11 +210,11 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
         call.groups.append(group.index)
         if is_asked:
             self._order.append(group.index)
-        if self._convoy is not None:
-            self._convoy.hold(group)
+        if self._batches is not None:
+            self._batches.hold(group)
 
     def _owned(self, output: Any) -> Any:
-        """Return an output that keeps nothing of weights that leave. A gradient cannot come back."""
+        """Return an output that keeps no memory of streamed weights. A gradient cannot flow back."""
         tensors, rebuild = tensors_of(output)
         if any(tensor.requires_grad for tensor in tensors):
             refuse_gradient()
@@ -242,7 +225,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
 
 
 def _check_not_traced(unit: Unit) -> None:
-    """Weights that a graph has taken in as constants are others by the time that it runs."""
+    """Refuse to be traced: weights that a graph holds as constants have other values when it runs."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         raise StateError(
             f"the forward of {unit.name or type(unit.module).__name__} is being traced (linearize, make_fx, torch.export), "
@@ -251,7 +234,101 @@ def _check_not_traced(unit: Unit) -> None:
         )
 
 
+# --- the order of passes
+# ----------------------------------------------------------------------------------------------
+
+
 def _first_round(order: list[int]) -> list[int]:
-    """Several passes came one after the other: what the first of them used."""
+    """Return what the first of several passes in a row used."""
     again = next((i for i in range(1, len(order)) if order[i] == order[0]), len(order))
     return order[:again]
+
+
+class PassPredictor:
+    """Predicts the groups that the next passes use from earlier ones.
+
+    A model's pass is expected to be like its last one. Of models that share memory, the one that followed this one last
+    time is expected to follow it again, and so on until one repeats: two that alternate are both read ahead.
+
+    Args:
+        whole: names of the units that are models; "" for the only one. Passes of parts of models count if they repeat.
+    """
+
+    def __init__(self, whole: Collection[str]) -> None:
+        self._whole = frozenset(whole)
+        self._orders: dict[str, list[int]] = {}  # of the last pass of each
+        self._after: dict[str, str] = {}
+        self._last = ""
+        self._last_order: list[int] = []
+
+    def note(self, name: str, order: list[int]) -> list[int] | None:
+        """Record that a pass of `name` used groups in `order`. Return what is expected now; None if that is unchanged."""
+        is_again = order == self._last_order
+        self._last_order = order
+        if name not in self._whole:
+            return order if is_again else None
+        self._orders[name] = order
+        if self._last in self._orders:
+            self._after[self._last] = name
+        self._last = name
+        expected: list[int] = []
+        seen: set[str] = set()
+        following = self._after.get(name, name)
+        while following not in seen and following in self._orders:
+            seen.add(following)
+            expected += self._orders[following]
+            following = self._after.get(following, following)
+        return expected
+
+
+def is_cyclic(cycle: list[Access], other: list[Access]) -> bool:
+    """Return True if both are the same cycle, possibly with different beginnings."""
+    if len(cycle) != len(other) or not cycle:
+        return cycle == other
+    return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])
+
+
+# --- what modules refuse
+# ----------------------------------------------------------------------------------------------
+
+
+def refuse_changes(module: nn.Module, name: str) -> None:
+    """Replace methods of `module`, which users know as `name`, by refusals, until `allow_changes`."""
+    of = weakref.ref(module)
+
+    def apply(convert: Callable[[torch.Tensor], Any], recurse: bool = True) -> nn.Module:
+        """Do nothing if `convert` would change nothing, as `Module._apply` would; else refuse."""
+        module = of()
+        tensors = [] if module is None else [*module.parameters(recurse), *module.buffers(recurse)]
+        if module is not None and all(changes_nothing(convert, tensor) for tensor in tensors):
+            return module
+        raise StateError(
+            f"{name} was loaded by swapper.load and cannot be moved or converted (.to, .half, .cuda, ...): its weights stay in "
+            "the checkpoint's files. Say dtype= and device= when loading"
+        )
+
+    def train(mode: bool = True) -> nn.Module:
+        """Refuse, except train(False), which is `eval`."""
+        module = of()
+        if mode or module is None:
+            raise StateError(
+                f"{name} was loaded for inference and cannot be trained: its weights are read from the checkpoint and never "
+                "written. Build the model in memory and use swapper.SwapManager; or, for dropout without training, set "
+                "`training` of the modules that have it"
+            )
+        return type(module).train(module, False)
+
+    # pickle and copy look up __reduce_ex__ on the instance
+    module.__dict__.update(_apply=apply, train=train, __reduce_ex__=_refuse_to_copy)
+
+
+def allow_changes(module: nn.Module) -> None:
+    for method in ("_apply", "train", "__reduce_ex__"):
+        module.__dict__.pop(method, None)
+
+
+def _refuse_to_copy(protocol: Any) -> Any:
+    raise StateError(
+        "a model that was loaded by swapper.load cannot be copied or pickled, its weights stay in the checkpoint's files: load "
+        "it once more, or copy or save model.state_dict()"
+    )

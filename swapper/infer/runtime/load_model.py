@@ -1,7 +1,4 @@
-"""`load`: a model runs with its weights read from the user's files; `shared_memory`: several do, in one budget.
-
-Finds out what fits where, and opens everything.
-"""
+"""Loads a model whose weights stay in the user's files (`load`), or several in one budget (`shared_memory`)."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from swapper.formats.naming import Rename
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import ConcatenatedFile
 from swapper.infer.mapping.matching import Match, match
-from swapper.infer.planning.fitting import fit, fit_on_device
+from swapper.infer.planning.infer_placement import fit, fit_on_device
 from swapper.infer.planning.streaming_plan import build_streaming_plan
 from swapper.infer.runtime.loaded_model import KEY, LoadedModel
 from swapper.modules.groups import Models
@@ -31,15 +28,16 @@ from swapper.runtime.interrupts import defer_sigint
 
 
 class SharedBudget:
-    """What was loaded inside of one `shared_memory`: it is noted, and opened at the end, when it is known what has to share."""
+    """Collects the loads inside of one `shared_memory`: they are opened at its end, when all that share are known."""
 
     def __init__(self) -> None:
         self._loads: list[tuple[nn.Module, Source, Match, str]] = []
 
     def add(self, model: nn.Module, source: Source, matched: Match, backend: str) -> None:
-        """
+        """Note a load.
+
         Raises:
-            StateError: a parameter belongs to a model that is here already.
+            StateError: a parameter belongs to a model that was added before.
         """
         known = {id(weight.parameter) for _, _, match, _ in self._loads for weight in match.weights}
         for weight in matched.weights:
@@ -47,12 +45,15 @@ class SharedBudget:
                 raise StateError(f"parameter {weight.name} belongs to another model that shares this memory")
         self._loads.append((model, source, matched, backend))
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._loads
+    def open(self, host_bytes: int) -> None:
+        """Load all of them as one model, if there are any.
 
-    def whole(self) -> tuple[nn.Module, Source, Match, str]:
-        """Return all of it as one model, its source, what matches, and the I/O backend."""
+        Raises:
+            ConfigError: their backends differ.
+            As swapper.load.
+        """
+        if not self._loads:
+            return
         models: dict[str, nn.Module] = {}
         weights, buffers = [], []
         stamps: dict[Path, FileStamp] = {}
@@ -71,10 +72,12 @@ class SharedBudget:
         if len(backends) > 1:
             raise ConfigError(f"models that share memory have one backend, not {', '.join(sorted(backends))}")
         source = Source(first.path, first.kind, {}, stamps, {}, joined)
-        return Models(models), source, Match(weights, buffers), backends.pop()
+        opened = _open(Models(models), source, Match(weights, buffers), Budgets(host_bytes), backends.pop())
+        for model in models.values():
+            model.__dict__[KEY] = opened
 
 
-_room: ContextVar[SharedBudget | None] = ContextVar("room", default=None)
+_shared: ContextVar[SharedBudget | None] = ContextVar("shared", default=None)
 
 
 def load(
@@ -91,22 +94,22 @@ def load(
 ) -> nn.Module:
     """Have `model` run with its weights read from `source` as they are needed, and return it.
 
-    The files are read in place and never written. A forward brings each module's weights in before it runs, and reads ahead;
-    what `host_memory` can hold stays. Outputs are those of the model in memory, bit for bit. Gradients do not flow.
-    This runs a model whose weights stay in their file; `swapper.checkpoint.load` reads a file into memory, as torch.load does.
+    The files are read in place and never written. Before a module's forward its weights are read, and others are read
+    ahead; weights that fit `host_memory` stay there. Outputs are those of the model in memory, bit for bit. Gradients do
+    not flow. The weights stay in their file; `swapper.checkpoint.load` reads a file into memory, as torch.load does.
 
     Args:
         model: built on the meta device (better: `with swapper.without_weights():`) or on the CPU. On the meta device its
             parameters are replaced by new objects; tied ones stay tied.
         source: a safetensors file, a Hugging Face directory, a torch checkpoint, a swapper snapshot, or a directory of
-            torch.distributed.checkpoint. It must stay as it is for as long as the model is used.
-        host_memory: bytes, or "4GiB": everything that is held of the weights at one time. "auto": half of what is free.
-        device: where its kernels run: "cpu", "cuda", "cuda:1", ... Inputs are to be there.
-        device_memory: bytes, or "8GiB", of weights on the device at one time. What it can hold stays there; what `host_memory`
-            can hold of the rest stays in host memory. "auto": half of what is free. Not for the CPU, which has one memory.
-        strict: refuse missing and unexpected names. Otherwise what is missing keeps the model's own values.
-        dtype: convert floating-point weights on the way in. None: they are used in the checkpoint's own dtype.
-        rename: a map from the checkpoint's names to the model's, or a function that gives the model's name or None (leave out).
+            torch.distributed.checkpoint. It must not change while the model is used.
+        host_memory: bytes, or "4GiB", of weights in host memory at once. "auto": half of the free memory.
+        device: runs the kernels: "cpu", "cuda", "cuda:1", ... Inputs must be there.
+        device_memory: bytes, or "8GiB", of weights on the device at once. Weights that fit stay there; of the others those
+            that fit `host_memory` stay in host memory. "auto": half of the free memory. Not for the CPU.
+        strict: refuse missing and unexpected names. Otherwise missing ones keep the model's own values.
+        dtype: convert floating-point weights as they are read. None: the checkpoint's own dtype.
+        rename: a map from the checkpoint's names to the model's, or a function that returns the model's name or None (leave out).
         backend: of the I/O engine.
 
     Raises:
@@ -125,18 +128,18 @@ def load(
 
 
 def load_matched(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> nn.Module:
-    """As `load`, for whoever has found out by itself which parameter gets which tensors."""
-    room = _room.get()
-    if room is None:
+    """Load a model as `load` does, given the tensors of each parameter."""
+    shared = _shared.get()
+    if shared is None:
         _open(model, source, matched, budgets, backend)
-    elif budgets.is_host_memory_said:
+    elif budgets.is_host_memory_given:
         raise ConfigError("host_memory is said inside of shared_memory, which says it for all models")
     elif budgets.device is not None:
         raise UnsupportedError(
             "models that share memory run on the CPU: give each that runs on a device a budget of its own"
         )
     else:
-        room.add(model, source, matched, backend)
+        shared.add(model, source, matched, backend)
     return model
 
 
@@ -149,78 +152,66 @@ def shared_memory(host_memory: int | str = "auto") -> Iterator[None]:
             target = swapper.load(target, "weights")
 
     Args:
-        host_memory: bytes, or "8GiB", for all of them. None of them says its own.
+        host_memory: bytes, or "8GiB", for all of them. None of them may be given its own.
 
     Raises:
         As swapper.load, at the end; then none of them is loaded.
         StateError: one is inside of another.
     """
     budget_bytes = parse_host_memory(host_memory)
-    if _room.get() is not None:
+    if _shared.get() is not None:
         raise StateError("shared_memory is used inside of another: models share one budget")
-    room = SharedBudget()
-    token = _room.set(room)
+    shared = SharedBudget()
+    token = _shared.set(shared)
     try:
         yield
     finally:
-        _room.reset(token)
-    if not room.is_empty:
-        _open_room(room, budget_bytes)
-
-
-def _open_room(room: SharedBudget, host_bytes: int) -> None:
-    """Load what was noted in a `shared_memory`."""
-    together, source, matched, backend = room.whole()
-    opened = _open(together, source, matched, Budgets(host_bytes), backend)
-    for model in together.children():
-        model.__dict__[KEY] = opened
+        _shared.reset(token)
+    shared.open(budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What a model may take.
+    """The memory that a model may use.
 
     Attributes:
         host_bytes: of host memory.
-        device, device_bytes: where its kernels run, and of that memory; None: on the CPU.
-        is_host_memory_said: the user said so.
+        device: that runs its kernels, with the bytes of its memory; None on the CPU.
+        is_host_memory_given: the user gave `host_memory`.
     """
 
     host_bytes: int
-    device: Device | None = None
-    device_bytes: int = 0
-    is_host_memory_said: bool = False
+    device: DeviceBudget | None = None
+    is_host_memory_given: bool = False
 
     @staticmethod
     def of(host_memory: int | str, device: str | torch.device | Device, device_memory: int | str) -> Budgets:
-        """
+        """Parse the user's options.
+
         Raises:
             ConfigError: an option is wrong.
             DeviceError: there is no such device.
         """
-        host_bytes, is_said = parse_host_memory(host_memory), host_memory != "auto"
-        given = DeviceBudget.parse(device, device_memory)
-        if given is None:
-            return Budgets(host_bytes, is_host_memory_said=is_said)
-        return Budgets(host_bytes, given.device, given.nbytes, is_said)
+        host_bytes = parse_host_memory(host_memory)
+        return Budgets(host_bytes, DeviceBudget.parse(device, device_memory), host_memory != "auto")
 
 
 def _open(model: nn.Module, source: Source, matched: Match, budgets: Budgets, backend: str) -> LoadedModel:
-    blueprint = build_streaming_plan(model, matched, source.joined.keys())
+    plan = build_streaming_plan(model, matched, source.joined.keys())
     if budgets.device is None:
-        fitting = fit(blueprint, budgets.host_bytes)
+        device, fitting = None, fit(plan, budgets.host_bytes)
     else:
-        other_bytes = _other_bytes(model, matched)
-        fitting = fit_on_device(blueprint, budgets.host_bytes, budgets.device_bytes, other_bytes, budgets.device)
+        device, other_bytes = budgets.device.device, _other_bytes(model, matched)
+        fitting = fit_on_device(plan, budgets.host_bytes, budgets.device.nbytes, other_bytes, device)
     with torch.inference_mode(False), torch.no_grad(), defer_sigint:
-        cache_bytes = fitting.blueprint.cache_bytes(budgets.host_bytes)
-        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, budgets.device)
+        cache_bytes = fitting.plan.cache_bytes(budgets.host_bytes)
+        opened = LoadedModel(model, source, fitting, matched.buffers, cache_bytes, backend, device)
         model.__dict__[KEY] = opened
     return opened
 
 
 def _other_bytes(model: nn.Module, matched: Match) -> int:
-    """Of what the checkpoint does not have and a device gets too: the model's own buffers and parameters."""
+    """Return the bytes of the model's own buffers and parameters, which no checkpoint has and a device gets too."""
     loaded = {id(weight.parameter) for weight in matched.weights}
     filled = {(id(place.module), place.name) for place in matched.buffers}
     buffers = {

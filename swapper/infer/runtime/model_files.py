@@ -1,4 +1,4 @@
-"""The store of inference: the user's own checkpoint files, which are read and never written."""
+"""Defines the page store of inference: the user's own checkpoint files, which are read and never written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from swapper._C import File
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.sources import Source
-from swapper.io.engines import Engine, Transfer
+from swapper.io.copying import CopyRange, checksums_of
+from swapper.io.engines import Engine, Transfer, open_for, shared_engine
 from swapper.paging.section import Page, Section
 from swapper.paging.store.page_files import ExternalFiles
 
@@ -20,8 +21,8 @@ class WeightFiles:
 
     Args:
         engine: does the transfers.
-        source: the files, and what each looked like when its header was read.
-        runs: which file each section is a run of, from its file_offset on.
+        source: the files, and the size and time of each when its header was read.
+        runs: the file that each section is a part of, from its file_offset on.
 
     Raises:
         IoError: a file cannot be opened.
@@ -33,25 +34,26 @@ class WeightFiles:
         self._source = source
         self._paths = runs
         self._files = ExternalFiles(source.stamps)
+        self._known: dict[Path, int] = {}  # CRC-32 of files, once verified
         for path, stamp in source.stamps.items():
             if self._files.direct[path].nbytes != stamp.nbytes:
                 self.close()
-                raise CheckpointError(f"{path} was changed while it was being opened: load the model anew")
+                raise CheckpointError(f"{path} was changed while it was being opened: load the model again")
         for page in (page for section in runs for page in section.pages):
-            page.location = 0  # there is a file that has its content
+            page.location = 0  # a file has its content
 
     def read(self, page: Page, address: int, after: Transfer | None = None) -> Transfer:
-        """Submit a read of `page` into memory at `address`, as far as the file goes; returns its ticket."""
+        """Submit a read of `page` into memory at `address`, up to the file's end; return its ticket."""
         path = self._paths[page.section]
         nbytes = min(page.nbytes, self._source.nbytes_of(path) - page.file_offset)
         return self._submit(path, page.file_offset, address, nbytes, None, after)
 
     def explain(self, page: Page, error: IoError) -> IoError:
-        """Return what to raise where a read of `page` failed with `error`."""
+        """Return the error to raise if a read of `page` failed with `error`."""
         return error
 
     def read_into(self, path: Path, offset: int, memory: torch.Tensor) -> Transfer:
-        """Submit a read of any bytes of a file into `memory`, contiguous, which they fill; returns its ticket."""
+        """Submit a read of any bytes of a file that fill `memory`, contiguous; return its ticket."""
         return self._submit(path, offset, memory.data_ptr(), memory.nbytes, memory, None)
 
     def _submit(
@@ -65,12 +67,12 @@ class WeightFiles:
                     self._engine.read(file, extent.offset, address + at, extent.nbytes, keep=keep, after=after)
                 )
         except BaseException:
-            AllOf(tickets).exception()  # the memory is the caller's again
+            AllOf(tickets).exception()  # the caller reuses the memory
             raise
         return tickets[0] if len(tickets) == 1 else AllOf(tickets)
 
     def file_of(self, page: Page) -> File | None:
-        """Return the file that answers reads of the page's addresses while it is away; None if it does not have all of it."""
+        """Return the file that serves reads of a cold page's addresses; None if it ends within the page."""
         path = self._paths[page.section]
         whole = path in self._files.cached and page.file_offset + page.nbytes <= self._source.nbytes_of(path)
         return self._files.cached[path] if whole else None
@@ -86,16 +88,46 @@ class WeightFiles:
 
     @property
     def io_mode(self) -> str:
-        """How the files are opened, each way once: "direct", or "buffered" and the reason."""
+        """The modes in which files are open: "direct", or "buffered" and the reason."""
         modes = ("direct" if file.direct else f"buffered ({file.reason})" for file in self._files.direct.values())
         return ", ".join(dict.fromkeys(modes))
+
+    def verify(self) -> dict[Path, int]:
+        """Read all files and return their CRC-32, by path. Uses COPY_BYTES of memory.
+
+        Each pass checks size and modification time. A decaying drive, or somebody who restores the time, leaves those as
+        they were. Most formats have no checksums, so later calls are compared with the first.
+
+        Raises:
+            CheckpointError: a file has changed since its header was read, or since the last call.
+            IoError: a file cannot be read.
+        """
+        self._source.check_unchanged()
+        found = {path: _crc32(path, stamp.nbytes) for path, stamp in self._source.stamps.items()}
+        self._source.check_unchanged()
+        for path, crc32 in found.items():
+            before = self._known.setdefault(path, crc32)
+            if crc32 != before:
+                raise CheckpointError(
+                    f"{path} was changed while its weights are in use: the CRC-32 of its bytes was {before:08x} and is "
+                    f"{crc32:08x}, with size and time as before. Take another copy of it, and load the model again"
+                )
+        return found
 
     def close(self) -> None:
         self._files.close()
 
 
+def _crc32(path: Path, nbytes: int) -> int:
+    file = open_for(path, read_only=True)
+    try:
+        return checksums_of(shared_engine(path), [CopyRange(file, 0, nbytes, None, str(path))]).get(0, 0)
+    finally:
+        file.close()
+
+
 class AllOf:
-    """The completion of several reads: what the pager asks of a ticket."""
+    """The completion of several reads, as one Transfer."""
 
     def __init__(self, tickets: Sequence[Transfer]) -> None:
         self._tickets = tickets

@@ -1,4 +1,4 @@
-"""The resources of one loaded model, and the sections that its runs are read into."""
+"""Opens the resources of one loaded model, and the sections that its file ranges are read into."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from swapper.paging.section import Section
 from swapper.runtime.counters import Counters
 
 HEAD_BYTES = 32 << 20
-"""Of the frames' memory, what is taken before the first read; the rest is taken while the first pass reads."""
+"""Bytes of the frames that are populated before the first read; the rest is while the first pass reads: a choice."""
 
 
 class Streaming(Resources[WeightFiles]):
-    """Opens everything, or nothing. Nothing of the model is touched.
+    """Opens everything, or nothing. Leaves the model unchanged.
 
     Args:
-        source, plan, placement: what, and where it lies.
+        source, plan, placement: the files, the model's weights, and the division of memory.
         backend: of the engine.
-        counters: to keep.
-        device: where pages go on to, one by one; None: they are used where they are, each group's as a whole.
+        counters: to update.
+        device: pages are copied to it one by one; None: kernels use them in place, each group's as a whole.
 
     Attributes:
         sections: for each group, a paged section for each of its runs.
@@ -53,7 +53,7 @@ class Streaming(Resources[WeightFiles]):
         device: Device | None,
     ) -> None:
         super().__init__(counters)
-        self._small_runs = plan.small_runs  # not the plan, which has the modules: nothing here may keep them
+        self._small_runs = plan.small_runs  # not the plan: it has the modules, which must not be kept alive
         self._source = source
         self.sections = _paged_sections(plan, placement.page_bytes)
         self.small: list[Section] = [_section(0, run, None, 0) for run in plan.small_runs]
@@ -64,7 +64,7 @@ class Streaming(Resources[WeightFiles]):
             for run, section in zip(group.runs, sections, strict=True)
         }
         for section in runs:
-            section.guards_writes = device is None  # else nobody sees its memory
+            section.guards_writes = device is None  # on a device nobody sees its memory
         try:
             self.open(
                 [*self.small, *runs],
@@ -85,7 +85,7 @@ class Streaming(Resources[WeightFiles]):
             raise
 
     def begin(self, buffers: Sequence[Recipe]) -> list[torch.Tensor]:
-        """Read what stays in memory, and begin to read ahead. Returns `buffers` as tensors of their own."""
+        """Read resident weights, and begin to read ahead. Return the tensors of `buffers`."""
         tickets = []
         for run, section in zip(self._small_runs, self.small, strict=True):
             nbytes = min(run.nbytes, self._source.nbytes_of(run.path) - run.file_offset)
@@ -95,18 +95,14 @@ class Streaming(Resources[WeightFiles]):
             memory = torch.empty(stored.nbytes, dtype=torch.uint8)
             tickets.append(self.store.read_into(stored.path, stored.offset, memory))
             tensors.append(view_of(memory, 0, stored))
-        self.pager.back_cold_pages()  # for what goes past the guard
+        self.pager.back_cold_pages()  # for accesses past the guard
         self.pager.read_ahead()
         wait_for_all(tickets)
         parts = iter(tensors)
         return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in buffers]
 
-    def take_memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory for transfers, beside the frames: uint8 of shape (nbytes,)."""
-        return self.memory.take(nbytes)
-
     def read_part(self, stored: StoredTensor, offset: int, memory: torch.Tensor) -> Transfer:
-        """Submit a read of bytes of a stored tensor, from `offset` on, which fill `memory`, contiguous; returns its ticket."""
+        """Submit a read of a stored tensor's bytes from `offset` on that fill `memory`, contiguous; return its ticket."""
         return self.store.read_into(stored.path, stored.offset + offset, memory)
 
     def close(self, stay: Collection[int] = ()) -> None:

@@ -1,8 +1,8 @@
-"""A group's parameters at run time: leased together, warm while leased, cold otherwise, and never changed.
+"""Makes a group's parameters available while it is leased, for inference. They are never changed.
 
-Most are views of the window that their run is read into. Those that are used in another dtype than the file has are made from such
-a view when they are leased and let go when that ends. What stays in memory for good is leased for good when it was used first; a
-group of which everything stays is warm from then on and costs nothing any more.
+Most are views of the window that their range of the file is read into. Those that are used in another dtype than the
+file's are computed from such a view at each lease, and freed after it. Pages that stay in memory are leased for good at
+their first use; a group that stays as a whole is materialized from then on and costs nothing more.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class PagedWeight:
 
     Attributes:
         name, parameter: of the model.
-        parts: its bytes as the file has them; touches nothing until they are used. None where they are read on demand.
-        recipe: what gives the parameter's data from `parts`.
-        device: where it is used.
+        parts: views of the file's bytes, not touched before their use; empty if they are read on demand.
+        recipe: computes the parameter's data from `parts`.
+        device: of its use.
     """
 
     name: str
@@ -60,25 +60,25 @@ class PagedWeight:
         return self.recipe.make is not None
 
     def data(self) -> torch.Tensor:
-        """Return what the parameter has for data while it is away: its place, or one element that is seen everywhere."""
-        return self.parts[0] if self.parts and not self.is_made else self.away()
+        """Return the data of the cold parameter: the view of its location, or a stand-in."""
+        return self.parts[0] if self.parts and not self.is_made else self.stand_in()
 
-    def away(self) -> torch.Tensor:
-        """Return one element that is seen everywhere."""
+    def stand_in(self) -> torch.Tensor:
+        """Return a tensor of the parameter's shape with the memory of one element."""
         return torch.zeros((), dtype=self.recipe.dtype, device=self.device).expand(self.parameter.shape)
 
 
 class GroupWeights(LeasedGroup):
-    """Owns the placement of one group's streamed parameters.
+    """Leases one group's streamed parameters.
 
     Args:
         index: the group's.
         weights: its streamed parameters; none if all are resident.
         pages: indices of all its pages, in the order of the file.
-        kept: those of them that stay once they were read.
+        kept: the first of them, which stay after their first read.
         pager: reads the pages.
-        fault_handler: who is asked when a cold parameter is touched.
-        image: as for any group.
+        fault_handler: called on access to a cold parameter.
+        image: see LeasedGroup.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class GroupWeights(LeasedGroup):
         self._pager = pager
         key = ("param", index)
         self._all_pages = Access(key, tuple(pages))
-        self.streamed = Access(key, tuple(page for page in pages if page not in set(kept)))
+        self.streamed = Access(key, tuple(pages[len(kept) :]))
         self._kept = Access(None, tuple(kept))
-        self.access = self._all_pages  # of the first use; then what is streamed
+        self.access = self._all_pages  # of the first use; then the streamed pages
         self._was_used = False
         for parameter in self.parameters:
             guard(parameter, fault_handler)
@@ -111,12 +111,12 @@ class GroupWeights(LeasedGroup):
 
     @property
     def streamed_pages(self) -> Sequence[int]:
-        """What each pass reads of it, after the first."""
+        """The pages that each pass reads, after the first."""
         return self.streamed.pages
 
     @property
     def accesses(self) -> list[Access]:
-        """What a pass asks of the pager for it from now on, in order."""
+        """The accesses of a pass from now on, in order."""
         return [self.access] if self.access.pages else []
 
     @property
@@ -133,11 +133,11 @@ class GroupWeights(LeasedGroup):
 
     @property
     def kept_pages(self) -> Sequence[int]:
-        """What stays once it was used."""
+        """The pages that stay after the first use."""
         return self._kept.pages
 
     def stream_all(self) -> int:
-        """Nothing of it stays from now on. Returns how many pages may leave by that: none while it is in use, or was changed."""
+        """Stream all pages from now on. Return how many resident ones that frees: none while in use, or if written to."""
         if self._leases or not self._was_used or not self._kept.pages or self._pager.written_at(self._kept):
             return 0
         if self.settled:
@@ -154,7 +154,7 @@ class GroupWeights(LeasedGroup):
 
     def abandon(self, keep_cold: bool = True) -> None:
         super().abandon(keep_cold)
-        self.weights, self.parameters, self.paged = (), [], False  # whoever has this group still shall not keep memory
+        self.weights, self.parameters, self.paged = (), [], False  # who still has this group keeps no memory
 
     @property
     def _makes(self) -> bool:
@@ -172,13 +172,13 @@ class GroupWeights(LeasedGroup):
             self._pager.release(self.access)
 
     def refuse_change(self, name: str | None = None) -> None:
-        """Forget what was written to weights that nobody leases, but for those that stay as they are for good.
+        """Discard writes to weights that are not leased, except to those that stay materialized.
 
         Args:
-            name: of one that is known to have been changed.
+            name: of a parameter that is known to have been changed.
 
         Raises:
-            StateError: something was written; says where.
+            StateError: something was written; names the parameter.
         """
         written = [] if self._leases or self.settled else self._pager.written_at(self._all_pages)
         if name is None and not written:
@@ -219,7 +219,7 @@ class GroupWeights(LeasedGroup):
             if weight.is_made:
                 with torch.inference_mode(False), torch.no_grad():
                     weight.parameter.data = weight.recipe.from_parts(weight.parts)
-        if not self._was_used:  # pages that stay keep this lease for good; the next one is of what is streamed
+        if not self._was_used:  # resident pages keep this lease for good; the next one is of the streamed pages
             self._was_used = True
             self.access = self.streamed
 
@@ -233,10 +233,10 @@ class GroupWeights(LeasedGroup):
 
 
 def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count: int, page_bytes: int) -> None:
-    """Have weights that were to stay leave, as many as `wanted` needs; they are streamed from then on.
+    """Stream resident weights from now on, as many as `wanted` needs.
 
-    Planned is what each module's own forward looks at. A forward may also take the weight of a child as a whole, of which
-    single rows were to be read (`x @ self.embedding.weight.T`), or the weights of several children at one time.
+    The plan has the parameters that each module's own forward uses. A forward may also use a child's weight as a whole
+    of which single rows were to be read (`x @ self.embedding.weight.T`), or the weights of several children at once.
 
     Args:
         wanted: could not be leased: all frames are leased.
@@ -244,7 +244,7 @@ def make_room(wanted: GroupWeights, groups: Sequence[GroupWeights], frame_count:
         frame_count, page_bytes: of the pool.
 
     Raises:
-        BudgetError: nothing is left that could leave; says how much more is needed.
+        BudgetError: no resident weights are left; says how much more memory is needed.
     """
     needed = len(wanted.pages)
     freed = 0

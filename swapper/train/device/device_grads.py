@@ -17,7 +17,7 @@ from torch import nn
 from swapper.device.registered_memory import STAGING_BYTES
 from swapper.paging.pager import Pager
 from swapper.train.device.train_device import PAGES_ON_THEIR_WAY, TrainingDevice
-from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot
+from swapper.train.gradients.cold_grad import GradientMeta, GradientPart, GradientSlot
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.layout.slices import TensorLocation
 

@@ -28,8 +28,7 @@ from swapper.io.alignment import round_up
 from swapper.paging.planning.schedule import Access
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import RING, TrainingDevice
-from swapper.train.gradients.cold_grad import ColdGradient
-from swapper.train.gradients.gradient_slot import GradientMeta
+from swapper.train.gradients.cold_grad import ColdGradient, GradientMeta
 from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation
 from swapper.train.optimizer.optimizer_proxy import Work
 from swapper.train.updates.sweep import GroupUpdate, Sweep, Trainable, Update
@@ -152,7 +151,7 @@ class DeviceSweep(Sweep):
             if slot.storage is not None:
                 slot.storage.free()
                 slot.storage = None
-            self._usual_bytes = self._usual_bytes or ring_bytes(self._trainables, self._page_bytes) // RING
+            self._usual_bytes = self._usual_bytes or ring_bytes(self.trainables, self._page_bytes) // RING
             slot.storage = self.on_device.new_storage(max(nbytes, self._usual_bytes))
         return slot
 
@@ -175,11 +174,11 @@ class DeviceSweep(Sweep):
             self.on_device.bring_up(storage, [copied for p in parts if p.copied_up for copied in self._pieces(p)])
             run = list(self._runs(update, part, parts, storage))
             if self.on_device.kernel is None:
-                self._shadow.update([one.work for one in run])
+                self._proxy.update([one.work for one in run])
             else:
-                self.on_device.kernel.update(run, self._shadow.settings)
+                self.on_device.kernel.update(run, self._proxy.settings)
             for one in run:
-                self._fault_in_deferred(one)
+                self._store(one)
             found = [copied for p in parts if p.copied_down for copied in self._pieces(p)]
             down = [(memory, storage.read(at, memory.numel())) for at, memory in found]
         except BaseException:
@@ -226,7 +225,7 @@ class DeviceSweep(Sweep):
                 gradient = gradient.to(target.dtype)
             state = self._state(places, piece.begin, piece.end, homes)
             settings = trainable.settings[piece.parameter]
-            there = self._shadow.counts_on_device(settings)
+            there = self._proxy.counts_on_device(settings)
             state = {
                 key: value.to(target.device) if isinstance(value, torch.Tensor) and (there or value.dim()) else value
                 for key, value in state.items()

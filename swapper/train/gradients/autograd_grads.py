@@ -1,9 +1,9 @@
-"""Keeps gradients as autograd's own tensors until the update.
+"""Hooks into autograd's accumulation, and gradients that stay autograd's own tensors until the update.
 
-`parameter.grad` is an ordinary tensor: clipping, scaling, accumulating and reading it are torch's own, nothing of it is
-copied, and `zero_grad` frees its memory. The plan reserves the size of all of these gradients. On an accelerator they
-serve updates made there; in host memory, parameters that are always there (others use their gradients' slots as a
-cache: victim_cache.py).
+Of those `parameter.grad` is an ordinary tensor: clipping, scaling, accumulating and reading it are torch's own, nothing
+of it is copied, and `zero_grad` frees its memory. The plan reserves the size of all of these gradients. On an
+accelerator they serve updates made there; in host memory, parameters that are always there (others use their gradients'
+slots as a cache: victim_cache.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,37 @@ from swapper.device.device_storage import DEVICE_ALIGNMENT_BYTES
 from swapper.errors import UnsupportedError
 from swapper.modules.own_hook import hookable
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.gradients.gradient_slot import Accumulation, GradientMeta
+from swapper.train.gradients.cold_grad import Accumulation, GradientMeta
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class AccumulationHooks:
+    """Owns hooks of parameters. They must refer weakly to parameters and managers: the collector does not traverse them."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def add(self, parameter: nn.Parameter, before: Hook | None = None, after: Hook | None = None) -> None:
+        """Call `before` with each gradient that is about to be accumulated, `after` with the parameter that has it."""
+        with hookable(parameter):
+            if before is not None:
+                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            if after is not None:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+def check_dense(name: str, gradient: torch.Tensor) -> None:
+    """Raise UnsupportedError if autograd made a sparse gradient of parameter `name`."""
+    if gradient.layout is not torch.strided:
+        raise UnsupportedError(
+            f"parameter {name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
+        )
 
 
 class AutogradGradients:
@@ -34,17 +64,13 @@ class AutogradGradients:
         self, parameters: Iterable[tuple[str, nn.Parameter]], came: Callable[[nn.Parameter], None] | None = None
     ) -> None:
         self._parameters = dict(parameters)
-        self._handles: list[Any] = []
+        self._hooks = AccumulationHooks()
         for name, parameter in self._parameters.items():
-            with hookable(parameter):
-                before, after = _make_hooks(name, parameter, came)
-                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            accumulation = Accumulation(name, parameter)
+            self._hooks.add(parameter, accumulation.begin, _make_owning_hook(name, parameter, accumulation, came))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
 
 
 class GradientsOnDevice(AutogradGradients):
@@ -58,7 +84,7 @@ class GradientsOnDevice(AutogradGradients):
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], on_device: TrainingDevice) -> None:
         self._device = on_device.device.device
         self._arriving: dict[str, torch.Tensor] = {}  # flat, in host memory
-        where = weakref.ref(on_device)  # the garbage collector does not traverse hooks
+        where = weakref.ref(on_device)
 
         def came(parameter: nn.Parameter) -> None:
             if (there := where()) is not None:
@@ -77,15 +103,16 @@ class GradientsOnDevice(AutogradGradients):
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    # --- for relayout
-    # --------------------------------------------------------------------------------------------------
+    # --- for relayout: see Gradients
+    # ------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
-        """Return the names of the parameters that have a gradient."""
         return [name for name, parameter in self._parameters.items() if parameter.grad is not None]
 
+    def content(self, name: str) -> GradientMeta:
+        return GradientMeta()
+
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield a gradient in host memory, flat: for reading if there is one, else to be filled."""
         parameter = self._parameters[name]
         if parameter.grad is None:
             self._arriving[name] = torch.empty(parameter.numel(), dtype=parameter.dtype)
@@ -94,21 +121,14 @@ class GradientsOnDevice(AutogradGradients):
             yield parameter.grad.detach().reshape(-1).cpu()
 
     def present_again(self, name: str, content: GradientMeta) -> None:
-        """Restore the parameter's gradient from its `parts` and `content`."""
         parameter = self._parameters[name]
         parameter.grad = content.of(self._arriving.pop(name)).view(parameter.shape).to(self._device)
 
 
-def _make_hooks(
-    name: str, parameter: nn.Parameter, came: Callable[[nn.Parameter], None] | None
-) -> tuple[Callable[[torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """Make hooks of the parameter, which do not keep it alive, as the garbage collector does not traverse hooks."""
+def _make_owning_hook(
+    name: str, parameter: nn.Parameter, accumulation: Accumulation, came: Callable[[nn.Parameter], None] | None
+) -> Hook:
     of = weakref.ref(parameter)
-    accumulation = Accumulation(name)
-
-    def begin(_: torch.Tensor) -> None:
-        if (parameter := of()) is not None:
-            accumulation.begins(parameter)
 
     def own(_: torch.Tensor) -> None:
         """Copy a gradient that would keep more memory alive than its own."""
@@ -116,14 +136,11 @@ def _make_hooks(
         gradient = None if parameter is None else parameter.grad
         if parameter is None or gradient is None:
             return
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {name} got a sparse gradient, which swapper cannot keep: build the embedding with sparse=False"
-            )
+        check_dense(name, gradient)
         is_large = gradient.untyped_storage().nbytes() > gradient.nbytes + DEVICE_ALIGNMENT_BYTES
         if is_large and not accumulation.was_there(gradient):
             parameter.grad = gradient.clone()
         if came is not None:
             came(parameter)
 
-    return begin, own
+    return own

@@ -1,20 +1,26 @@
-"""Defines the tensor that `parameter.grad` is while the gradient lies on NVMe.
+"""Defines a gradient whose data is not with its parameter: the tensor that `parameter.grad` is, slot and metadata.
 
-It has the gradient's shape and dtype. Changes of every element alone, such as clipping and unscaling, are recorded and
-applied when the gradient is used: element by element that gives the same bits. Its norms, and whether it is finite, are
-known from when it was written, or found by reading it. Every other operation on its data raises an error that names the
-remedy.
+The tensor, while the gradient lies on NVMe or off the device, is a ColdGradient. It has the gradient's shape and dtype.
+Changes of every element alone, such as clipping and unscaling, are recorded and applied when the gradient is used:
+element by element that gives the same bits. Its norms, and whether it is finite, are known from when it was written, or
+found by reading it. Every other operation on its data raises an error that names the remedy.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
-from swapper.errors import ColdParameterError
+from swapper.errors import ColdParameterError, StateError
 from swapper.modules.torch_functions import METADATA
+from swapper.paging.planning.schedule import Access
+from swapper.paging.section import Page
+from swapper.train.layout.slices import TensorLocation
 
 ADVICE = "clip with clip_grad_norm_ or clip_grad_value_, or release it with zero_grad"
 KEEP = "; with manager.offload(..., gradients='host') it stays in memory"
@@ -23,19 +29,19 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 """A pending change of a gradient's elements; returns new ones. It must not depend on an element's position."""
 
 
-class Gradient(Protocol):
-    """The gradient behind a ColdGradient."""
+class GradientOwner(Protocol):
+    """Has the gradients behind ColdGradients."""
 
-    def norm(self, norm_type: float) -> torch.Tensor:
-        """Return its norm, as torch.linalg.vector_norm does."""
+    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
+        """Return a gradient's norm, as torch.linalg.vector_norm does."""
 
-    def is_finite(self) -> bool:
+    def is_finite(self, slot: GradientSlot) -> bool:
         """Return True if all of its elements are finite."""
 
-    def change(self, change: Change) -> None:
-        """Record a change of its elements."""
+    def change(self, slot: GradientSlot, change: Change) -> None:
+        """Record a change of its elements, for when it is used."""
 
-    def zero(self) -> None:
+    def zero(self, slot: GradientSlot) -> None:
         """Set it to zero."""
 
 
@@ -45,12 +51,12 @@ class ColdGradient(torch.Tensor):
     Attributes:
         swapper_name: the parameter's.
         swapper_where: its location, in words.
-        swapper_gradient: returns the gradient behind it; None if that is gone.
+        swapper_gradient: returns the gradient behind it, by its owner and slot; None if that is gone.
     """
 
     swapper_name = ""
     swapper_where = "on NVMe"
-    swapper_gradient: Callable[[], Gradient | None]
+    swapper_gradient: Callable[[], tuple[GradientOwner, GradientSlot] | None]
 
     @classmethod
     def __torch_function__(
@@ -75,50 +81,53 @@ class ColdGradient(torch.Tensor):
             return f"ColdGradient({self.swapper_where}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _of(tensor: Any) -> Gradient | None:
+def _of(tensor: Any) -> tuple[GradientOwner, GradientSlot] | None:
     if type(tensor) is not ColdGradient:
         return None
-    gradient = tensor.swapper_gradient()
-    if gradient is None:
+    found = tensor.swapper_gradient()
+    if found is None:
         raise ColdParameterError(
             f"this was the gradient of {tensor.swapper_name}, which has another one or none by now: use parameter.grad"
         )
-    return gradient
+    return found
 
 
-def _change(tensor: torch.Tensor, gradient: Gradient, change: Change) -> torch.Tensor:
-    gradient.change(change)
+def _change(tensor: torch.Tensor, found: tuple[GradientOwner, GradientSlot], change: Change) -> torch.Tensor:
+    owner, slot = found
+    owner.change(slot, change)
     torch.autograd.graph.increment_version([tensor])
     return tensor
 
 
 def _vector_norm(tensor: Any, ord: Any = 2, *others: Any, **named: Any) -> Any:  # as torch has it
-    gradient = _of(tensor)
-    if gradient is None or others or named or isinstance(ord, torch.Tensor):
+    found = _of(tensor)
+    if found is None or others or named or isinstance(ord, torch.Tensor):
         return NotImplemented
-    return gradient.norm(float(ord))
+    owner, slot = found
+    return owner.norm(slot, float(ord))
 
 
 def _mul(tensor: Any, other: Any) -> Any:
-    gradient = _of(tensor)
-    if gradient is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
+    found = _of(tensor)
+    if found is None or type(other) is ColdGradient or (isinstance(other, torch.Tensor) and other.dim()):
         return NotImplemented
     factor = other.detach().cpu().clone() if isinstance(other, torch.Tensor) else other  # it is used there
-    return _change(tensor, gradient, lambda part: part.mul(factor))
+    return _change(tensor, found, lambda part: part.mul(factor))
 
 
 def _clamp(tensor: Any, min: Any = None, max: Any = None) -> Any:
-    gradient = _of(tensor)
-    if gradient is None or isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
+    found = _of(tensor)
+    if found is None or isinstance(min, torch.Tensor) or isinstance(max, torch.Tensor):
         return NotImplemented
-    return _change(tensor, gradient, lambda part: part.clamp(min, max))
+    return _change(tensor, found, lambda part: part.clamp(min, max))
 
 
 def _zero(tensor: Any) -> Any:
-    gradient = _of(tensor)
-    if gradient is None:
+    found = _of(tensor)
+    if found is None:
         return NotImplemented
-    gradient.zero()
+    owner, slot = found
+    owner.zero(slot)
     torch.autograd.graph.increment_version([tensor])
     return tensor
 
@@ -137,16 +146,18 @@ def _unscale_all(tensors: Sequence[torch.Tensor], found_inf: torch.Tensor, inv_s
 
     def unscale(part: torch.Tensor) -> torch.Tensor:
         changed = part.clone()
-        found = torch.zeros_like(found_inf, device=part.device)
-        torch._amp_foreach_non_finite_check_and_unscale_([changed], found, factor.to(part.device))
+        unused = torch.zeros_like(found_inf, device=part.device)
+        torch._amp_foreach_non_finite_check_and_unscale_([changed], unused, factor.to(part.device))
         return changed
 
     for tensor in tensors:
-        gradient = _of(tensor)
-        if gradient is not None:
-            if not gradient.is_finite():
+        found = _of(tensor)
+        if found is not None:
+            owner, slot = found
+            if not owner.is_finite(slot):
                 found_inf.fill_(1.0)
-            _change(tensor, gradient, unscale)
+            if factor.item() != 1:  # a scaler that only checks passes one
+                _change(tensor, found, unscale)
 
 
 _ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -157,3 +168,137 @@ _ACTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._foreach_zero_: _zero_all,
     torch._amp_foreach_non_finite_check_and_unscale_: _unscale_all,
 }
+
+
+# --- the slot of a gradient
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class GradientMeta:
+    """A gradient's metadata, in addition to the content of its pages.
+
+    Attributes:
+        zero: it is zeros, whatever the pages hold.
+        changes: of each element, in this order, when the gradient is used: clipping, unscaling.
+        norms: known ones, changes included, by their order.
+        finite: whether all elements are finite; None if unknown.
+        failure: the reason why the pages are incomplete, until it is zeroed; text, since an exception would keep
+            objects alive.
+    """
+
+    zero: bool = False
+    changes: tuple[Change, ...] = ()
+    norms: dict[float, torch.Tensor] = field(default_factory=dict)
+    finite: bool | None = None
+    failure: str = ""
+
+    def fail(self, error: BaseException) -> None:
+        """Note that the gradient does not reach its pages whole, because of `error`; the first one counts."""
+        self.failure = self.failure or str(error) or type(error).__name__
+
+    def of(self, part: torch.Tensor) -> torch.Tensor:
+        """Return elements of the gradient, given those in the pages. Do not change the result."""
+        part = torch.zeros_like(part) if self.zero else part
+        for change in self.changes:
+            part = change(part)
+        return part
+
+
+class Accumulation:
+    """Tells whether autograd made a parameter's gradient, or added to one that the user had assigned.
+
+    An assigned gradient is the user's: it may be a part of a larger tensor, or another parameter's too, and stays in
+    place.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter) -> None:
+        self._name = name
+        self._parameter = weakref.ref(parameter)  # the garbage collector does not traverse hooks
+        self._before: weakref.ref[torch.Tensor] | None = None
+
+    def begin(self, _: torch.Tensor | None = None) -> None:
+        """Note that autograd is about to add to the gradient, or to make one: a hook of the parameter.
+
+        Raises:
+            StateError: the assigned one has no data to add to.
+        """
+        parameter = self._parameter()
+        gradient = None if parameter is None else parameter.grad
+        if type(gradient) is ColdGradient:
+            raise without_data(self._name, gradient)
+        self._before = None if gradient is None else weakref.ref(gradient)
+
+    def was_there(self, gradient: torch.Tensor) -> bool:
+        """Return True if `gradient`, the parameter's present one, is the one that it had when accumulation began."""
+        return self._before is not None and self._before() is gradient
+
+
+def is_part(gradient: torch.Tensor) -> bool:
+    """Return True if it has only a part of its memory: before `offload` only a user makes such gradients."""
+    return gradient.untyped_storage().nbytes() > gradient.nbytes
+
+
+def without_data(name: str, gradient: ColdGradient) -> StateError:
+    """Return the error for a cold `gradient` assigned to a parameter that is not its own, or not its newest."""
+    whose = "of an earlier backward" if gradient.swapper_name == name else f"that of {gradient.swapper_name}"
+    return StateError(
+        f"the gradient of {name} was set to one {whose}, which is {gradient.swapper_where} and has no data to assign: keep "
+        "gradients in memory with manager.offload(..., gradients='host'), or on an accelerator with gradients='device'; or release "
+        "it with zero_grad"
+    )
+
+
+@dataclass(slots=True)
+class GradientSlot:
+    """One parameter's gradient.
+
+    Attributes:
+        name, parameter, place: its parameter and location.
+        here: the parameter's ColdGradient, if it has one.
+        stash: the same, while autograd makes a gradient to be added to it.
+        accumulation: recognizes the user's gradients.
+        content: its metadata.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    place: TensorLocation
+    here: weakref.ref[torch.Tensor] | None = None
+    stash: torch.Tensor | None = None
+    content: GradientMeta = field(default_factory=GradientMeta)
+    accumulation: Accumulation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.accumulation = Accumulation(self.name, self.parameter)
+
+    def stands_for(self, gradient: torch.Tensor | None) -> bool:
+        """Return True if `gradient` is the ColdGradient of these pages."""
+        return self.here is not None and gradient is not None and self.here() is gradient
+
+    def check_whole(self) -> None:
+        """Raise StateError unless all of the gradient has reached its pages."""
+        if self.content.failure:
+            raise StateError(
+                f"the gradient of {self.name} did not reach its pages whole ({self.content.failure}): call zero_grad and run the "
+                "backward again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPart:
+    """Elements [begin, end) of a gradient, at their location.
+
+    Attributes:
+        view: of them, flat.
+        at: their offset in bytes, in the page, or in the section if that stays in memory.
+        page: the page that has them; the whole section if that stays in memory.
+        access: the page's, to be leased; None if it stays in memory.
+    """
+
+    view: torch.Tensor
+    begin: int
+    end: int
+    at: int
+    page: Page
+    access: Access | None

@@ -16,36 +16,38 @@ parameters.
 from __future__ import annotations
 
 import ctypes
+import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import UnsupportedError
-from swapper.modules.own_hook import hookable
+from swapper.errors import IoError, UnsupportedError
+from swapper.io import beneath
 from swapper.paging.pager import Pager
 from swapper.paging.section import Section
 from swapper.runtime.free_memory import note_freed
 from swapper.train.device.device_grads import DeviceGradients
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.gradients.autograd_grads import AutogradGradients, GradientsOnDevice
-from swapper.train.gradients.cold_grad import ColdGradient
-from swapper.train.gradients.gradient_slot import Accumulation, GradientMeta, is_part
+from swapper.train.gradients.autograd_grads import AccumulationHooks, AutogradGradients, GradientsOnDevice, check_dense
+from swapper.train.gradients.cold_grad import Accumulation, ColdGradient, GradientMeta, is_part
 from swapper.train.gradients.paged_grads import PagedGradients
 from swapper.train.gradients.victim_cache import GradientVictimCache, VictimRegion
 from swapper.train.layout.slices import TensorLocation
 
 
 class Gradients:
-    """All gradients of a model, wherever they live: the interface for clipping and the optimizer's sweep.
+    """All gradients of a model, wherever they live: the interface for the optimizer's sweep and a relayout.
 
     Args:
         parameters: all, with their qualified names.
         sections: with memory; those that are not resident are on NVMe.
         pager: makes the leases.
-        rooms: by index of a page of parameters, its cache region in `sections`.
+        regions: by index of a page of parameters, its cache region in `sections`.
         on_device: the accelerator of the parameters, if any; copies gradients to the host.
         kept: names of parameters whose gradients stay autograd's own, on the device or in host memory.
     """
@@ -55,7 +57,7 @@ class Gradients:
         parameters: Iterable[tuple[str, nn.Parameter]],
         sections: Iterable[Section],
         pager: Pager,
-        rooms: Mapping[int, VictimRegion],
+        regions: Mapping[int, VictimRegion],
         on_device: TrainingDevice | None = None,
         kept: Collection[str] = (),
     ) -> None:
@@ -65,9 +67,9 @@ class Gradients:
         stay = [(name, parameter) for name, parameter in parameters if name in kept]
         self._kept: AutogradGradients
         self.paged: PagedGradients
-        self._there: GradientsOnDevice | None = None
+        self._on_device: GradientsOnDevice | None = None
         if on_device is not None:
-            self._kept = self._there = GradientsOnDevice(stay, on_device)
+            self._kept = self._on_device = GradientsOnDevice(stay, on_device)
             self.paged = DeviceGradients(trained, pager, on_device)
             at_hand = []
         else:
@@ -75,7 +77,7 @@ class Gradients:
             self.paged = PagedGradients([entry for entry in trained if not entry[2].section.resident], pager)
             at_hand = [entry for entry in trained if entry[2].section.resident]
         self._host = HostGradients(
-            [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], rooms, pager
+            [(name, p, place.section.tensor(place.slot)) for name, p, place in at_hand], regions, pager
         )
 
     def remove(self) -> None:
@@ -87,22 +89,27 @@ class Gradients:
     # ------------------------------------------------------------------
 
     def present(self) -> list[str]:
-        """Return the names of the parameters that have a gradient there."""
-        return [*self.paged.present(), *(self._there.present() if self._there is not None else ())]
+        """Return the names of the parameters that have a gradient there.
+
+        Raises:
+            StateError: one has another's, or an earlier one.
+        """
+        return [*self.paged.present(), *(self._on_device.present() if self._on_device is not None else ())]
 
     def content(self, name: str) -> GradientMeta:
-        return GradientMeta() if self._there is not None and name in self._there else self.paged.content(name)
+        """Return a gradient's metadata."""
+        return self._owner(name).content(name)
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the parts of a gradient in order, flat: to be read, or to be filled."""
-        return self._there.parts(name) if self._there is not None and name in self._there else self.paged.parts(name)
+        """Yield the parts of a gradient in order, flat, in host memory: to be read, or to be filled if there is none."""
+        return self._owner(name).parts(name)
 
     def present_again(self, name: str, content: GradientMeta) -> None:
         """Restore the parameter's gradient from its `parts` and `content`."""
-        if self._there is not None and name in self._there:
-            self._there.present_again(name, content)
-        else:
-            self.paged.present_again(name, content)
+        self._owner(name).present_again(name, content)
+
+    def _owner(self, name: str) -> GradientsOnDevice | PagedGradients:
+        return self._on_device if self._on_device is not None and name in self._on_device else self.paged
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -110,7 +117,7 @@ class Gradients:
         """Note that a forward begins, or anything else outside of a backward."""
         self.paged.restore()
         if torch.is_grad_enabled():  # else a thread may evaluate while the training one is in zero_grad
-            self.paged.forget_what_was_let_go()
+            self.paged.forget_released()
 
     def part(self, parameter: nn.Parameter, gradient: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of `gradient`, which `parameter` has or had, flat and clipped; do not change
@@ -142,20 +149,8 @@ class Gradients:
     def make_ready(self, parameters: Sequence[nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
         """Move `gradients`, one for each parameter, to where an update reads them."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            self.paged.bring(parameter, gradient)
+            self.paged.store_assigned(parameter, gradient)
         self.paged.settle(parameters)
-
-    def before_step(self) -> None:
-        """Prepare the gradients for a step."""
-        self.paged.before_step()
-
-    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clip as torch.nn.utils.clip_grad_norm_ does, and return the norm before it."""
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    def clip_value(self, parameters: Iterable[nn.Parameter], clip_value: float) -> None:
-        """Clip as torch.nn.utils.clip_grad_value_ does."""
-        nn.utils.clip_grad_value_(parameters, clip_value)
 
 
 class HostGradients:
@@ -163,69 +158,57 @@ class HostGradients:
 
     Args:
         places: for each trainable parameter its qualified name and the tensor for its gradient.
-        rooms: by index of a page of parameters, its cache region while those gradients are unused.
+        regions: by index of a page of parameters, its cache region while those gradients are unused.
         pager: of those pages.
     """
 
     def __init__(
-        self, places: list[tuple[str, nn.Parameter, torch.Tensor]], rooms: Mapping[int, VictimRegion], pager: Pager
+        self, places: list[tuple[str, nn.Parameter, torch.Tensor]], regions: Mapping[int, VictimRegion], pager: Pager
     ) -> None:
-        self._handles: list[Any] = []
-        guests: dict[str, list[int]] = {}
-        for index, room in rooms.items():
-            for owner in room.owners:
-                guests.setdefault(owner, []).append(index)
-        homes = {name: _Home(name, place, pager, tuple(guests.get(name, ()))) for name, _, place in places}
-        self._homes = list(homes.values())
+        self._hooks = AccumulationHooks()
+        cached: dict[str, list[int]] = {}  # by parameter: pages
+        for index, region in regions.items():
+            for owner in region.owners:
+                cached.setdefault(owner, []).append(index)
+        slots = {name: _HostSlot(name, p, place, pager, tuple(cached.get(name, ()))) for name, p, place in places}
+        self._slots = list(slots.values())
         for name, parameter, _ in places:
+            slot = slots[name]
             if parameter.grad is not None and not is_part(parameter.grad):
-                homes[name].take(parameter)
-            with hookable(parameter):
-                self._handles.append(parameter.register_hook(homes[name].hook_before(parameter)))  # type: ignore[no-untyped-call]
-                handle = parameter.register_post_accumulate_grad_hook(homes[name].take)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-        if rooms:
-            pager.use_victim_cache(GradientVictimCache(rooms, {name: home.is_idle for name, home in homes.items()}))
+                slot.take(parameter)
+            self._hooks.add(parameter, slot.accumulation.begin, slot.take)
+        if regions:
+            pager.use_victim_cache(GradientVictimCache(regions, {name: slot.is_idle for name, slot in slots.items()}))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for home in self._homes:
-            home.let_go()
+        self._hooks.remove()
+        for slot in self._slots:
+            slot.release()
 
 
-class _Home:
+class _HostSlot:
     """One parameter's slot, and the tensor there that was its last gradient.
 
-    `guests` are the pages that may be cached there while it is idle.
+    `cached_pages` may be cached there while it is idle.
     """
 
-    def __init__(self, name: str, place: torch.Tensor, pager: Pager, guests: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, place: torch.Tensor, pager: Pager, cached_pages: tuple[int, ...]
+    ) -> None:
         self._name = name
         self._place = place
         self._pager = weakref.ref(pager)  # the garbage collector does not traverse hooks
-        self._guests = guests
+        self._cached_pages = cached_pages
         self._last: weakref.ref[torch.Tensor] | None = None
         self._memory: weakref.ref[Any] | None = None  # alive as long as any tensor, view or alias of it
-        self._taking = False
-        self._accumulation = Accumulation(name)
-
-    def hook_before(self, parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-        """Return the hook that runs before autograd accumulates; it must not refer to the parameter's owner."""
-        of, accumulation = weakref.ref(parameter), self._accumulation
-
-        def begin(_: torch.Tensor) -> None:
-            if (parameter := of()) is not None:
-                accumulation.begins(parameter)
-
-        return begin
+        self._is_filling = False
+        self.accumulation = Accumulation(name, parameter)
 
     def is_idle(self) -> bool:
         """Return True if nobody holds the gradient in the slot."""
-        return not self._taking and (self._memory is None or self._memory() is None)
+        return not self._is_filling and (self._memory is None or self._memory() is None)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Release all memory except that of a gradient that is still held; no gradient will follow."""
         self._place = torch.empty(0)
 
@@ -234,32 +217,93 @@ class _Home:
         is."""
         gradient = parameter.grad
         last = self._last() if self._last is not None else None
-        if gradient is None or gradient is last or gradient.requires_grad or self._accumulation.was_there(gradient):
+        if gradient is None or gradient is last or gradient.requires_grad or self.accumulation.was_there(gradient):
             return
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {self._name} got a sparse gradient, which swapper cannot page: "
-                "build the embedding with sparse=False"
-            )
+        check_dense(self._name, gradient)
         note_freed(gradient.nbytes)
         if last is not None:
             last.data = last.clone()  # somebody keeps it
-        self._taking = True
+        self._is_filling = True
         try:
             pager = self._pager()
-            if self._guests and pager is not None:
-                pager.drop_cached(self._guests)
+            if self._cached_pages and pager is not None:
+                pager.drop_cached(self._cached_pages)
             self._place.copy_(gradient)
             parameter.grad = here = self._make()
             self._last = weakref.ref(here)
         finally:
-            self._taking = False
+            self._is_filling = False
 
     def _make(self) -> torch.Tensor:
         """Return a tensor in the slot, with a storage and a version counter that only its own views share."""
         if not self._place.numel():
             return self._place.data
         memory = (ctypes.c_uint8 * self._place.nbytes).from_address(self._place.data_ptr())
-        memory.owner = self._place  # type: ignore[attr-defined]  # keeps what is there alive
+        memory.owner = self._place  # type: ignore[attr-defined]  # keeps its memory alive
         self._memory = weakref.ref(memory)
         return torch.frombuffer(memory, dtype=self._place.dtype).view(self._place.shape)
+
+
+class GradientStash:
+    """Owns an unnamed file of gradients on NVMe, or on an accelerator, during a relayout (session/relayout.py).
+
+    Pages belong to the session that closes, and their scratch file is deleted with it; gradients on an accelerator may
+    move to pages then. The stash is filled from the old session's gradients and emptied into the new one's, any number
+    of times.
+
+    Args:
+        directory: on the drive of the file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file = tempfile.TemporaryFile(dir=beneath.where(directory))  # noqa: SIM115
+        self._places: dict[str, tuple[int, GradientMeta]] = {}
+        self._end = 0
+
+    def fill(self, gradients: Gradients) -> None:
+        """Copy the gradients into the file.
+
+        Raises:
+            IoError: they cannot be read, or the drive is full.
+        """
+        for name in gradients.present():
+            self._places[name] = self._end, gradients.content(name)
+            for part in gradients.parts(name):
+                with self._explaining("write", self._end, part):
+                    self._file.seek(self._end)
+                    self._file.write(_bytes_of(part))
+                    self._file.flush()
+                self._end += part.nbytes
+
+    def empty_into(self, gradients: Gradients) -> None:
+        """Copy the file to `gradients`, which has space for all of these parameters.
+
+        Raises:
+            IoError: a transfer failed.
+        """
+        for name, (at, content) in self._places.items():
+            for part in gradients.parts(name):
+                with self._explaining("read", at, part):
+                    self._file.seek(at)
+                    done = self._file.readinto(_bytes_of(part))
+                if done < part.nbytes:
+                    truncated = "the file of stashed gradients is truncated"
+                    raise IoError("read", str(self._directory), at + done, part.nbytes - done, 0, truncated)
+                at += part.nbytes
+            gradients.present_again(name, content)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @contextmanager
+    def _explaining(self, operation: str, at: int, part: torch.Tensor) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = str(self._directory)
+            raise IoError(operation, where, at, part.nbytes, error.errno or 0, "stashing gradients") from error
+
+
+def _bytes_of(part: torch.Tensor) -> memoryview:
+    return memoryview(part.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]

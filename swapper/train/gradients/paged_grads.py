@@ -12,20 +12,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from swapper.errors import UnsupportedError
-from swapper.modules.own_hook import hookable
 from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.free_memory import note_freed
 from swapper.runtime.interrupts import defer_sigint
-from swapper.train.gradients.cold_grad import Change, ColdGradient
-from swapper.train.gradients.gradient_slot import GradientMeta, GradientPart, GradientSlot, is_part, without_data
+from swapper.train.gradients.autograd_grads import AccumulationHooks, Hook, check_dense
+from swapper.train.gradients.cold_grad import (
+    Change,
+    ColdGradient,
+    GradientMeta,
+    GradientPart,
+    GradientSlot,
+    is_part,
+    without_data,
+)
 from swapper.train.layout.slices import TensorLocation
 
 USUAL_NORM = 2.0  # the default of clip_grad_norm_
@@ -41,37 +45,33 @@ class PagedGradients:
 
     def __init__(self, places: list[tuple[str, nn.Parameter, TensorLocation]], pager: Pager) -> None:
         self._pager = pager
-        self._homes = {id(parameter): GradientSlot(name, parameter, place) for name, parameter, place in places}
-        self._by_name = {home.name: home for home in self._homes.values()}
+        self._slots = {id(parameter): GradientSlot(name, parameter, place) for name, parameter, place in places}
+        self._by_name = {slot.name: slot for slot in self._slots.values()}
         self._stashed: list[GradientSlot] = []  # whose ColdGradient was removed in this backward
-        self._let_go: list[GradientSlot] = []  # by zero_grad; recorded anywhere, processed when a gradient arrives
+        self._released: list[GradientSlot] = []  # by zero_grad; recorded anywhere, processed when a gradient arrives
         self._users: dict[int, set[int]] = {}  # by index of a page: ids of the parameters whose gradients it has
         self._norm_types: dict[float, None] = {USUAL_NORM: None}  # computed for each as it is written
         self.finish_update: Callable[[], None] = lambda: None  # makes an open step use its gradients
-        self._handles: list[Any] = []
-        for home in self._homes.values():
-            if home.parameter.grad is not None and not is_part(home.parameter.grad):
-                self._take(home)
-            before, after = self._hook(home, PagedGradients._stash), self._hook(home, PagedGradients._take)
-            with hookable(home.parameter):
-                self._handles.append(home.parameter.register_hook(before))  # type: ignore[no-untyped-call]
-                self._handles.append(home.parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._hooks = AccumulationHooks()
+        for slot in self._slots.values():
+            if slot.parameter.grad is not None and not is_part(slot.parameter.grad):
+                self._take(slot)
+            before, after = self._hook(slot, PagedGradients._stash), self._hook(slot, PagedGradients._take)
+            self._hooks.add(slot.parameter, before, after)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for home in self._homes.values():
-            if type(home.parameter.grad) is ColdGradient:
-                home.parameter.grad = None
+        self._hooks.remove()
+        for slot in self._slots.values():
+            if type(slot.parameter.grad) is ColdGradient:
+                slot.parameter.grad = None
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._homes
+        return id(parameter) in self._slots
 
     def check(self, parameter: nn.Parameter, name: str, gradient: ColdGradient) -> None:
         """Raise StateError unless the pages hold `gradient`, the parameter's own."""
-        home = self._homes.get(id(parameter))
-        if home is None or not home.stands_for(gradient):
+        slot = self._slots.get(id(parameter))
+        if slot is None or not slot.stands_for(gradient):
             raise without_data(name, gradient)
 
     # --- for the sweep and clipping
@@ -79,64 +79,60 @@ class PagedGradients:
 
     def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
-        home = self._homes[id(parameter)]
-        home.check_whole()
-        return home.content.of(home.place.section.tensor(home.place.slot).view(-1)[begin:end])
+        slot = self._slots[id(parameter)]
+        slot.check_whole()
+        return slot.content.of(slot.place.section.tensor(slot.place.slot).view(-1)[begin:end])
 
     def where(self, parameter: nn.Parameter) -> tuple[TensorLocation, GradientMeta]:
         """Return the location of a gradient, and its metadata."""
-        home = self._homes[id(parameter)]
-        home.check_whole()
-        return home.place, home.content
+        slot = self._slots[id(parameter)]
+        slot.check_whole()
+        return slot.place, slot.content
 
     @torch.no_grad()
-    def norm(self, home: GradientSlot, norm_type: float) -> torch.Tensor:
+    def norm(self, slot: GradientSlot, norm_type: float) -> torch.Tensor:
         """Return a gradient's norm, computed as the gradient was written, or now by reading it.
 
         From then on it is computed for all as they are written.
         """
-        home.check_whole()
+        slot.check_whole()
         self._norm_types[norm_type] = None
-        if norm_type not in home.content.norms:
-            home.content.norms[norm_type] = torch.linalg.vector_norm(self._whole(home), norm_type)
-        return home.content.norms[norm_type]
+        if norm_type not in slot.content.norms:
+            slot.content.norms[norm_type] = torch.linalg.vector_norm(self._whole(slot), norm_type)
+        return slot.content.norms[norm_type]
 
     @torch.no_grad()
-    def is_finite(self, home: GradientSlot) -> bool:
-        home.check_whole()
-        known = home.content.norms.get(USUAL_NORM)
-        if home.content.finite is None and known is not None and bool(known.isfinite()):
-            home.content.finite = True
-        if home.content.finite is None:
-            home.content.finite = bool(torch.isfinite(self._whole(home)).all())
-        return home.content.finite
+    def is_finite(self, slot: GradientSlot) -> bool:
+        slot.check_whole()
+        known = slot.content.norms.get(USUAL_NORM)
+        if slot.content.finite is None and known is not None and bool(known.isfinite()):
+            slot.content.finite = True
+        if slot.content.finite is None:
+            slot.content.finite = bool(torch.isfinite(self._whole(slot)).all())
+        return slot.content.finite
 
-    def change(self, home: GradientSlot, change: Change) -> None:
-        """Record a change of each element, for when the gradient is used."""
+    def change(self, slot: GradientSlot, change: Change) -> None:
         self._finish_update()
-        home.check_whole()
-        home.content = GradientMeta(home.content.zero, (*home.content.changes, change))
+        slot.check_whole()
+        slot.content = GradientMeta(slot.content.zero, (*slot.content.changes, change))
 
-    def zero(self, home: GradientSlot) -> None:
-        """Set the gradient to zero. The content of its pages is no longer needed."""
+    def zero(self, slot: GradientSlot) -> None:
         self._finish_update()
-        home.content = GradientMeta(zero=True)
-        self._forget([home])
+        slot.content = GradientMeta(zero=True)
+        self._forget([slot])
 
     def _finish_update(self) -> None:
         """Finish an open step before a gradient changes that it may use."""
-        if (
-            torch._C._current_graph_task_id() == -1
-        ):  # else a hook changes its own, or autograd makes more: neither is open then
+        if torch._C._current_graph_task_id() == -1:  # in a backward no step is open that uses the gradient
             self.finish_update()
 
-    def _whole(self, home: GradientSlot) -> torch.Tensor:
+    def _whole(self, slot: GradientSlot) -> torch.Tensor:
         """Return a gradient in memory, unchanged."""
-        slot = home.place.slot
-        whole = torch.empty(slot.spec.shape, dtype=slot.spec.dtype)
+        at = slot.place.slot
+        whole = torch.empty(at.spec.shape, dtype=at.spec.dtype)
         flat = whole.view(-1)
-        for view, begin, end in self._pages(home):
-            flat[begin:end] = home.content.of(view)
+        for view, begin, end in self._pages(slot):
+            flat[begin:end] = slot.content.of(view)
         return whole
 
     def settle(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
@@ -146,228 +142,197 @@ class PagedGradients:
         """Return True if `settle` would not wait for these gradients."""
         return True
 
-    def bring(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def store_assigned(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         """Copy `gradient` to its location before an update, if the user has assigned it."""
-        home = self._homes.get(id(parameter))
-        if home is None or gradient is None or type(gradient) is ColdGradient:
+        slot = self._slots.get(id(parameter))
+        if slot is None or gradient is None or type(gradient) is ColdGradient:
             return
         with defer_sigint:
-            self.forget_what_was_let_go()
-            home.here, home.content = None, GradientMeta()
-            self._move(home, gradient.detach().contiguous(), adding=False)
+            self.forget_released()
+            slot.here, slot.content = None, GradientMeta()
+            self._move(slot, gradient.detach().contiguous(), adding=False)
 
     def before_step(self) -> None:
         """Fill every gradient's pages that the sweep leases, even of one that was zeroed and did not arrive again."""
-        for home in self._homes.values():
-            if home.content.zero and type(home.parameter.grad) is ColdGradient:
-                for view, _, _ in self._pages(home):
+        for slot in self._slots.values():
+            if slot.content.zero and type(slot.parameter.grad) is ColdGradient:
+                for view, _, _ in self._pages(slot):
                     view.zero_()
-                home.content.zero = False
+                slot.content.zero = False
 
-    # --- for relayout
-    # --------------------------------------------------------------------------------------------------
+    # --- for relayout: see Gradients
+    # ------------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
-        """Return the names of the parameters that have a gradient here.
-
-        Raises:
-            StateError: one has another's, or an earlier one.
-        """
         self.restore()
-        homes = [home for home in self._homes.values() if type(home.parameter.grad) is ColdGradient]
-        for home in homes:
-            self.check(home.parameter, home.name, home.parameter.grad)  # type: ignore[arg-type]
-        return [home.name for home in homes]
+        found = []
+        for slot in self._slots.values():
+            gradient = slot.parameter.grad
+            if type(gradient) is ColdGradient:
+                self.check(slot.parameter, slot.name, gradient)
+                found.append(slot.name)
+        return found
 
     def content(self, name: str) -> GradientMeta:
         return self._by_name[name].content
 
     def parts(self, name: str) -> Iterator[torch.Tensor]:
-        """Yield the parts of a gradient's pages in order, flat: to be read, or to be filled."""
         for view, _, _ in self._pages(self._by_name[name]):
             yield view
 
     def present_again(self, name: str, content: GradientMeta) -> None:
-        """Restore the parameter's gradient from its `parts` and `content`."""
-        home = self._by_name[name]
-        home.content = content
-        home.parameter.grad = self._make_cold(home)
+        slot = self._by_name[name]
+        slot.content = content
+        slot.parameter.grad = self._make_cold(slot)
 
     # --- as autograd accumulates
     # ---------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Restore the earlier gradient of parameters for which a backward brought none."""
+        """Restore the earlier gradient of parameters that got none in a backward."""
         while self._stashed:
-            home = self._stashed.pop()
-            if home.stash is not None and home.parameter.grad is None:
-                home.parameter.grad = home.stash
-            home.stash = None
+            slot = self._stashed.pop()
+            if slot.stash is not None and slot.parameter.grad is None:
+                slot.parameter.grad = slot.stash
+            slot.stash = None
 
-    def _hook(
-        self, home: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]
-    ) -> Callable[[torch.Tensor], None]:
-        """Make a hook of the parameter. It must not refer to self or the parameter: the collector does not traverse
-        hooks."""
-        owner, key = weakref.ref(self), id(home.parameter)
+    def _hook(self, slot: GradientSlot, act: Callable[[PagedGradients, GradientSlot], None]) -> Hook:
+        owner, key = weakref.ref(self), id(slot.parameter)
 
         def hook(_: torch.Tensor) -> None:
             gradients = owner()
             if gradients is not None:
-                act(gradients, gradients._homes[key])
+                act(gradients, gradients._slots[key])
 
         return hook
 
-    def _stash(self, home: GradientSlot) -> None:
+    def _stash(self, slot: GradientSlot) -> None:
         """Move the earlier gradient out of autograd's way, before one is accumulated."""
-        if not home.stands_for(home.parameter.grad):
-            home.accumulation.begins(home.parameter)
+        if not slot.stands_for(slot.parameter.grad):
+            slot.accumulation.begin()
             return
         if not self._stashed:
             torch.autograd.Variable._execution_engine.queue_callback(self.restore)
-        self._stashed.append(home)
-        home.stash, home.parameter.grad = home.parameter.grad, None
+        self._stashed.append(slot)
+        slot.stash, slot.parameter.grad = slot.parameter.grad, None
 
-    def _take(self, home: GradientSlot) -> None:
+    def _take(self, slot: GradientSlot) -> None:
         """Move the parameter's gradient to its pages, added to the earlier one; not the user's own.
 
         Raises:
             IoError: a page cannot be leased. The gradient counts as present, and raises until it is zeroed.
         """
-        gradient = home.parameter.grad
-        if gradient is None or type(gradient) is ColdGradient or home.accumulation.was_there(gradient):
+        gradient = slot.parameter.grad
+        if gradient is None or type(gradient) is ColdGradient or slot.accumulation.was_there(gradient):
             return
         with defer_sigint:
-            self._take_held(home, gradient)
+            self._take_held(slot, gradient)
 
-    def _take_held(self, home: GradientSlot, gradient: torch.Tensor) -> None:
-        if gradient.layout is not torch.strided:
-            raise UnsupportedError(
-                f"parameter {home.name} got a sparse gradient, which swapper cannot page: build the embedding with sparse=False"
-            )
-        self.forget_what_was_let_go()
+    def _take_held(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
+        check_dense(slot.name, gradient)
+        self.forget_released()
         note_freed(gradient.nbytes)
-        before = home.stash
+        before = slot.stash
         if before is None:
-            home.content = GradientMeta()
+            slot.content = GradientMeta()
         try:
-            home.check_whole()
-            self._move(home, gradient.detach().contiguous(), adding=before is not None)
+            slot.check_whole()
+            self._move(slot, gradient.detach().contiguous(), adding=before is not None)
         except BaseException as error:
-            home.content.fail(error)
+            slot.content.fail(error)
             raise
         finally:
-            home.parameter.grad, home.stash = before if before is not None else self._make_cold(home), None
+            slot.parameter.grad, slot.stash = before if before is not None else self._make_cold(slot), None
 
     @torch.no_grad()
-    def _move(self, home: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
+    def _move(self, slot: GradientSlot, gradient: torch.Tensor, adding: bool) -> None:
         flat = gradient.view(-1)
-        for view, begin, end in self._pages(home):
+        for view, begin, end in self._pages(slot):
             part = flat[begin:end]
             if adding:
-                part.add_(home.content.of(view))
+                part.add_(slot.content.of(view))
             view.copy_(part)
         norms = {norm_type: torch.linalg.vector_norm(gradient, norm_type) for norm_type in self._norm_types}
         is_finite = bool(norms[USUAL_NORM].isfinite()) or bool(torch.isfinite(gradient).all())  # squares may overflow
-        home.content = GradientMeta(norms=norms, finite=is_finite)
+        slot.content = GradientMeta(norms=norms, finite=is_finite)
 
-    def _make_cold(self, home: GradientSlot) -> torch.Tensor:
-        here = self._stand_in(home)
+    def _make_cold(self, slot: GradientSlot) -> torch.Tensor:
+        here = self._stand_in(slot)
         here.__class__ = ColdGradient
-        here.swapper_name = home.name  # type: ignore[attr-defined]
-        home.here = weakref.ref(here, lambda _: self._let_go.append(home))
-        here.swapper_gradient = _finder(weakref.ref(self), id(home.parameter), home.here)  # type: ignore[attr-defined]
+        here.swapper_name = slot.name  # type: ignore[attr-defined]
+        slot.here = weakref.ref(here, lambda _: self._released.append(slot))
+        here.swapper_gradient = _finder(weakref.ref(self), id(slot.parameter), slot.here)  # type: ignore[attr-defined]
         return here
 
-    def _stand_in(self, home: GradientSlot) -> torch.Tensor:
+    def _stand_in(self, slot: GradientSlot) -> torch.Tensor:
         """Return a tensor like the gradient, without its data."""
-        return home.place.section.tensor(home.place.slot)
+        return slot.place.section.tensor(slot.place.slot)
 
-    def _pages(self, home: GradientSlot) -> Iterator[tuple[torch.Tensor, int, int]]:
+    def _pages(self, slot: GradientSlot) -> Iterator[tuple[torch.Tensor, int, int]]:
         """Yield (flat view, begin, end) of the gradient page by page, each leased meanwhile."""
         self.settle()
-        for part in self._parts(home):
-            self._lease(home, part)
+        for part in self._parts(slot):
+            self._lease(slot, part)
             try:
                 yield part.view, part.begin, part.end
             finally:
                 self._release(part)
 
-    def _parts(self, home: GradientSlot) -> Iterator[GradientPart]:
+    def _parts(self, slot: GradientSlot) -> Iterator[GradientPart]:
         """Yield the gradient page by page, or at once if it stays in memory. Lease each before the next."""
-        section, slot = home.place.section, home.place.slot
-        itemsize = slot.spec.dtype.itemsize
-        flat = section.tensor(slot).view(-1)
+        section, at = slot.place.section, slot.place.slot
+        itemsize = at.spec.dtype.itemsize
+        flat = section.tensor(at).view(-1)
         if section.resident:
-            yield GradientPart(flat, 0, slot.spec.numel, slot.offset, section.piece, None)
-        for number, page in enumerate(section.pages_of(slot.offset, slot.end)):
+            yield GradientPart(flat, 0, at.spec.numel, at.offset, section.piece, None)
+        for number, page in enumerate(section.pages_of(at.offset, at.end)):
             only = frozenset({page.index})
             fresh = frozenset() if self._users.get(page.index) else only
-            access = Access(("grad", home.name, number), (page.index,), fresh=fresh, writes=only)
-            begin = max(page.offset - slot.offset, 0) // itemsize
-            end = (min(slot.end, page.offset + page.nbytes) - slot.offset) // itemsize
-            at = slot.offset + begin * itemsize - page.offset
-            yield GradientPart(flat[begin:end], begin, end, at, page, access)
+            access = Access(("grad", slot.name, number), (page.index,), fresh=fresh, writes=only)
+            begin = max(page.offset - at.offset, 0) // itemsize
+            end = (min(at.end, page.offset + page.nbytes) - at.offset) // itemsize
+            offset = at.offset + begin * itemsize - page.offset
+            yield GradientPart(flat[begin:end], begin, end, offset, page, access)
 
-    def _lease(self, home: GradientSlot, part: GradientPart) -> None:
+    def _lease(self, slot: GradientSlot, part: GradientPart) -> None:
         if part.access is not None:
             self._pager.acquire(part.access)
-            self._users.setdefault(part.page.index, set()).add(id(home.parameter))
+            self._users.setdefault(part.page.index, set()).add(id(slot.parameter))
 
     def _release(self, part: GradientPart) -> None:
         if part.access is not None:
             self._pager.release(part.access, part.access.writes)
 
-    def forget_what_was_let_go(self) -> None:
+    def forget_released(self) -> None:
         """Process `zero_grad`. A ColdGradient may die anywhere, even within the pager; here it is safe."""
-        homes, self._let_go[:] = list(self._let_go), []
-        self._forget(h for h in homes if h.stash is None and type(h.parameter.grad) is not ColdGradient)
+        slots, self._released[:] = list(self._released), []
+        self._forget(h for h in slots if h.stash is None and type(h.parameter.grad) is not ColdGradient)
 
-    def _forget(self, homes: Iterable[GradientSlot]) -> None:
+    def _forget(self, slots: Iterable[GradientSlot]) -> None:
         """Discard the pages of these gradients."""
         empty = []
-        for home in homes:
-            slot = home.place.slot
-            for page in home.place.section.pages_of(slot.offset, slot.end):
+        for slot in slots:
+            at = slot.place.slot
+            for page in slot.place.section.pages_of(at.offset, at.end):
                 users = self._users.get(page.index, set())
-                users.discard(id(home.parameter))
+                users.discard(id(slot.parameter))
                 if not users:
                     empty.append(page.index)
         if empty:
             self._pager.forget(empty)
 
 
-@dataclass(frozen=True, slots=True)
-class _PagedGradient:
-    """The gradient behind a ColdGradient."""
-
-    owner: PagedGradients
-    home: GradientSlot
-
-    def norm(self, norm_type: float) -> torch.Tensor:
-        return self.owner.norm(self.home, norm_type)
-
-    def is_finite(self) -> bool:
-        return self.owner.is_finite(self.home)
-
-    def change(self, change: Change) -> None:
-        self.owner.change(self.home, change)
-
-    def zero(self) -> None:
-        self.owner.zero(self.home)
-
-
 def _finder(
     owner: weakref.ref[PagedGradients], key: int, here: weakref.ref[torch.Tensor]
-) -> Callable[[], _PagedGradient | None]:
+) -> Callable[[], tuple[PagedGradients, GradientSlot] | None]:
     """Return a finder of a ColdGradient's gradient; it returns None if the parameter has another one, or none."""
 
-    def find() -> _PagedGradient | None:
+    def find() -> tuple[PagedGradients, GradientSlot] | None:
         gradients, tensor = owner(), here()
-        home = None if gradients is None else gradients._homes[key]
-        is_its = (
-            home is not None and home.stands_for(tensor) and (home.parameter.grad is tensor or home.stash is tensor)
-        )
-        return _PagedGradient(gradients, home) if gradients is not None and home is not None and is_its else None
+        if gradients is None:
+            return None
+        slot = gradients._slots[key]
+        is_its = slot.stands_for(tensor) and (slot.parameter.grad is tensor or slot.stash is tensor)
+        return (gradients, slot) if is_its else None
 
     return find

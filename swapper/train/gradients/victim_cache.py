@@ -26,17 +26,19 @@ class VictimRegion:
     owners: tuple[str, ...]
 
 
-def find_rooms(sections: Iterable[Section], grad_sections: Iterable[Section]) -> dict[int, VictimRegion]:
+def find_regions(sections: Iterable[Section], grad_sections: Iterable[Section]) -> dict[int, VictimRegion]:
     """Return, by index of each page of parameters whose gradients are in memory, its cache location."""
     gradients = {_layout(section): section for section in grad_sections if section.resident}
-    rooms = {}
+    regions = {}
     for section in sections:
-        room = gradients.get(_layout(section)) if section.plan.family == "param" else None
-        for page in section.pages if room is not None else ():
+        gradient = gradients.get(_layout(section))
+        if gradient is None or section.plan.family != "param":
+            continue
+        for page in section.pages:
             end = page.offset + page.nbytes
             owners = [slot.spec.owner for slot in section.plan.slots if slot.offset < end and slot.end > page.offset]
-            rooms[page.index] = VictimRegion(room, page.offset, tuple(owners))  # type: ignore[arg-type]
-    return rooms
+            regions[page.index] = VictimRegion(gradient, page.offset, tuple(owners))
+    return regions
 
 
 def _layout(section: Section) -> tuple[int, tuple[tuple[str, int, int], ...], int]:
@@ -48,25 +50,25 @@ class GradientVictimCache:
     """The pager's victim cache (paging/frames.py): slots of gradients that nobody holds.
 
     Args:
-        rooms: by index of page; the sections have memory.
+        regions: by index of page; the sections have memory.
         is_idle: by parameter's name, True if its gradient's slot is unused.
     """
 
-    def __init__(self, rooms: Mapping[int, VictimRegion], is_idle: Mapping[str, Callable[[], bool]]) -> None:
-        self._rooms = rooms
+    def __init__(self, regions: Mapping[int, VictimRegion], is_idle: Mapping[str, Callable[[], bool]]) -> None:
+        self._regions = regions
         self._is_idle = is_idle
 
     def keep(self, page: Page, address: int) -> bool:
-        room = self._rooms.get(page.index)
-        if room is None or not all(self._is_idle[owner]() for owner in room.owners):
+        region = self._regions.get(page.index)
+        if region is None or not all(self._is_idle[owner]() for owner in region.owners):
             return False
-        ctypes.memmove(room.section.memory.data_ptr() + room.offset, address, page.nbytes)
+        ctypes.memmove(region.section.memory.data_ptr() + region.offset, address, page.nbytes)
         return True
 
     def load(self, page: Page, address: int) -> None:
-        room = self._rooms[page.index]
-        ctypes.memmove(address, room.section.memory.data_ptr() + room.offset, page.nbytes)
+        region = self._regions[page.index]
+        ctypes.memmove(address, region.section.memory.data_ptr() + region.offset, page.nbytes)
 
     def place_of(self, page: Page) -> tuple[Any, int]:
-        room = self._rooms[page.index]
-        return room.section.view, room.offset
+        region = self._regions[page.index]
+        return region.section.view, region.offset

@@ -1,9 +1,13 @@
-"""Checks that a step, taken slice by slice, gives plain torch's results: gradients, settings, and the stepping
-optimizer."""
+"""Checks that a step, taken slice by slice, gives plain torch's results: groups, gradients and settings.
+
+`param_groups` may be edited between two steps, as in plain torch. The trained parameters were found at `offload`; since
+then the user may have taken a parameter out of its group, moved it, or removed, inserted, reordered and replaced groups.
+The next step follows such edits, and so does every numbering of parameters. An edit that cannot be followed is refused
+by name before anything changes, and can be undone.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,17 +15,108 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.runtime.process import is_off
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations
 from swapper.train.optimizer.entries import StateEntries
-from swapper.train.optimizer.membership import Membership
-from swapper.train.optimizer.optim import NoOptimizer, PagedOptimizer
 from swapper.train.optimizer.optimizer_probe import StateForm
 from swapper.train.updates.sweep import NO_GROUP, Trainable
+
+
+class Membership:
+    """Keeps `settings` of the trained parameters equal to the optimizer's groups.
+
+    Args:
+        optimizer: the user's.
+        trainables: the trained parameters.
+        names: of all parameters of the model, by id.
+
+    Attributes:
+        edits: how often `follow` found that the groups had changed.
+        untrained: parameters in a group that were frozen or in no group at `offload`.
+        numbers: by id of a parameter in a group, its number in torch's state_dict.
+    """
+
+    def __init__(self, optimizer: Optimizer, trainables: Sequence[Trainable], names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._trainables = trainables
+        self._names = names
+        self._trained = {id(parameter) for trainable in trainables for parameter in trainable.parameters}
+        self._settings = set.intersection(
+            *(set(group) for group in optimizer.param_groups)
+        )  # settings that every group has
+        self._known: list[list[int]] | None = None
+        self.edits = 0
+        self.untrained: list[nn.Parameter] = []
+        self.numbers: dict[int, int] = {}
+
+    def follow(self) -> None:
+        """Update everything here to the present groups. Requires that no step is open.
+
+        Raises:
+            StateError: an edit cannot be followed. Nothing has changed then.
+        """
+        groups = self._optimizer.param_groups
+        members = [members_of(group, index) for index, group in enumerate(groups)]
+        if members == self._known:
+            return
+        self._check(members)
+        group_of = {key: index for index, keys in enumerate(members) for key in keys}
+        for trainable in self._trainables:
+            trainable.settings[:] = [group_of.get(id(parameter), NO_GROUP) for parameter in trainable.parameters]
+        self.numbers = {key: number for number, key in enumerate(group_of)}
+        self.untrained = [p for group in groups for p in group["params"] if id(p) not in self._trained]
+        self._known = members
+        self.edits += 1
+
+    def _check(self, members: Sequence[Sequence[int]]) -> None:
+        """Raise StateError unless each parameter is the model's, in one group only, and each group has all settings."""
+        seen: dict[int, int] = {}
+        for index, keys in enumerate(members):
+            group = self._optimizer.param_groups[index]
+            for setting in sorted(self._settings - group.keys()):
+                raise StateError(
+                    f"group {index} of the optimizer has no {setting!r}: add groups with optimizer.add_param_group(), which "
+                    "fills in defaults"
+                )
+            for number, key in enumerate(keys):
+                if key not in self._names:
+                    raise StateError(
+                        f"parameter {number} of the optimizer's group {index} {_describe(group['params'][number])} is not one of "
+                        "the offloaded model's: train it with an optimizer of its own, or offload both models together, "
+                        "offload([model, other], optimizer)"
+                    )
+                if key in seen:
+                    where = "twice" if seen[key] == index else f"and in group {index}"
+                    raise StateError(
+                        f"parameter {self._names[key]} is in group {seen[key]} of the optimizer {where}, where torch would update "
+                        "it twice in a step: take it out of the one before it joins the other"
+                    )
+                seen[key] = index
+
+
+def members_of(group: Mapping[str, Any], index: int) -> list[int]:
+    """Return the ids of a group's parameters, in order."""
+    parameters = group.get("params")
+    if not isinstance(parameters, list | tuple):
+        raise StateError(
+            f"group {index} of the optimizer has no list of parameters: its 'params' is a {type(parameters).__name__}"
+        )
+    return list(map(id, parameters))
+
+
+def names_by_group(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the names of each group's parameters, in order; one without a name is refused at the next step.
+
+    Args:
+        names: of the model's parameters, by id.
+    """
+    return [[names[id(p)] for p in group.get("params", ()) if id(p) in names] for group in optimizer.param_groups]
+
+
+def _describe(value: Any) -> str:
+    return f"(shape {list(value.shape)})" if isinstance(value, torch.Tensor) else f"(a {type(value).__name__})"
 
 
 class Conditions:
@@ -56,8 +151,8 @@ class Conditions:
                 if settings == NO_GROUP:
                     continue
                 dtype = updated_dtype(parameter, self._inventory.master_dtype)
-                room = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
-                room.setdefault(self._inventory.forms[places.name], places.name)
+                forms = self._kinds.setdefault((settings, dtype, parameter.dim()), {})
+                forms.setdefault(self._inventory.forms[places.name], places.name)
                 self._of_kind.setdefault((settings, dtype), []).append((parameter, places))
         self._starts_together = {
             (s, dtype) for (s, dtype, _), forms in self._kinds.items() if any(form.starts_together for form in forms)
@@ -124,70 +219,3 @@ def check_update(update: str, model: nn.Module, forms: Iterable[StateForm], opti
             "DistributedDataParallel averages gradients over processes during backward, and update='backward' would use "
             "them before that: offload with update='step' or update='deferred'"
         )
-
-
-SAY = "`model, optimizer = manager.offload(model, optimizer)`"
-
-
-class OtherOptimizers:
-    """Refuses, until `remove`, steps of other optimizers on the manager's parameters.
-
-    Such a step would change parameters past the manager, keep its own state outside of the budget, and be in no commit.
-    It may be a step of an optimizer that was never given to `manager.offload` (a Trainer's default), of a second one,
-    or of the user's own, whose state another one has taken over.
-
-    Args:
-        optimizer: the user's, which was given to `offload`.
-        names: of the model's parameters, by id.
-    """
-
-    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self._optimizer = optimizer
-        self._names = names
-        me = weakref.ref(self)  # torch's hooks keep alive what they refer to
-
-        def before_step(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (alive := me()) is not None:
-                alive._check(stepping, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
-
-        self._handle = None if is_off("optimizers") else register_optimizer_step_pre_hook(before_step)
-
-    def remove(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-
-    def _check(self, stepping: Optimizer, has_closure: bool) -> None:
-        if stepping is self._optimizer:
-            raise StateError(
-                f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
-            )
-        if _is_ours(stepping) or stepping.param_groups is self._optimizer.param_groups:
-            return
-        for group in stepping.param_groups:
-            for parameter in group["params"]:
-                name = self._names.get(id(parameter))
-                # Without a gradient it would leave the parameter unchanged; but a closure may still make some.
-                if name is not None and (parameter.grad is not None or (has_closure and parameter.requires_grad)):
-                    raise StateError(self._refusal(type(stepping).__name__, name))
-
-    def _refusal(self, kind: str, name: str) -> str:
-        if isinstance(self._optimizer, NoOptimizer):
-            remedy = (
-                f"manager.offload was given a model only, to be used and not trained. Give it the optimizer too, {SAY}"
-            )
-        else:
-            remedy = (
-                "manager.offload was given another optimizer. Have one for all that is trained, with param_groups, and step the "
-                f"one that is returned, {SAY}"
-            )
-        return (
-            f"{kind}.step() would change parameter {name} past the manager, which has it: nothing of that would be paged or "
-            f"committed. {remedy}; a Trainer takes both, Trainer(model, optimizers=(optimizer, scheduler))"
-        )
-
-
-def _is_ours(stepping: Optimizer) -> bool:
-    """Return True if it is the one that `offload` returned, or a wrapper of that (accelerate's, Lookahead)."""
-    return isinstance(stepping, PagedOptimizer) or any(
-        isinstance(value, PagedOptimizer) for value in vars(stepping).values()
-    )

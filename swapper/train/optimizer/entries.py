@@ -10,7 +10,7 @@ would not be.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -88,9 +88,6 @@ class StateEntries:
                 continue
             flat = packed["kinds"][number]
             self.replace(name, {key: PAGED if paged else copy.deepcopy(value) for key, paged, value in flat})
-
-    def names(self) -> Iterable[str]:
-        return self._entries
 
 
 def entry_of(form: StateForm, key: str, value: Any) -> Any:

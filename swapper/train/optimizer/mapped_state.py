@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from swapper.errors import IoError, StateError
+from swapper.errors import InvariantError, IoError, StateError
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.modules.torch_functions import METADATA, tensors_among, written_among
 from swapper.paging.pager import Pager
 from swapper.paging.section import EXTERNAL, Page, own_storage
 from swapper.runtime.process import after_fork_in_child
 from swapper.train.layout.slices import TensorLocation
-from swapper.train.optimizer.state_view import ShownState
+from swapper.train.optimizer.state_view import ShownState, views_among
 
 COPIED_BYTES = 1 << 16
 """Bytes. Smaller tensors are copied, so that they need no mapping each: a choice."""
@@ -143,11 +143,8 @@ class MappedState:
 
     def watch_views(self, tensor: StateTensor, result: Any) -> None:
         """Make a view of `tensor` expire with it."""
-        storage = tensor.untyped_storage().data_ptr()
-        for view in tensors_among(result):
-            plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
-            if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
-                self._watch(view, tensor.shown_place)
+        for view in views_among(result, tensor):
+            self._watch(view, tensor.shown_place)
 
     def expire(self, why: str) -> None:
         """Expire all tensors before the state changes; accesses past the check then find the sections' memory."""
@@ -175,7 +172,8 @@ class MappedState:
 
     def _path_of(self, page: Page) -> str:
         file = self._pager.file_of(page)
-        assert file is not None
+        if file is None:
+            raise InvariantError(f"{page} was flushed and is in no file")
         return file.path
 
     def _patchwork(self, pages: Sequence[Page]) -> mmap.mmap:

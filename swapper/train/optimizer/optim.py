@@ -1,19 +1,22 @@
-"""Defines PagedOptimizer: the optimizer that `SwapManager.offload` returns, a drop-in for the user's own.
+"""Defines PagedOptimizer, the drop-in for the user's own optimizer that `SwapManager.offload` returns.
 
 It has the original's `param_groups`, the very same objects, so that learning-rate schedulers made before or after act
-on both; its `step` is the sweep over the paged state.
+on both; its `step` is the sweep over the paged state. Steps of other optimizers on its parameters are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from swapper.errors import StateError, UnsupportedError
 from swapper.runtime.interrupts import defer_sigint
+from swapper.runtime.process import is_off
 from swapper.train.optimizer.state_view import StateView
 
 
@@ -29,6 +32,9 @@ class StateOwner(Protocol):
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Load the same."""
+
+    def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin the state of `parameters`, which have gradients, in a step that torch.amp.GradScaler skips."""
 
 
 class PagedOptimizer(Optimizer):
@@ -87,14 +93,21 @@ class PagedOptimizer(Optimizer):
     def _is_shared(self, name: str) -> bool:
         """Return True for an option of the original.
 
-        Not for its methods, which expect the state in place; nor for torch's marks of its `step`
-        (`_step_supports_amp_scaling`), which is not ours.
+        Not for its methods, which expect the state in place, nor for torch's marks of its `step`, which is not ours.
         """
         return not name.startswith("_") and name in vars(vars(self).get("_original", self))
 
     @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """True if torch.amp.GradScaler calls `step` with gradients still scaled, and also to have it skipped.
+
+        torch's fused optimizers have this mark; a skipped step begins their state.
+        """
+        return getattr(self._original, "_step_supports_amp_scaling", False)
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The original's: edit it as in plain torch, see train/optimizer/membership.py."""
+        """The original's: edit it as in plain torch, see train/optimizer/conditions.py."""
         return self._original.param_groups if hasattr(self, "_original") else vars(self)["param_groups"]
 
     @param_groups.setter
@@ -135,9 +148,29 @@ class PagedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with defer_sigint:
-            self._run_step()
+            if self._follow_scaler():
+                self._run_step()
+            else:
+                self._bound.skip_step(p for group in self.param_groups for p in group["params"] if p.grad is not None)
         self._original._opt_called = True  # type: ignore[attr-defined]  # an existing scheduler checks it
         return loss
+
+    def _follow_scaler(self) -> bool:
+        """Unscale the gradients if torch.amp.GradScaler leaves that to `step`. Return False if it has found an infinite one.
+
+        The scaler sets these attributes around its call of `step`: `found_inf`, and `grad_scale`, which is None if the user
+        has unscaled the gradients.
+        """
+        found_inf: torch.Tensor | None = vars(self).get("found_inf")
+        scale: torch.Tensor | None = vars(self).get("grad_scale")
+        if found_inf is None:
+            return True
+        if found_inf.item():
+            return False
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
+            torch.amp.GradScaler(scale.device.type)._unscale_grads_(self, inverse, torch.zeros_like(found_inf), False)
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state_dict, its tensors mapped from the swap files: without memory, readable until the next
@@ -213,6 +246,73 @@ class NoOptimizer(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
+
+
+SAY = "`model, optimizer = manager.offload(model, optimizer)`"
+
+
+class OtherOptimizers:
+    """Refuses, until `remove`, steps of other optimizers on the manager's parameters.
+
+    Such a step would change parameters past the manager, keep its own state outside of the budget, and be in no commit.
+    It may be a step of an optimizer that was never given to `manager.offload` (a Trainer's default), of a second one,
+    or of the user's own, whose state another one has taken over.
+
+    Args:
+        optimizer: the user's, which was given to `offload`.
+        names: of the model's parameters, by id.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._names = names
+        me = weakref.ref(self)  # torch's hooks keep alive what they refer to
+
+        def before_step(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (alive := me()) is not None:
+                alive._check(stepping, has_closure=len(args) > 1 or kwargs.get("closure") is not None)
+
+        self._handle = None if is_off("optimizers") else register_optimizer_step_pre_hook(before_step)
+
+    def remove(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _check(self, stepping: Optimizer, has_closure: bool) -> None:
+        if stepping is self._optimizer:
+            raise StateError(
+                f"this optimizer's state was taken over by manager.offload: step the one that it returned, {SAY}"
+            )
+        if _is_ours(stepping) or stepping.param_groups is self._optimizer.param_groups:
+            return
+        for group in stepping.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                # Without a gradient it would leave the parameter unchanged; but a closure may still make some.
+                if name is not None and (parameter.grad is not None or (has_closure and parameter.requires_grad)):
+                    raise StateError(self._refusal(type(stepping).__name__, name))
+
+    def _refusal(self, kind: str, name: str) -> str:
+        if isinstance(self._optimizer, NoOptimizer):
+            remedy = (
+                f"manager.offload was given a model only, to be used and not trained. Give it the optimizer too, {SAY}"
+            )
+        else:
+            remedy = (
+                "manager.offload was given another optimizer. Have one for all that is trained, with param_groups, and step the "
+                f"one that is returned, {SAY}"
+            )
+        return (
+            f"{kind}.step() would change parameter {name} past the manager, which has it: nothing of that would be paged or "
+            f"committed. {remedy}; a Trainer takes both, Trainer(model, optimizers=(optimizer, scheduler))"
+        )
+
+
+def _is_ours(stepping: Optimizer) -> bool:
+    """Return True if it is the one that `offload` returned, or a wrapper of that (accelerate's, Lookahead)."""
+    return isinstance(stepping, PagedOptimizer) or any(
+        isinstance(value, PagedOptimizer) for value in vars(stepping).values()
+    )
 
 
 def packed_groups(param_groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

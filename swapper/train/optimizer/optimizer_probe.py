@@ -131,6 +131,21 @@ class OptimizerProbe:
                 self._forms[key] = _Trial(self._optimizer, settings, dtype, SHAPES[ndim]).run()
         return self._forms[key]
 
+    def skipped_state(self, settings: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the state of an element of `dtype` after a first step that torch.amp.GradScaler has skipped.
+
+        It is empty if it would not be zeros, as new sections are. torch's SGD leaves memory without values there.
+        """
+        if isinstance(self._optimizer, SGD):
+            return {}
+        clone = copy_for_trial(self._optimizer)
+        vars(clone).update(found_inf=torch.ones(()), grad_scale=None)
+        work = Work(settings, torch.zeros(1, dtype=dtype), torch.zeros(1, dtype=dtype), {})
+        with torch.no_grad():
+            OptimizerProxy(clone).update([work])
+        is_zero = not any(isinstance(value, torch.Tensor) and value.any() for value in work.state.values())
+        return work.state if is_zero else {}
+
 
 class _Trial:
     """A few steps on two small tensors, in several ways, taken by clones of the optimizer."""
@@ -188,7 +203,7 @@ class _Trial:
         """
         tensors = [value.clone() for value in self._values]
         clone = copy_for_trial(self._optimizer)
-        shadow = OptimizerProxy(clone)
+        proxy = OptimizerProxy(clone)
         states: list[dict[str, Any]] = [{}, {}]
         for step in range(STEPS):
             for members in [[i for i in call if i == 0 or step >= start] for call in calls]:
@@ -198,19 +213,19 @@ class _Trial:
                     if step == start * i:
                         states[i] = self._initial(self._shapes[i])
                 works = [Work(self._settings, tensors[i], self._gradients[step][i].clone(), states[i]) for i in members]
-                self._try(shadow, works)
+                self._try(proxy, works)
                 for index, work in zip(members, works, strict=True):
                     tensors[index], states[index] = work.tensor, work.state
                     self._look_at(index, work.state)
-            shadow.end_step()
+            proxy.end_step()
         own = {name: value for name, value in vars(clone).items() if is_plain(value) or isinstance(value, torch.Tensor)}
         return list(zip(tensors, states, strict=True)), clone.param_groups, own
 
-    def _try(self, shadow: OptimizerProxy, works: list[Work]) -> None:
+    def _try(self, proxy: OptimizerProxy, works: list[Work]) -> None:
         """Update; begin with existing state if it must exist before the first step (Adagrad makes it in __init__)."""
         kept = [(work.tensor.clone(), dict(work.state)) for work in works]
         try:
-            shadow.update(works)
+            proxy.update(works)
             return
         except UnsupportedError:
             raise
@@ -222,7 +237,7 @@ class _Trial:
         for work, (tensor, _) in zip(works, kept, strict=True):
             work.tensor, work.state = tensor, template(tuple(tensor.shape))
         try:
-            shadow.update(works)
+            proxy.update(works)
         except Exception as error:
             raise self._refusal(error) from error
 
@@ -293,7 +308,7 @@ class _Trial:
             {k: v.reshape(-1)[b:e].clone() if k in like else copy.deepcopy(v) for k, v in first.items()}
             for b, e in pieces
         ]
-        shadow = OptimizerProxy(copy_for_trial(self._optimizer))
+        proxy = OptimizerProxy(copy_for_trial(self._optimizer))
         try:
             for gradients in self._gradients:
                 flat = gradients[0].reshape(-1)
@@ -301,9 +316,9 @@ class _Trial:
                     Work(self._settings, part, flat[begin:end].clone(), state)
                     for part, state, (begin, end) in zip(parts, states, pieces, strict=True)
                 ]
-                shadow.update(works)
+                proxy.update(works)
                 parts, states = [work.tensor for work in works], [work.state for work in works]
-                shadow.end_step()
+                proxy.end_step()
         except Exception:  # it needs whole parameters
             return False
         tensor, state = whole

@@ -55,11 +55,12 @@ class OptimizerProxy:
         self._attributes: dict[str, Any] = {}  # changed by a call of this step
         self._settings: dict[int, dict[str, Any]] = {}  # the same of groups, by index
 
-    def begin_step(self) -> None:
-        """Fix the optimizer's settings for updates until `end_step`."""
+    def begin_step(self) -> tuple[list[_Settings], dict[str, Any]]:
+        """Fix the optimizer's settings for updates until `end_step`. Return them, and its attributes."""
         self._groups = list(self._optimizer.param_groups)
         self._begun = [_Settings(group) for group in self._groups], self._own_attributes()
         self._settings, self._attributes = {}, {}
+        return self._begun
 
     def update(self, works: Sequence[Work]) -> None:
         """Update the tensors of `works` and their state. A tensor may have other memory afterwards (`p.data = ...`).
@@ -69,9 +70,7 @@ class OptimizerProxy:
         Raises:
             UnsupportedError: the optimizer keeps state that belongs to none of its parameters.
         """
-        if self._begun is None:
-            self.begin_step()
-        settings, attributes = self._begun  # type: ignore[misc]
+        settings, attributes = self._begun or self.begin_step()
         groups: dict[int, dict[str, Any]] = {}
         state: dict[torch.Tensor, dict[str, Any]] = {}
         for work in works:
@@ -81,15 +80,15 @@ class OptimizerProxy:
                 groups[work.settings] = settings[work.settings].copy()
             groups[work.settings]["params"].append(work.tensor)
         before = {index: dict(group) for index, group in groups.items()}
-        shadow = object.__new__(type(self._optimizer))
-        shadow.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
-        self._step(shadow)
-        if len(shadow.state) != len(works):
+        proxy = object.__new__(type(self._optimizer))
+        proxy.__dict__.update(attributes, param_groups=list(groups.values()), state=state)
+        self._step(proxy)
+        if len(proxy.state) != len(works):
             raise UnsupportedError(f"{self.kind} keeps state that belongs to none of its parameters")
         for work in works:
             work.tensor.grad = None
-            work.state = shadow.state[work.tensor]
-        self._note_changes(shadow, groups, before)
+            work.state = proxy.state[work.tensor]
+        self._note_changes(settings, attributes, proxy, groups, before)
 
     def changed_setting(self) -> str | None:
         """Return the setting that the user has changed since `begin_step`, in words; None if none."""
@@ -131,20 +130,22 @@ class OptimizerProxy:
 
     def _own_attributes(self) -> dict[str, Any]:
         own = dict(self._optimizer.__dict__)
-        for name in (
-            "step",
-            "state",
-            "param_groups",
-        ):  # a scheduler's counter around step belongs to the user's instance
+        for name in ("step", "state", "param_groups"):  # a scheduler's counter around step is the user's instance's
             own.pop(name, None)
         for name in [name for name in own if name.endswith("_hooks")]:
             own[name] = OrderedDict()
         return own
 
-    def _note_changes(self, shadow: Any, groups: dict[int, dict[str, Any]], before: dict[int, dict[str, Any]]) -> None:
-        settings, attributes = self._begun  # type: ignore[misc]
-        known = {**attributes, "param_groups": shadow.param_groups, "state": shadow.state}
-        for name, value in shadow.__dict__.items():
+    def _note_changes(
+        self,
+        settings: Sequence[_Settings],
+        attributes: Mapping[str, Any],
+        proxy: Any,
+        groups: Mapping[int, dict[str, Any]],
+        before: Mapping[int, dict[str, Any]],
+    ) -> None:
+        known = {**attributes, "param_groups": proxy.param_groups, "state": proxy.state}
+        for name, value in proxy.__dict__.items():
             if name not in known or value is not known[name]:
                 self._attributes[name] = value
         for index, group in groups.items():

@@ -6,8 +6,9 @@ first finishes the last step, and copies state on the device, or a part of it, t
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,14 +19,15 @@ from swapper.paging.section import Section
 from swapper.runtime.interrupts import defer_sigint
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import TrainingDevice
-from swapper.train.layout.inventory import Inventory
-from swapper.train.layout.slices import TensorLocation
-from swapper.train.optimizer.entries import PAGED, StateEntries
-from swapper.train.optimizer.membership import Membership
-from swapper.train.optimizer.state_dicts import StateDicts
+from swapper.train.layout.content import iter_section_pages
+from swapper.train.layout.inventory import MASTER, Inventory, updated_dtype
+from swapper.train.layout.slices import ParameterLocations, TensorLocation
+from swapper.train.optimizer.conditions import Membership
+from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of
+from swapper.train.optimizer.mapped_state import MappedState, expire, steady
 from swapper.train.optimizer.state_view import ShownState, StateView, outdated
 from swapper.train.session.session_slot import SessionGuard
-from swapper.train.updates.sweep import Trainable
+from swapper.train.updates.sweep import NO_GROUP, Trainable
 
 
 class OptimizerState:
@@ -38,7 +40,7 @@ class OptimizerState:
         places: of everything, by name of a parameter and key.
         sections: of the state.
         pager: makes the leases.
-        entrance: called at each use by the user.
+        session_guard: called at each use by the user.
         finish_update: finishes the last step's updates.
         on_device: the accelerator of forwards and backwards, if any.
 
@@ -60,7 +62,10 @@ class OptimizerState:
         finish_update: Callable[[], None],
         on_device: TrainingDevice | None,
     ) -> None:
+        self._inventory = inventory
+        self._trainables = trainables
         self._places = places
+        self._sections = sections
         self._pager = pager
         self._session_guard = session_guard
         self._finish_update = finish_update
@@ -73,8 +78,9 @@ class OptimizerState:
         if on_device is not None and on_device.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
             self.kept = DeviceResidentState(resident_set, on_device, pager)
-        self._dicts = StateDicts(self._trained, membership, self.entries, inventory.forms, places, sections, pager)
+        self._shown: weakref.WeakSet[MappedState] = weakref.WeakSet()  # state dicts
         self._copies: weakref.WeakValueDictionary[tuple[str, str], ShownState] = weakref.WeakValueDictionary()
+        self._generation = 0  # increases when the state changes as a whole
         self._copied_generation = 0
         self.view = StateView(self)
 
@@ -120,7 +126,10 @@ class OptimizerState:
             self._session_guard.check()
             self._finish_update()
             self.sync_to_host()
-            return self._dicts.show()
+            self._pager.flush()
+            shown = MappedState(self._pager, "optimizer.state_dict()")
+            self._shown.add(shown)
+            return self._in_torch_order(shown.tensor)
 
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """Load the same.
@@ -132,26 +141,111 @@ class OptimizerState:
             self._session_guard.check_to_write()
             self.sync_to_host()
             try:
-                self._dicts.take(state)
+                numbered = self._numbered()
+                self._take({p.name: {} if number is None else state.get(number, {}) for number, p in numbered})
             finally:
                 self.forget_kept()
 
     def at_its_place(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form; its tensors alias the sections, whose data may be cold."""
-        return self._dicts.in_torch_order(self._alias)
+        return self._in_torch_order(lambda place: place.section.tensor(place.slot))
 
     @property
     def packed_entries(self) -> dict[str, Any]:
-        """Return each parameter's state entries, for a commit."""
+        """Each parameter's state entries, for a commit."""
         return self.entries.pack()
 
     def expire(self, why: str) -> None:
         """Expire the tensors of `save` before the state changes."""
-        self._dicts.expire(why)
+        self._generation += 1
+        expire(self._shown, why)
 
-    def _alias(self, name: str, key: str) -> torch.Tensor:
-        place = self._places[name, key]
-        return place.section.tensor(place.slot)
+    def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Begin the state of `parameters` as torch's fused optimizers do in a step that torch.amp.GradScaler skips.
+
+        Args:
+            parameters: those that have a gradient.
+        """
+        with self._session_guard.turns.turn():
+            self._session_guard.check()
+            self._finish_update()
+            self._membership.follow()
+            active = {id(parameter) for parameter in parameters}
+            new = [
+                (places.name, at, updated_dtype(parameter, self._inventory.master_dtype))
+                for trainable in self._trainables
+                for parameter, places, at in zip(
+                    trainable.parameters, trainable.places, trainable.settings, strict=True
+                )
+                if id(parameter) in active and at != NO_GROUP and not self.entries[places.name]
+            ]
+            if new:
+                self._session_guard.check_to_write()
+            for name, settings, dtype in new:
+                self.entries.take(name, self._inventory.discovery.skipped_state(settings, dtype))
+
+    def _in_torch_order(self, find: Callable[[TensorLocation], torch.Tensor]) -> dict[int, dict[str, Any]]:
+        """Return the optimizer's state as in its state_dict: by number of parameter, keys in the optimizer's order.
+
+        Args:
+            find: returns the tensor at a location.
+        """
+        state: dict[int, dict[str, Any]] = {}
+        for number, places in self._numbered():
+            entries = self.entries[places.name]
+            if entries and number is not None:
+                state[number] = {
+                    key: find(self._places[places.name, key]) if value is PAGED else copy.deepcopy(value)
+                    for key, value in entries.items()
+                }
+        return dict(sorted(state.items()))
+
+    def _take(self, states: Mapping[str, Mapping[str, Any]], why: str = "load_state_dict") -> None:
+        """Store the state of some parameters, by name.
+
+        Args:
+            why: the reason why earlier tensors expire, for their errors.
+
+        Raises:
+            ValueError: it is not what the optimizer keeps. Nothing has changed then.
+        """
+        for _, places in self._trained:
+            if places.name in states:
+                self._check(places, states[places.name])
+        for name, given in states.items():
+            self.entries.take(name, given)
+        values = {
+            (name, key): steady(value, self._places.get((name, key)))
+            for name, given in states.items()
+            for key, value in given.items()
+        }
+        for section in self._sections:
+            slots = [slot for slot in section.plan.slots if slot.spec.owner in states and slot.spec.kind != MASTER]
+            for slot, begin, end, view in iter_section_pages(section, self._pager, write=True, only=slots):
+                owner, key = slot.spec.owner, slot.spec.kind  # masters belong to the parameters
+                if self.entries[owner].get(key) is PAGED:
+                    view.copy_(torch.as_tensor(values[owner, key]).reshape(-1)[begin:end])
+                else:
+                    view.zero_()
+        self.expire(why)
+
+    def _numbered(self) -> Iterator[tuple[int | None, ParameterLocations]]:
+        """Yield the trained parameters with their numbers; None for one that has left its group."""
+        self._membership.follow()
+        for parameter, places in self._trained:
+            yield self._membership.numbers.get(id(parameter)), places
+
+    def _check(self, places: ParameterLocations, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless `state` is empty or what the optimizer keeps for this parameter."""
+        form = self._inventory.forms[places.name]
+        slots = {key: place.slot for key, place in {**places.others, **places.state}.items() if key != MASTER}
+        tensors = {key for key, value in state.items() if entry_of(form, key, value) is PAGED}
+        if state and (tensors - slots.keys() or form.always - state.keys()):
+            raise ValueError(f"the state of {places.name} has {sorted(state)}; this optimizer keeps {sorted(slots)}")
+        for key in tensors:
+            if torch.as_tensor(state[key]).shape != slots[key].spec.shape:
+                shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
+                raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
 
     # --- one parameter's state: see StateStore
     # -------------------------------------------------------------------------
@@ -178,15 +272,15 @@ class OptimizerState:
         if value is not PAGED:
             self.entries.may_change(value)
             return value
-        if self._copied_generation != self._dicts.generation:
+        if self._copied_generation != self._generation:
             self._copies.clear()
-            self._copied_generation = self._dicts.generation
+            self._copied_generation = self._generation
         shown = self._copies.get((name, key))
         if shown is None:
             place = self._places[name, key]
             kept = None if self.kept is None else self.kept.read(self._group_of[id(parameter)], place)
             with defer_sigint, torch.no_grad():
-                shown = ShownState(self._dicts.read(place) if kept is None else kept, self._make_write(name, key))
+                shown = ShownState(self._copy(place) if kept is None else kept, self._make_write(name, key))
             self._copies[name, key] = shown
         return shown.tensor()
 
@@ -207,7 +301,7 @@ class OptimizerState:
                     f"optimizer.state was given state for a parameter of shape {list(parameter.shape)} that the optimizer does not "
                     "train: add it to a group first, optimizer.add_param_group()"
                 )
-        self._change(lambda: self._dicts.take_some(named, "a replacement in optimizer.state"))
+        self._change(lambda: self._take(named, "a replacement in optimizer.state"))
 
     def _change(self, change: Callable[[], None]) -> None:
         """Make a change of the state in its sections.
@@ -236,14 +330,27 @@ class OptimizerState:
                     "convert it"
                 )
 
+    def _copy(self, place: TensorLocation) -> torch.Tensor:
+        """Return a copy of the tensor at a location."""
+        copied = torch.empty(place.slot.spec.shape, dtype=place.slot.spec.dtype)
+        for _, begin, end, view in iter_section_pages(place.section, self._pager, only=[place.slot]):
+            copied.view(-1)[begin:end] = view
+        return copied
+
     def _make_write(self, name: str, key: str) -> Callable[[torch.Tensor, str], None]:
         """Return a function that writes back a changed copy. A copy that the user keeps must not keep us alive."""
-        owner, generation, place = weakref.ref(self), self._dicts.generation, self._places[name, key]
+        owner, generation, place = weakref.ref(self), self._generation, self._places[name, key]
 
         def write(value: torch.Tensor, how: str) -> None:
             alive = owner()
-            if alive is None or alive._dicts.generation != generation:
+            if alive is None or alive._generation != generation:
                 raise outdated(name, key, how)
-            alive._change(lambda: alive._dicts.write(place, value, f"{how} on optimizer.state"))
+            alive._change(lambda: alive._write(place, value, f"{how} on optimizer.state"))
 
         return write
+
+    def _write(self, place: TensorLocation, value: torch.Tensor, why: str) -> None:
+        """Store `value` at a location. Returned state dicts expire."""
+        for _, begin, end, view in iter_section_pages(place.section, self._pager, write=True, only=[place.slot]):
+            view.copy_(value.reshape(-1)[begin:end])
+        expire(self._shown, why)

@@ -200,11 +200,8 @@ class ShownState:
 
     def watch_views(self, result: Any) -> None:
         """Make views in `result` that share the memory stand for the state too."""
-        storage = self.memory.untyped_storage().data_ptr()
-        for view in tensors_among(result):
-            plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
-            if plain and view.numel() and view.untyped_storage().data_ptr() == storage:
-                self._show(view)
+        for view in views_among(result, self.memory):
+            self._show(view)
 
     def was_written(self, how: str) -> None:
         """Write the copy back.
@@ -218,6 +215,15 @@ class ShownState:
         tensor.__class__ = StateCopy
         tensor.shown = self  # type: ignore[attr-defined]
         return tensor
+
+
+def views_among(result: Any, memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the plain tensors in `result` that share the storage of `memory`."""
+    storage = memory.untyped_storage().data_ptr()
+    for view in tensors_among(result):
+        is_plain = type(view) is torch.Tensor and view.device.type == "cpu" and view.layout is torch.strided
+        if is_plain and view.numel() and view.untyped_storage().data_ptr() == storage:
+            yield view
 
 
 def outdated(name: str, key: str, how: str) -> StateError:

@@ -25,7 +25,7 @@ from swapper.paging.store.swap_files import TURNS
 from swapper.runtime.sizes import format_bytes
 from swapper.runtime.stats import by_family
 from swapper.train.device.device_sweep import ring_bytes
-from swapper.train.gradients.victim_cache import find_rooms
+from swapper.train.gradients.victim_cache import find_regions
 from swapper.train.layout.inventory import Inventory, find_places, find_trainables, make_sections
 from swapper.train.layout.train_placement import (
     ORDER_TOLERANCE,
@@ -198,7 +198,7 @@ class Plan:
         """The bytes of a step, found by a dry run. Commits of content in memory add `commit_bytes`."""
         sections = self.make_sections()
         grad_sections = self.make_grad_sections(sum(len(section.pages) for section in sections))
-        found = find_rooms(sections, grad_sections) if self.request.device is None else {}
+        found = find_regions(sections, grad_sections) if self.request.device is None else {}
         rooms = {page: room.section.plan.group for page, room in found.items()}
         sections += grad_sections
         trainables = find_trainables(self.inventory, find_places(sections))

@@ -25,7 +25,7 @@ from swapper.durability.directory import RunDirectory
 from swapper.errors import BudgetError, StateError
 from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
-from swapper.train.gradients.gradient_stash import GradientStash
+from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.session_slot import SessionSlot

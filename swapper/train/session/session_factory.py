@@ -25,7 +25,7 @@ from swapper.train.layout.content import GivenSource
 from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
 from swapper.train.layout.inventory import Inventory
-from swapper.train.optimizer.membership import names_by_group
+from swapper.train.optimizer.conditions import names_by_group
 from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_groups
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout

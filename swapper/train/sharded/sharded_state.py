@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,11 @@ class ShardedState:
     def load(self, state: dict[int, dict[str, Any]]) -> None:
         """See OptimizerState.load."""
         self._owner.load({number: local_state(values) for number, values in state.items()})
+
+    def skip_step(self, parameters: Iterable[torch.Tensor]) -> None:
+        """See OptimizerState.skip_step."""
+        found = (self._shards.of.get(id(parameter)) for parameter in parameters)
+        self._owner.skip_step(shard.local for shard in found if shard is not None)
 
     # --- see StateStore -------------------------------------------------------------------------------------------------
 

@@ -70,7 +70,10 @@ class AdamWKernel:
             group = settings(work.settings)
             _check_settings(group)
             before = work.state.get("step", torch.zeros(()))
-            first, second = one.homes["exp_avg"], one.homes["exp_avg_sq"]  # zeros if there is no state yet
+            first, second = (
+                one.state_tensors["exp_avg"],
+                one.state_tensors["exp_avg_sq"],
+            )  # zeros if there is no state yet
             part = AdamWSlice(
                 work.tensor.view(-1),
                 first.view(-1),

@@ -32,9 +32,10 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError
-from swapper.modules.own_hook import OwnHook, hookable
+from swapper.modules.own_hook import OwnHook
 from swapper.modules.torch_functions import METADATA, tensors_among
 from swapper.paging.planning.schedule import Access
+from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
 from swapper.train.updates.sweep import GroupUpdate, Sweep
@@ -87,7 +88,7 @@ class DeferredStep(Updates):
         self._left: dict[int, GroupUpdate] = {}  # by group
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
-        self._handles: list[Any] = []
+        self._hooks = AccumulationHooks()
         self.in_order = False
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -99,14 +100,10 @@ class DeferredStep(Updates):
                 alive.finish(in_order=True)
 
         for parameter in parameters:
-            before = OwnHook(finish)
-            with hookable(parameter):
-                self._handles.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            self._hooks.add(parameter, OwnHook(finish))
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self._forget()
 
     @property
@@ -125,7 +122,7 @@ class DeferredStep(Updates):
         self.in_order = True
         for index, update in self._left.items():
             self._versions.update((id(g), g._version) for g in update.gradients if g is not None)
-            self._put_off(index)
+            self._hide(index)
         if not self._left:
             self._sweep.end()
 
@@ -174,7 +171,7 @@ class DeferredStep(Updates):
                 self._sweep.end()
                 self._versions.clear()
 
-    def _put_off(self, group: int) -> None:
+    def _hide(self, group: int) -> None:
         """Hide the group's outdated parameters. See [Note: who may not see an open step]."""
         self._groups[group].defer_update(partial(self.catch_up, group))
         for gradient in self._left[group].gradients:
@@ -224,7 +221,7 @@ class DeferredStep(Updates):
                 else:
                     self._sweep.abandon()
                     if group is not None:
-                        self._put_off(group)
+                        self._hide(group)
                 raise
 
 

@@ -41,9 +41,9 @@ import torch
 from torch import nn
 
 from swapper.errors import StateError, UnsupportedError
-from swapper.modules.own_hook import hookable
 from swapper.modules.torch_functions import METADATA, written_among
 from swapper.paging.planning.schedule import Access
+from swapper.train.gradients.autograd_grads import AccumulationHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.updates.at_step import Undo, Updates, apart_from_pass
 from swapper.train.updates.sweep import NO_GROUP, GroupUpdate, Sweep, Trainable
@@ -95,7 +95,7 @@ class StepInBackward(Updates):
         self._waits = False  # all wait for `step`, whatever this backward does
         self._accumulating = 0
         self._protected: list[torch.Tensor] = []  # gradients
-        self._handles: list[Any] = []
+        self._hooks = AccumulationHooks()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         step = weakref.ref(self)  # the garbage collector does not traverse hooks
@@ -105,13 +105,10 @@ class StepInBackward(Updates):
                 alive._note_gradient(parameter)
 
         for parameter in parameters:
-            with hookable(parameter):
-                self._handles.append(parameter.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+            self._hooks.add(parameter, after=note)
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.remove()
         self.forget()
 
     @property
@@ -168,7 +165,7 @@ class StepInBackward(Updates):
         )
 
     def drop(self) -> None:
-        if not self._put_back(StateError("a step was begun in backward and never finished by optimizer.step()")):
+        if not self._restore(StateError("a step was begun in backward and never finished by optimizer.step()")):
             log.warning("closed between backward and optimizer.step(): parameters in memory are of two steps")
 
     def forget(self) -> None:
@@ -186,7 +183,7 @@ class StepInBackward(Updates):
 
     def pass_begins(self) -> None:
         if self._task is not None:
-            self._put_back(StateError("a backward failed in which parameters were updated"))
+            self._restore(StateError("a backward failed in which parameters were updated"))
             self._check_usable()
 
     def backward_begins(self, task: int) -> None:
@@ -227,9 +224,7 @@ class StepInBackward(Updates):
         if task == self._task:
             self._task = None
             self._sweep.rejoin()
-            for trainable in (
-                self._sweep.trainables if self._done else ()
-            ):  # those that wait for the step too: all or none
+            for trainable in self._sweep.trainables if self._done else ():  # also those that wait for the step
                 for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
                     if parameter.grad is not None:
                         protect(parameter.grad, places.name)
@@ -262,12 +257,12 @@ class StepInBackward(Updates):
                 self._done[group] = update  # from here on it must be restored if anything fails
                 self._sweep.update(update)
                 self._sweep.give_back()
-                self._shut(group, update)
+                self._close_group(group, update)
         except BaseException as error:
-            self._put_back(error)
+            self._restore(error)
             raise
 
-    def _shut(self, group: int, update: GroupUpdate) -> None:
+    def _close_group(self, group: int, update: GroupUpdate) -> None:
         """See [Note: between backward and step]."""
         names = list(self._names(group).values())
 
@@ -285,7 +280,7 @@ class StepInBackward(Updates):
     def _names(self, group: int) -> dict[int, str]:
         return {id(parameter): name for name, parameter in self._groups[group].group.parameters}
 
-    def _put_back(self, error: BaseException) -> bool:
+    def _restore(self, error: BaseException) -> bool:
         """Restore all groups to the state before the step. Return False if that is impossible; the manager knows it
         then."""
         groups = list(self._done)

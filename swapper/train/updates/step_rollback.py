@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.optim import Optimizer
@@ -19,10 +20,11 @@ from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.session.session_slot import UndoSections
 
 
+@dataclass
 class StepRollback:
     """Owns the optimizer's settings and entries from before the last step.
 
-    Args:
+    Attributes:
         optimizer: the user's.
         optimizer_state: of all trained parameters.
         sections: of parameters and state.
@@ -30,24 +32,16 @@ class StepRollback:
         undo_sections: see UndoSections.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        optimizer_state: OptimizerState,
-        sections: Sequence[Section],
-        groups: Sequence[GroupParameters],
-        undo_sections: UndoSections,
-    ) -> None:
-        self._optimizer = optimizer
-        self._state = optimizer_state
-        self._sections = sections
-        self._groups = groups
-        self._undo_sections = undo_sections
-        self._before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
+    optimizer: Optimizer
+    optimizer_state: OptimizerState
+    sections: Sequence[Section]
+    groups: Sequence[GroupParameters]
+    undo_sections: UndoSections
+    _before: tuple[list[dict[str, Any]], dict[str, Any]] | None = None  # settings and entries
 
     def note(self) -> None:
         """Note that a step begins."""
-        self._before = self._settings(), self._state.entries.pack()
+        self._before = self._settings(), self.optimizer_state.entries.pack()
 
     def note_settings(self) -> None:
         """Note that a step begun in backward is taken: its settings may differ from those at its first update."""
@@ -56,11 +50,11 @@ class StepRollback:
 
     def undo_step(self) -> None:
         """Restore the rest; all sections have been restored to the state before the last step."""
-        self._state.forget_kept()
+        self.optimizer_state.forget_kept()
         if self._before is not None:
             settings, entries = self._before
             self.restore_settings(settings)
-            self._state.entries.unpack(entries)
+            self.optimizer_state.entries.unpack(entries)
 
     def undo_groups(self, groups: Collection[int], error: BaseException, ahead: int) -> bool:
         """Restore `groups` after updates outside of `optimizer.step()` failed. Return True if they are restored.
@@ -68,17 +62,19 @@ class StepRollback:
         Args:
             ahead: their step is this many after the last counted one.
         """
-        sections = [section for section in self._sections if section.plan.group in groups]
-        if self._before is None or not self._undo_sections(sections, error, ahead):
+        sections = [section for section in self.sections if section.plan.group in groups]
+        if self._before is None or not self.undo_sections(sections, error, ahead):
             return False
-        self._state.forget_kept()
-        self._state.entries.unpack(self._before[1], {n for g in groups for n, _ in self._groups[g].group.parameters})
+        self.optimizer_state.forget_kept()
+        self.optimizer_state.entries.unpack(
+            self._before[1], {n for g in groups for n, _ in self.groups[g].group.parameters}
+        )
         return True
 
     def restore_settings(self, param_groups: list[dict[str, Any]]) -> None:
         """Restore earlier settings of the optimizer's groups."""
-        for ours, saved in zip(self._optimizer.param_groups, param_groups, strict=True):
+        for ours, saved in zip(self.optimizer.param_groups, param_groups, strict=True):
             ours.update({key: value for key, value in saved.items() if key != "params"})
 
     def _settings(self) -> list[dict[str, Any]]:
-        return copy.deepcopy(packed_groups(self._optimizer.param_groups))
+        return copy.deepcopy(packed_groups(self.optimizer.param_groups))

@@ -32,8 +32,8 @@ from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
 UPDATE_ELEMENTS = 1 << 19
 """Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
 
-
-NO_GROUP = -1  # the settings of a parameter in no group
+NO_GROUP = -1
+"""The settings of a parameter in no group."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Trainable:
     """One group's trainable parameters that the optimizer has, with the locations of their state.
 
     `settings` has for each the index of its group in `optimizer.param_groups`, NO_GROUP if it is in none any more: then
-    it is not updated. See membership.py.
+    it is not updated. See train/optimizer/conditions.py.
     """
 
     group: int
@@ -78,7 +78,7 @@ class Update:
     Attributes:
         work: the optimizer's input.
         places: the parameter's.
-        homes: tensors in sections, by key: targets of the optimizer's new state.
+        state_tensors: in sections, by key: the optimizer's new state is stored there.
         target: of the updated tensor.
         rounded: the parameter's elements, if `target` is a master.
     """
@@ -87,7 +87,7 @@ class Update:
     places: ParameterLocations
     begin: int
     end: int
-    homes: dict[str, torch.Tensor]
+    state_tensors: dict[str, torch.Tensor]
     target: torch.Tensor
     rounded: torch.Tensor | None
 
@@ -96,8 +96,8 @@ class Sweep:
     """Applies the optimizer to all groups, slice by slice.
 
     Args:
-        trainables: all groups.
-        shadow: runs the updates.
+        trainables: all groups, also as an attribute.
+        proxy: runs the updates.
         entries: the optimizer's state of each parameter.
         pager, page_bytes: makes the leases, and the size of its pages.
         counters: to update.
@@ -109,7 +109,7 @@ class Sweep:
     def __init__(
         self,
         trainables: Sequence[Trainable],
-        shadow: OptimizerProxy,
+        proxy: OptimizerProxy,
         entries: StateEntries,
         pager: Pager,
         page_bytes: int,
@@ -117,31 +117,26 @@ class Sweep:
         gradient: Callable[[nn.Parameter, torch.Tensor, int, int], torch.Tensor],
         make_ready: Callable[[GroupUpdate], None],
     ) -> None:
-        self._trainables = trainables
+        self.trainables = trainables
         self._gradient = gradient
         self._make_ready = make_ready
-        self._shadow = shadow
+        self._proxy = proxy
         self._entries = entries
         self._pager = pager
         self._page_bytes = page_bytes
         self._counters = counters
-        self._old: dict[
-            str, dict[str, Any]
-        ] = {}  # the common start of all pieces of a parameter that is being updated in pieces
-        self._new: dict[str, dict[str, Any]] = {}  # its entries when it is done
+        # Of a parameter that is being updated in pieces: state that all pieces begin with, and its entries afterwards.
+        self._old: dict[str, dict[str, torch.Tensor]] = {}
+        self._new: dict[str, dict[str, Any]] = {}
         # Cached tensors and parts: a new view takes a few microseconds, and ten if torch's code is not in the cache.
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._last: Access | None = None  # of the last updated slice, still leased
-        self._widening = UpcastBuffer(UPDATE_ELEMENTS)
-
-    @property
-    def trainables(self) -> Sequence[Trainable]:
-        return self._trainables
+        self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
 
     def begin(self) -> None:
         """Begin a step, with the optimizer's settings of this moment."""
-        self._shadow.begin_step()
+        self._proxy.begin_step()
         self.abandon()  # the rest of a failed step
 
     def take_in_written(self) -> None:
@@ -160,11 +155,11 @@ class Sweep:
 
     def fix_all(self) -> list[GroupUpdate]:
         """Return all updates, with the gradients of this moment."""
-        return [update for trainable in self._trainables if (update := self.fix(trainable)) is not None]
+        return [update for trainable in self.trainables if (update := self.fix(trainable)) is not None]
 
     def changed_setting(self) -> str | None:
         """Return the optimizer's setting that has changed since the step began, in words; None if none has."""
-        return self._shadow.changed_setting()
+        return self._proxy.changed_setting()
 
     def update(self, update: GroupUpdate) -> None:
         """Update a group. Its last slice stays leased for the next update, until `give_back`."""
@@ -188,7 +183,7 @@ class Sweep:
 
     def end(self) -> None:
         """Note that all groups of the step are updated. Writes may still be in flight."""
-        self._shadow.end_step()
+        self._proxy.end_step()
 
     def abandon(self) -> None:
         """Forget the step: parameters may have been updated in part, and nothing is leased any more."""
@@ -247,33 +242,33 @@ class Sweep:
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
         """Return True if the update of the slice reads memory once. See [Note: small updates]."""
         return all(
-            self._shadow.settings(trainable.settings[piece.parameter]).get("fused")
+            self._proxy.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
             for piece in part.pieces
         )
 
     def _apply(self, run: list[Update]) -> None:
-        self._shadow.update([update.work for update in run])
+        self._proxy.update([update.work for update in run])
         for update in run:
-            self._fault_in_deferred(update)
+            self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
-        self._widening.begin_run()
+        self._upcast.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
         trainable, fixed = group.trainable, group.gradients[number]
         places = trainable.places[number]
-        homes = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
+        state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
-        master = homes.pop("master", None)
+        master = state_tensors.pop("master", None)
         target = param if master is None else master
         if fixed is None:
             raise InvariantError(f"{places.name} has no gradient and was to be updated")
         gradient = self._gradient(trainable.parameters[number], fixed, begin, end)
         if not places.may_cut:
             gradient = gradient.view(target.shape)
-        state = self._state(places, begin, end, homes)
-        work = Work(trainable.settings[number], target.detach(), self._widening.widen(gradient, target.dtype), state)
-        return Update(work, places, begin, end, homes, target, None if master is None else param)
+        state = self._state(places, begin, end, state_tensors)
+        work = Work(trainable.settings[number], target.detach(), self._upcast.widen(gradient, target.dtype), state)
+        return Update(work, places, begin, end, state_tensors, target, None if master is None else param)
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) at `place`, flat; or all of it in its own shape, if it may not be cut."""
@@ -292,7 +287,7 @@ class Sweep:
         return whole
 
     def _state(
-        self, places: ParameterLocations, begin: int, end: int, homes: dict[str, torch.Tensor]
+        self, places: ParameterLocations, begin: int, end: int, state_tensors: dict[str, torch.Tensor]
     ) -> dict[str, Any]:
         """Return the optimizer's state in its order.
 
@@ -306,10 +301,10 @@ class Sweep:
             stored = self._others(places)
             if end < places.numel:
                 self._old[places.name] = {key: value.clone() for key, value in stored.items()}
-            homes.update(stored)
-            others = dict(stored)
+            state_tensors.update(stored)
+            others = stored
         return {
-            key: (homes[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
+            key: (state_tensors[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
 
@@ -317,7 +312,7 @@ class Sweep:
         """Return the state that belongs to a parameter as a whole."""
         return {key: self._at(place) for key, place in places.others.items()}
 
-    def _fault_in_deferred(self, update: Update) -> None:
+    def _store(self, update: Update) -> None:
         """Store new state tensors of the optimizer in their sections, and record its entries."""
         work, places = update.work, update.places
         if work.tensor.data_ptr() != update.target.data_ptr():
@@ -330,20 +325,20 @@ class Sweep:
                 entries[key] = value
                 continue
             entries[key] = PAGED
-            home = update.homes.get(key)
-            if home is None:
+            stored = update.state_tensors.get(key)
+            if stored is None:
                 if key not in places.others:
                     raise UnsupportedError(
-                        f"{self._shadow.kind} keeps {key!r} for {places.name}, which it did not keep at manager.offload"
+                        f"{self._proxy.kind} keeps {key!r} for {places.name}, which it did not keep at manager.offload"
                     )
                 continue  # the first piece has stored it
-            if value.shape != home.shape or value.dtype != home.dtype:
+            if value.shape != stored.shape or value.dtype != stored.dtype:
                 raise UnsupportedError(
-                    f"{self._shadow.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
-                    f"offloaded it was {home.dtype} {list(home.shape)}"
+                    f"{self._proxy.kind} keeps {key!r} for {places.name} as {value.dtype} {list(value.shape)}; when it was "
+                    f"offloaded it was {stored.dtype} {list(stored.shape)}"
                 )
-            if value.data_ptr() != home.data_ptr() or not value.is_contiguous():
-                home.copy_(value)
+            if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
+                stored.copy_(value)
         if update.begin == 0:
             self._new[places.name] = entries
         if update.end == places.numel:
@@ -382,5 +377,4 @@ class UpcastBuffer:
         if self._memory is None or self._memory.dtype != dtype:
             self._memory = torch.empty(self._numel, dtype=dtype)
         self._used = -(-end // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
-        room = self._memory[begin:end]
-        return (room if gradient.dim() == 1 else room.view(gradient.shape)).copy_(gradient)
+        return self._memory[begin:end].view(gradient.shape).copy_(gradient)

@@ -23,14 +23,14 @@ def faster_place(optimizer: Optimizer, device: Device) -> str:
     """Return "cpu" or "device". An optimizer without parameters, or one that cannot be tried, stays on the CPU."""
     if not optimizer.param_groups or not any(group["params"] for group in optimizer.param_groups):
         return "cpu"
-    shadow = OptimizerProxy(copy_for_trial(optimizer))
+    proxy = OptimizerProxy(copy_for_trial(optimizer))
     tensor = torch.zeros(ELEMENTS)
     work = Work(0, tensor, torch.ones(ELEMENTS), {})
 
     def update() -> None:
         work.gradient = torch.ones(ELEMENTS)
         with torch.no_grad():
-            shadow.update([work])
+            proxy.update([work])
 
     try:
         update()  # makes the state

@@ -1,0 +1,265 @@
+"""Reads some rows of a weight instead of all of it: rows of an embedding, and matrices larger than the budget.
+
+The module's `forward` is replaced on the instance while the model is loaded (`restore_forward` ends that). The weight
+stays cold, unless another module uses it too (a tied output projection).
+
+An embedding reads the rows that a pass looks up, a few of a table of 32,000. A linear map is multiplied by some rows at
+a time, read while the previous ones are in use: rows of a matrix are outputs of the map, so each part gives its own
+columns of the result, and no sum changes. In bf16 and fp16 the result has the bits of the whole matrix; in wider types
+torch may choose another kernel for another number of rows, and the last bits may differ.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from swapper.errors import DeviceError
+from swapper.formats.stored import StoredTensor
+from swapper.infer.mapping.adoption import view_of
+from swapper.infer.mapping.matching import Recipe
+from swapper.infer.runtime.weights import refuse_gradient
+from swapper.io.alignment import SECTOR_BYTES, TENSOR_ALIGNMENT_BYTES, round_up
+from swapper.io.engines import Transfer
+from swapper.io.waiting import wait_for_all
+from swapper.modules.own_hook import not_traced, outside_transforms
+from swapper.runtime.interrupts import defer_sigint
+
+ReadInto = Callable[[StoredTensor, int, torch.Tensor], Transfer]
+"""Submits a read of a stored tensor: (tensor, offset in it, contiguous memory to fill); returns the ticket."""
+
+PARTS_IN_MEMORY = 4
+"""Parts of matrices that are read or in use at once: a choice."""
+MAX_PART_BYTES = 2 << 20  # a choice
+ROWS_MULTIPLE = 64
+"""Rows. Kernels process rows in groups of this many, or a divisor of it: other cuts would treat the last ones
+differently."""
+
+
+def check_place(tensor: torch.Tensor, device: torch.device) -> None:
+    """Refuse an input on another device than the model's."""
+    if tensor.device != device:
+        raise DeviceError(
+            f"an input is on {tensor.device}, and the model was loaded with device={str(device)!r}: move it there"
+        )
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Make the module use its class's `forward` again, if it was replaced here."""
+    if getattr(module.__dict__.get("forward"), "__module__", "") == __name__:
+        del module.__dict__["forward"]
+
+
+# --- embeddings
+# -------------------------------------------------------------------------------------------------------
+
+
+def can_look_up(module: nn.Module, recipe: Recipe) -> bool:
+    """Return True if `module` is an embedding whose rows can be read one by one, and nothing more."""
+    return type(module) is nn.Embedding and module.max_norm is None and recipe.rows(0, 1) is not None
+
+
+def look_up_by_rows(module: nn.Embedding, recipe: Recipe, read: ReadInto, device: torch.device) -> None:
+    """Make `module` read the requested rows to `device`, until `restore_forward`."""
+    row_count = module.num_embeddings
+
+    @not_traced
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        check_place(ids, device)
+        with torch.no_grad():
+            unique, places = torch.unique(ids, return_inverse=True)
+            rows = unique.tolist()
+            if rows and not 0 <= rows[0] <= rows[-1] < row_count:
+                raise IndexError(f"index out of range: {rows[0]} to {rows[-1]} in an embedding of {row_count} rows")
+            tables, tickets = [], []
+            for stored in recipe.parts:
+                table = torch.empty((len(rows), *stored.shape[1:]), dtype=stored.dtype)
+                row_bytes = stored.nbytes // row_count
+                tickets += [
+                    read(stored, begin * row_bytes, table[number : number + count])
+                    for number, begin, count in _runs(rows)
+                ]
+                tables.append(table)
+            wait_for_all(tickets)
+            return F.embedding(places, recipe.from_parts([table.to(device) for table in tables]))
+
+    module.__dict__["forward"] = forward
+
+
+def _runs(rows: list[int]) -> list[tuple[int, int, int]]:
+    """Return (position in `rows`, first row, number of rows) of each run of neighbors; `rows` ascend."""
+    found: list[tuple[int, int, int]] = []
+    for number, row in enumerate(rows):
+        if found and row == found[-1][1] + found[-1][2]:
+            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + 1)
+        else:
+            found.append((number, row, 1))
+    return found
+
+
+# --- linear maps
+# ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowPartitionedLinear:
+    """A linear map that is multiplied by parts.
+
+    Attributes:
+        module: the map.
+        weight: its matrix of shape (out, in).
+        bias: of shape (out,), if it streams too; None if it is in memory or there is none.
+        part_rows: rows that are read together; the last part may have fewer.
+    """
+
+    module: nn.Linear
+    weight: Recipe
+    bias: Recipe | None
+    part_rows: int
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(recipe.stored_bytes for recipe in self._whole)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The stored bytes of one part, with each of its tensors anywhere in a sector."""
+        parts = [part for recipe in self.recipes(0, self.part_rows) for part in recipe.parts]
+        return sum(round_up(part.nbytes, SECTOR_BYTES) + SECTOR_BYTES for part in parts)
+
+    @property
+    def made_bytes(self) -> int:
+        """The bytes computed from one part while it is in use."""
+        made = [recipe for recipe in self._whole if recipe.make is not None]
+        return sum(self.part_rows * self.module.in_features * recipe.dtype.itemsize for recipe in made)
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield (first row, end) of each part."""
+        for begin in range(0, self.module.out_features, self.part_rows):
+            yield begin, min(begin + self.part_rows, self.module.out_features)
+
+    def recipes(self, begin: int, end: int) -> list[Recipe]:
+        """Return the recipes of rows [begin, end) of the matrix, and of the bias if that streams."""
+        found = [recipe.rows(begin, end) for recipe in self._whole]
+        return [recipe for recipe in found if recipe is not None]  # all of them: `cut` has checked it
+
+    @property
+    def _whole(self) -> list[Recipe]:
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
+
+
+def cut(module: nn.Module, weight: Recipe, bias: Recipe | None) -> RowPartitionedLinear | None:
+    """Return the partition of `module`; None if it is not a plain linear map of rows."""
+    if type(module) is not nn.Linear or weight.rows(0, 1) is None or (bias is not None and bias.rows(0, 1) is None):
+        return None
+    row_bytes = max(weight.stored_bytes // module.out_features, 1)
+    rows = max(min(MAX_PART_BYTES, weight.stored_bytes // 8) // row_bytes, 1)
+    number = -(-module.out_features // rows)  # of about equal size, so that the last part is not a small one
+    part_rows = min(round_up(-(-module.out_features // number), ROWS_MULTIPLE), module.out_features)
+    return RowPartitionedLinear(module, weight, bias, part_rows)
+
+
+def multiply_by_parts(linear: RowPartitionedLinear, parts: RowPrefetcher, device: torch.device) -> None:
+    """Make the module multiply by parts, on `device`, until `restore_forward`."""
+
+    own = linear.module.weight
+
+    @not_traced
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if linear.module.weight is not own:  # torch.func.functional_call passes another one
+            return type(linear.module).forward(linear.module, x)
+        if torch.is_grad_enabled() and x.requires_grad:
+            refuse_gradient()
+        check_place(x, device)
+        return parts.multiply(linear, x)
+
+    linear.module.__dict__["forward"] = forward
+
+
+@dataclass
+class _PartRead:
+    """A part that is read, or was, and is used next."""
+
+    of: int  # id of its map: it must not keep the model alive
+    recipes: Sequence[Recipe]
+    parts: list[torch.Tensor] = field(default_factory=list)
+    tickets: list[Transfer] = field(default_factory=list)
+
+    def ready(self, device: torch.device) -> list[torch.Tensor]:
+        wait_for_all(self.tickets)
+        parts = iter([part.to(device) for part in self.parts])
+        with torch.inference_mode(False), torch.no_grad():
+            return [recipe.from_parts([next(parts) for _ in recipe.parts]) for recipe in self.recipes]
+
+
+class RowPrefetcher:
+    """Owns the memory into which parts are read, one map at a time.
+
+    Parts are used in the order of their requests, and use the slots in turn. When the last ones of a map are in flight,
+    the first ones of the map that followed it last time are requested, so that the drive does not idle between maps.
+    """
+
+    def __init__(self, memory: torch.Tensor, read: ReadInto) -> None:
+        self._slots = memory.view(PARTS_IN_MEMORY, -1)
+        self._read = read
+        self._number = 0  # of requested parts
+        self._reading: deque[_PartRead] = deque()  # requested and not used up
+        self._last: RowPartitionedLinear | None = None
+        self._after: dict[int, RowPartitionedLinear] = {}  # by id: the map that followed it
+
+    def multiply(self, linear: RowPartitionedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of the whole map with `x`, on its device."""
+        if any(part.of != id(linear) for part in self._reading):
+            self._forget()  # another map was expected
+        if self._last is not None:
+            self._after[id(self._last)] = linear
+        self._last = linear
+        ranges = list(linear.ranges())
+        following = self._after.get(id(linear))
+        ahead = [] if following is None else [(following, *range_) for range_ in following.ranges()]
+        wanted = chain([(linear, *range_) for range_ in ranges[len(self._reading) :]], ahead)
+        outputs = []
+        try:
+            for begin, end in ranges:
+                self._request(wanted)
+                weight, *bias = self._reading[0].ready(x.device)
+                here = linear.module.bias
+                known = bias[0] if bias else None if here is None else here[begin:end]
+                outputs.append(F.linear(x, weight, known))
+                self._reading.popleft()
+            self._request(wanted)
+        except BaseException:
+            self._forget()
+            raise
+        return torch.cat(outputs, dim=-1)
+
+    def _request(self, wanted: Iterator[tuple[RowPartitionedLinear, int, int]]) -> None:
+        """Begin to read the next parts, as long as there are free slots."""
+        while len(self._reading) < PARTS_IN_MEMORY and (following := next(wanted, None)) is not None:
+            linear, begin, end = following
+            with defer_sigint, outside_transforms():  # an unrecorded read would fill a slot that another part uses next
+                self._reading.append(_PartRead(id(linear), linear.recipes(begin, end)))
+                self._submit(self._reading[-1], self._slots[self._number % PARTS_IN_MEMORY])
+                self._number += 1
+
+    def _forget(self) -> None:
+        """Drop all parts; wait for reads in flight, since their slots are used next."""
+        for ticket in (ticket for part in self._reading for ticket in part.tickets):
+            ticket.exception()
+        self._reading.clear()
+
+    def _submit(self, reading: _PartRead, slot: torch.Tensor) -> None:
+        """Begin to read a part. Each tensor lies in memory as in its sector, if that suits the kernels."""
+        cursor = 0
+        for stored in (part for recipe in reading.recipes for part in recipe.parts):
+            in_sector = stored.offset % SECTOR_BYTES
+            at = round_up(cursor, SECTOR_BYTES) + (in_sector if in_sector % TENSOR_ALIGNMENT_BYTES == 0 else 0)
+            reading.tickets.append(self._read(stored, 0, slot[at : at + stored.nbytes]))
+            reading.parts.append(view_of(slot, at, stored))
+            cursor = at + stored.nbytes

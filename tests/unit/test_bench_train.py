@@ -1,0 +1,59 @@
+"""tools/bench_train prints the figures of any step, also of one that moves nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parents[2] / "tools" / "bench_train"
+MB = 10**6
+SPEED = {"read_bytes_per_s": 500.0 * MB, "write_bytes_per_s": 500.0 * MB, "both_bytes_per_s": 800.0 * MB}
+
+
+@pytest.fixture
+def bench_train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # none in the tools' folder
+    loader = SourceFileLoader("bench_train", str(TOOL))
+    spec = importlib.util.spec_from_loader("bench_train", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def measured(moved_bytes: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the figures of the swapped process and of the one in memory, where a step moves these bytes each way."""
+    swapped = {
+        "parameters": MB,
+        "budget_bytes": 100 * MB,
+        "losses": [2.0, 1.0],
+        "step_s": 0.2,
+        "mean_step_s": 0.2,
+        "cpu_s": 0.3,
+        "last_step": "",
+        "growth_bytes": 90 * MB,
+        "drive": [SPEED, SPEED],
+        "device_read_bytes_a_step": moved_bytes,
+        "device_written_bytes_a_step": moved_bytes,
+        "planned_read_bytes_a_step": moved_bytes,
+        "planned_written_bytes_a_step": moved_bytes,
+    }
+    reference = {"losses": [2.0, 1.0], "compute_s": 0.1, "step_s": 0.1, "cpu_s": 0.2, "growth_bytes": 80 * MB}
+    return swapped, reference
+
+
+@pytest.mark.parametrize("moved_bytes, said", [(0, "no byte was moved"), (12 * MB, "s more a GB")])
+def test_a_step_is_shown_whatever_it_moves(
+    bench_train: ModuleType, capsys: pytest.CaptureFixture[str], moved_bytes: float, said: str
+) -> None:
+    options = bench_train.parse_arguments(["--placement", "state"])
+    bench_train.show(bench_train.combine(options, *measured(moved_bytes), {}))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert said in shown
+    assert f"{moved_bytes / MB:.0f} MB read" in shown and "equal to those in memory in 2 steps" in shown
