@@ -2,7 +2,7 @@
 
 For every piece of every section it names the swap file with its content as of the step, and that content's CRC-32; it
 also holds everything else that belongs to the step. It is a torch checkpoint without payload, sealed so that a change
-of any byte is detected (manifest.py). It is published by writing a temporary file, syncing and renaming it: a reader
+of any byte is detected (container.py). It is published by writing a temporary file, syncing and renaming it: a reader
 finds it whole, or the previous one.
 """
 
@@ -22,8 +22,7 @@ import torch
 from swapper.durability.directory import COMMIT_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import MAX_END_BYTES, find_seal
+from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
 from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.planning.layout import SectionPlan
@@ -130,7 +129,7 @@ class CommitRecord:
         registered: state dicts by name.
         extra: the user's own values.
         rng: states of the random number generators, if requested.
-        lent: paths of external files, with size in bytes and modification time in nanoseconds.
+        external: paths of external files, with size in bytes and modification time in nanoseconds.
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
         members: names of the parameters of each of the optimizer's groups, in order; None if they are the script's own.

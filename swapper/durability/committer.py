@@ -22,13 +22,13 @@ from typing import Any, Protocol
 
 from swapper import _C
 from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
-from swapper.durability.fallback import Commit, WayBack
+from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
 from swapper.errors import CheckpointError, IoError, StateError
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
-from swapper.paging.section import EXTERNAL, Page, Section
+from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import defer_sigint
 
 log = logging.getLogger("swapper")
@@ -48,10 +48,10 @@ def steps_between_commits(
 
 
 class State(Protocol):
-    """The optimizer's state, which may be elsewhere than in its sections."""
+    """The optimizer's state, which may be on a device instead of in its sections."""
 
     def sync_to_host(self) -> None:
-        """Copy state that stays elsewhere to its sections."""
+        """Copy state that is on a device to its sections."""
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class State(Protocol):
 
 
 class CommittedModel(Protocol):
-    """Of whose last step updates may still be to be done."""
+    """What the committer needs of a model: updates of its last step may still be open."""
 
     @property
     def optimizer_state(self) -> State: ...
@@ -260,7 +260,7 @@ class Committer:
             IoError: content in memory cannot be read back.
         """
         given = self._sections if sections is None else sections
-        self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
+        self._store.roll_back(piece for section in given for piece in pieces_of(section))
         for section in [section for section in given if section.resident]:
             self._store.read_now(section.piece, section.memory.data_ptr())
 
@@ -391,7 +391,7 @@ class Committer:
     def _places(self) -> list[SectionRecord]:
         records = []
         for section in self._sections:
-            pieces = [section.piece] if section.resident else section.pages
+            pieces = pieces_of(section)
             files = [piece.location if piece.location is not None else -1 for piece in pieces]
             crc32s = [piece.crc32 if piece.crc32 is not None else -1 for piece in pieces]
             records.append(SectionRecord(section.plan.nbytes, pieces[0].nbytes, files, crc32s))

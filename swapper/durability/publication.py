@@ -22,8 +22,7 @@ from typing import Any
 from swapper import _C
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
 from swapper.paging.store.swap_file import FileStatus, status_of
@@ -159,7 +158,7 @@ class Publication:
         is_near: `path` is on the filesystem of the swap files.
         may_link: the frozen file may be completed, and be the snapshot itself.
         engine: does the transfers.
-        predecessor: the publication to wait for first, so that only one runs at a time.
+        previous: the publication to wait for first, so that only one runs at a time.
         published: called when the file has its name.
 
     Attributes:
@@ -175,7 +174,7 @@ class Publication:
         is_near: bool,
         may_link: bool,
         engine: Any,
-        previous_owner: Publication | None,
+        previous: Publication | None,
         published: Callable[[], None],
     ) -> None:
         self._path = path
@@ -185,7 +184,7 @@ class Publication:
         self._is_near = is_near
         self._may_link = may_link
         self._engine = engine
-        self._predecessor = previous_owner
+        self._previous = previous
         self._published = published
         self._found: dict[int, int] = {}  # checksums of what was read, by offset
         self.sources_read = threading.Event()
@@ -213,9 +212,9 @@ class Publication:
     # -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._predecessor is not None:
-            self._predecessor.join()
-            self._predecessor = None
+        if self._previous is not None:
+            self._previous.join()
+            self._previous = None
         error: BaseException | None = None
         try:
             self._publish()

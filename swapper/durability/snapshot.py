@@ -34,8 +34,7 @@ from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
@@ -64,7 +63,7 @@ class Publisher:
         store: has the swap files.
         retention: of snapshots published with `keep=`.
         unchanging: numbers of the sections that training does not change.
-        check_lent: raises CheckpointError if an external file has changed. Called in any thread.
+        check_external: raises CheckpointError if an external file has changed. Called in any thread.
     """
 
     def __init__(
@@ -223,9 +222,9 @@ class Publisher:
                 [CopyRange(base.file, p.file_offset, p.nbytes, p.crc32, repr(p)) for p in kept if base is not None],
                 check,
             )
-            previous_owner = self._publications[-1] if self._publications else None
+            previous = self._publications[-1] if self._publications else None
             publication = Publication(
-                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous_owner,
+                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous,
                 lambda: self._retention.published(snapshot.path, snapshot.keep),
             )  # fmt: skip
         except BaseException:

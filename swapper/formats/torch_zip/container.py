@@ -6,6 +6,12 @@ directory come last: the **tail**. A live swap file has no tail, so that nothing
 it. Payloads and everything else fill whole, disjoint runs of 4096 bytes, so that all transfers can be direct. Nothing
 here opens a file.
 
+[Note: manifest and seal] A zip has checksums of its records, but none of the bytes between them. So a snapshot has one
+record more, the **manifest** (JSON): the CRC-32 of every run of bytes before the tail, headers and padding included,
+and the tensors in it. The **seal** is text at the start of the comment of the zip's end record: the tail's offset and
+the CRC-32 of all bytes from there to the comment. The rest of the comment is zeros. So each byte of the file is in
+exactly one checked run.
+
 Sources of the format: caffe2/serialize/inline_container.cc, torch/serialization.py, PKWARE's APPNOTE.TXT. Decision:
 docs/decisions/container-format.md.
 """
@@ -13,6 +19,7 @@ docs/decisions/container-format.md.
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,22 +28,28 @@ from dataclasses import dataclass
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.manifest import MANIFEST_NAME, ChecksumChunk, Manifest, TensorPlace, seal_tail
 from swapper.formats.torch_zip.pickle_writer import Pickled, StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
     Entry,
+    RecordBytes,
     descriptor,
     descriptor_nbytes,
-    directory,
     leading_records,
     local_header,
     payload_offset,
-    serialization_id,
 )
 from swapper.io.elements import device_errors
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
+
+MANIFEST_NAME = "swapper/manifest.json"
+FORMAT = 1  # of the manifest; other numbers are refused
+END_RECORD_BYTES = 22
+"""Bytes of a zip's end record without its comment (APPNOTE 4.3.16)."""
+MAX_END_BYTES = END_RECORD_BYTES + 0xFFFF
+_END_SIGNATURE = b"PK\x05\x06"
+_SEAL = re.compile(rb"swapper-seal from ([0-9]{20}) crc32 ([0-9a-f]{8})\n\0*", re.DOTALL)
 
 _ROOT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
@@ -149,49 +162,26 @@ class PreparedTail:
             raise CheckpointError(
                 f"need one CRC-32 for each of {len(self._layout.records)} records, got {sorted(crc32s)}"
             )
-        tail = _Tail(self._layout, crc32s, left_out)
+        root, begin, records = self._layout.root, self._layout.tail_offset, self._layout.records
+        payloads = [
+            Entry(_name(root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
+            for record in records
+            if record.key not in left_out
+        ]
+        tail = RecordBytes(root, ALIGNMENT, begin, payloads)
+        if records:  # the last payload's descriptor; the others are in the header chunks
+            tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
         for name, content in leading_records(self._data, ALIGNMENT):
             if name != ".format_version" or self._in_file_order:
                 tail.add(name, content)
-        tail.add("version", b"3\n")
-        tail.add(".data/serialization_id", serialization_id(tail.entries))
+        tail.add_trailing()
         if pieces is None:
-            return tail.finish()
+            return tail.finish(ALIGNMENT)
         headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
-        tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], self._layout.tail_offset, tensors or {}).encode())
-        return seal_tail(tail.finish(), self._layout.tail_offset, ALIGNMENT)
-
-
-class _Tail:
-    """The tail under construction: the bytes so far, and the directory entry of every record of the file."""
-
-    def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int], left_out: Collection[str] = ()) -> None:
-        self._root = layout.root
-        self._begin = layout.tail_offset
-        self.entries = [
-            Entry(_name(layout.root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
-            for record in layout.records
-        ]
-        self._bytes = bytearray()
-        if self.entries:  # the last payload's descriptor; the others are in the header chunks
-            last = self.entries[-1]
-            self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
-        absent = {_name(layout.root, key) for key in left_out}
-        self.entries = [entry for entry in self.entries if entry.name not in absent]
-
-    def add(self, name: str, content: bytes) -> None:
-        cursor = self._begin + len(self._bytes)
-        entry = Entry(f"{self._root}/{name}", cursor, len(content), zlib.crc32(content))
-        self.entries.append(entry)
-        self._bytes += local_header(cursor, entry.name, len(content), ALIGNMENT)
-        self._bytes += content
-        self._bytes += descriptor(cursor, len(content), entry.crc32)
-
-    def finish(self) -> bytes:
-        self._bytes += directory(self.entries, self._begin + len(self._bytes), ALIGNMENT)
-        return bytes(self._bytes)
+        tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], begin, tensors or {}).encode())
+        return _seal_tail(tail.finish(ALIGNMENT), begin)
 
 
 def _in_file_order(pickled: Pickled) -> bool:
@@ -208,3 +198,126 @@ def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     with device_errors(storage.device, "copying a tensor for a checkpoint"):
         on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
     return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())
+
+
+# --- [Note: manifest and seal] ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumChunk:
+    """A run of bytes of the file and its CRC-32."""
+
+    offset: int  # bytes from the start of the file
+    nbytes: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of a record: bytes [offset, offset + nbytes) of the file."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Checksums of all bytes before the tail, in file order, and which tensors lie there, by record."""
+
+    chunks: tuple[ChecksumChunk, ...]
+    tensors: Mapping[str, tuple[TensorPlace, ...]]
+
+    @classmethod
+    def make(
+        cls, chunks: Sequence[ChecksumChunk], nbytes: int, tensors: Mapping[str, Sequence[TensorPlace]]
+    ) -> Manifest:
+        """Return the manifest of `nbytes` bytes.
+
+        Raises:
+            CheckpointError: the chunks do not cover them exactly once.
+        """
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
+        ends = [0, *(chunk.end for chunk in ordered)]
+        if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:
+            raise CheckpointError(
+                f"the checksums of a container must cover its first {nbytes} bytes without gap or overlap"
+            )
+        return cls(ordered, {key: tuple(places) for key, places in tensors.items()})
+
+    def encode(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "chunks": [[chunk.offset, chunk.nbytes, chunk.crc32] for chunk in self.chunks],
+            "tensors": {key: [[p.name, p.offset, p.nbytes] for p in places] for key, places in self.tensors.items()},
+        }
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, nbytes: int) -> Manifest:
+        """Return the manifest that `encode` made, of a container whose tail begins at `nbytes`.
+
+        Raises:
+            CheckpointError: it is not one, or of another version.
+        """
+        try:
+            content = json.loads(data)
+            if content["format"] != FORMAT:
+                raise CheckpointError(
+                    f"the manifest is of format {str(content['format'])[:20]}, this swapper reads {FORMAT}"
+                )
+            chunks = [ChecksumChunk(*map(int, row)) for row in content["chunks"]]
+            tensors = {
+                str(key): [TensorPlace(str(name), int(offset), int(size)) for name, offset, size in rows]
+                for key, rows in content["tensors"].items()
+            }
+            return cls.make(chunks, nbytes, tensors)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"the manifest cannot be read ({type(error).__name__})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The seal of a file: bytes [begin, end) have this CRC-32, and the rest of the file is the comment."""
+
+    begin: int
+    end: int
+    crc32: int
+
+
+def _seal_tail(tail: bytes, begin: int) -> bytes:
+    """Return `tail`, all bytes of a container from offset `begin` on, with a seal in the comment of its end record."""
+    end = tail.rindex(_END_SIGNATURE) + END_RECORD_BYTES
+    text_nbytes = len(_seal_text(0, 0))
+    comment_nbytes = len(tail) - end
+    if comment_nbytes < text_nbytes:
+        comment_nbytes += ALIGNMENT
+    body = tail[: end - 2] + comment_nbytes.to_bytes(2, "little")
+    return body + _seal_text(begin, zlib.crc32(body)).ljust(comment_nbytes, b"\0")
+
+
+def find_seal(last: bytes, file_nbytes: int) -> Seal | None:
+    """Return the seal of a file of `file_nbytes` bytes, of which `last` are the last MAX_END_BYTES (or all of them).
+
+    None if there is none: the file was never sealed, or its end is damaged.
+    """
+    at = last.rfind(_END_SIGNATURE)
+    if at < 0 or at + END_RECORD_BYTES > len(last):
+        return None
+    comment = last[at + END_RECORD_BYTES :]
+    match = _SEAL.fullmatch(comment)
+    if match is None or int.from_bytes(last[at + END_RECORD_BYTES - 2 : at + END_RECORD_BYTES], "little") != len(
+        comment
+    ):
+        return None  # some of its zeros may be missing, or others appended
+    end = file_nbytes - len(comment)
+    begin = int(match[1])
+    return Seal(begin, end, int(match[2], 16)) if begin < end else None
+
+
+def _seal_text(begin: int, crc32: int) -> bytes:
+    return b"swapper-seal from %020d crc32 %08x\n" % (begin, crc32)

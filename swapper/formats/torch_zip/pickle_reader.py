@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
+from swapper.formats.stored import MAX_DIMENSIONS, MAX_TENSOR_BYTES, are_sizes
+from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
 from swapper.formats.torch_zip.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 
 MAX_DEPTH = 1000
 """Nested containers. Python's own pickler writes no deeper nesting."""
 MAX_NAME_CHARS = 16384
 """Characters of the path of one tensor or value."""
-MAX_DIMENSIONS = 64  # torch's limit
-MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
 _MAX_ARGUMENTS = 16
 """Arguments of torch's functions that rebuild tensors."""
 _FREE_CHARS = 1_000_000
@@ -63,7 +62,7 @@ class TensorView:
     @property
     def nbytes(self) -> int:
         """Bytes from the first element to the end of the last."""
-        return _span(self.shape, self.stride) * self.dtype.itemsize
+        return span(self.shape, self.stride) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -202,14 +201,9 @@ class _Reader(BoundedUnpickler):
 
 
 _STORAGE_DTYPES = {
-    **{kind.__name__: dtype for dtype, kind in LEGACY_STORAGES.items()},
+    **{kind.__name__: dtype for dtype, kind in (*LEGACY_STORAGES.items(), *QUANTIZED_STORAGES.items())},
     "UntypedStorage": torch.uint8,
     "TypedStorage": torch.uint8,
-    "QInt8Storage": torch.qint8,
-    "QUInt8Storage": torch.quint8,
-    "QInt32Storage": torch.qint32,
-    "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -259,15 +253,6 @@ _REBUILDS: dict[tuple[str, str], Any] = {
 }
 
 
-def are_sizes(values: Any) -> bool:
-    """Return True for possible sizes, strides or offsets of a tensor: a short sequence of integers, none negative."""
-    return (
-        isinstance(values, (tuple, list))
-        and len(values) <= MAX_DIMENSIONS
-        and all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values)
-    )
-
-
 def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
     sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
     if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
@@ -281,10 +266,3 @@ def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: A
     if math.prod(size) * dtype.itemsize >= MAX_TENSOR_BYTES:
         raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has impossibly many bytes")
     return view
-
-
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements from the first to the last in memory, both included; 0 for none."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

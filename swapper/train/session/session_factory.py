@@ -8,8 +8,7 @@ from typing import Any
 
 from swapper.durability.commit import CommitRecord, check_group_count, check_same, check_trained, describe_plans
 from swapper.durability.directory import RunDirectory
-from swapper.durability.fallback import Commit
-from swapper.durability.recovery import follow_placement, page_bytes_of
+from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import find_tuning_of
 from swapper.runtime.stats import StepClock
