@@ -196,7 +196,7 @@ def encode_commit(record: CommitRecord) -> bytes:
         "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
         "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
     }
-    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build({}, [])
+    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
 
 
 def check_state(state: Any) -> None:

@@ -57,10 +57,6 @@ Progress = Callable[[int, int], None]
 """Called with the bytes checked and the total bytes."""
 
 
-def _ignore(done: int, total: int) -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Fault:
     """Something that differs from its write.
@@ -114,7 +110,7 @@ class _Part:
         return Fault(str(path), chunk.offset, chunk.nbytes, what, self.record, tuple(names))
 
 
-def verify(path: str | os.PathLike[str], progress: Progress = _ignore) -> list[Report]:
+def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total: None) -> list[Report]:
     """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
 
     Raises:
@@ -435,7 +431,7 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
 
 
 def _check(
-    files: Mapping[Path, Sequence[_Part]], report: Report | None = None, progress: Progress = _ignore
+    files: Mapping[Path, Sequence[_Part]], report: Report | None = None, progress: Progress = lambda done, total: None
 ) -> list[Fault]:
     """Compare every part of every file with its checksum; count the bytes in `report`."""
     faults = []

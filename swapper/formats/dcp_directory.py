@@ -169,7 +169,7 @@ class Item:
         stand_in = torch.empty(shape, dtype=dtype, device="meta")
         nbytes = stand_in.numel() * dtype.itemsize
         pickled = pickle_state(stand_in, {"0": nbytes}, lambda tensor: StorageRef("0", 0)).data
-        head = RecordBytes(ROOT, _ALIGNMENT)
+        head = RecordBytes(_ALIGNMENT)
         for name, content in leading_records(pickled, _ALIGNMENT):
             head.add(name, content)
         cursor = len(head.data)
@@ -180,7 +180,7 @@ class Item:
     def tail(self, crc32: int) -> bytes:
         """Return the bytes after a payload with this CRC-32. Their length is always the same."""
         payload = Entry(f"{ROOT}/data/0", self._cursor, self.nbytes, crc32)
-        tail = RecordBytes(ROOT, _ALIGNMENT, len(self.head) + self.nbytes, [*self._entries, payload])
+        tail = RecordBytes(_ALIGNMENT, len(self.head) + self.nbytes, [*self._entries, payload])
         tail.data += descriptor(self._cursor, self.nbytes, crc32)
         tail.add_trailing()
         return tail.finish(1)

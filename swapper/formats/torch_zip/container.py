@@ -27,9 +27,11 @@ from dataclasses import dataclass
 
 import torch
 
+from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import Pickled, StorageRef, pickle_state
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
     Entry,
     RecordBytes,
     descriptor,
@@ -51,8 +53,6 @@ MAX_END_BYTES = END_RECORD_BYTES + 0xFFFF
 _END_SIGNATURE = b"PK\x05\x06"
 _SEAL = re.compile(rb"swapper-seal from ([0-9]{20}) crc32 ([0-9a-f]{8})\n\0*", re.DOTALL)
 
-_ROOT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-
 
 @dataclass(frozen=True, slots=True)
 class Record:
@@ -73,28 +73,25 @@ class Record:
 class ContainerLayout:
     """The location of everything before the tail: a function of the records' sizes alone. Made by `plan`."""
 
-    root: str  # the zip folder of all records
     records: tuple[Record, ...]
     tail_offset: int  # bytes; the end of the last payload, a multiple of ALIGNMENT
 
     @classmethod
-    def plan(cls, sizes: Sequence[int], root: str = "archive") -> ContainerLayout:
+    def plan(cls, sizes: Sequence[int]) -> ContainerLayout:
         """Lay out payload records of `sizes` bytes, in that order, each a positive multiple of ALIGNMENT.
 
         Raises:
-            CheckpointError: a size or the root's name is not allowed.
+            CheckpointError: a size is not allowed.
         """
-        if not _ROOT.fullmatch(root):
-            raise CheckpointError(f"container root {root!r}: use up to 200 of A-Z a-z 0-9 _ . -, not . or - first")
         records: list[Record] = []
         cursor = 0
         for index, nbytes in enumerate(sizes):
             if nbytes <= 0 or nbytes % ALIGNMENT:
                 raise CheckpointError(f"record {index} of {nbytes} bytes: sizes are positive multiples of {ALIGNMENT}")
-            record = Record(str(index), nbytes, cursor, payload_offset(cursor, _name(root, index), nbytes, ALIGNMENT))
+            record = Record(str(index), nbytes, cursor, payload_offset(cursor, _name(index), nbytes, ALIGNMENT))
             records.append(record)
             cursor = record.end + descriptor_nbytes(cursor, nbytes)
-        return cls(root, tuple(records), records[-1].end if records else 0)
+        return cls(tuple(records), records[-1].end if records else 0)
 
     def headers(self) -> Iterator[tuple[int, bytes]]:
         """Yield (file offset, bytes) of everything before and between the payloads.
@@ -106,8 +103,7 @@ class ContainerLayout:
         before = b""
         begin = 0
         for record in self.records:
-            name = _name(self.root, record.key)
-            yield begin, before + local_header(record.header_offset, name, record.nbytes, ALIGNMENT)
+            yield begin, before + local_header(record.header_offset, _name(record.key), record.nbytes, ALIGNMENT)
             before = descriptor(record.header_offset, record.nbytes, 0)
             begin = record.end
 
@@ -134,13 +130,14 @@ class PreparedTail:
         self._layout = layout
         pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
         self._data = pickled.data
-        self._in_file_order = _in_file_order(pickled)
+        # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it
+        # meets the storages (`_get_offset` in torch/serialization.py): right only if it meets them in file order.
+        self._in_file_order = pickled.keys == tuple(str(index) for index in range(len(pickled.keys)))
         self._resident = {key: _bytes_of(storage) for key, storage in pickled.resident.items()}
 
     def build(
         self,
-        crc32s: Mapping[str, int],
-        pieces: Sequence[ChecksumChunk] | None = None,
+        chunks: Sequence[ChecksumChunk],
         tensors: Mapping[str, Sequence[TensorPlace]] | None = None,
         left_out: Collection[str] = (),
     ) -> bytes:
@@ -149,26 +146,24 @@ class PreparedTail:
         Their number is a multiple of ALIGNMENT. The file must end there: truncate a longer old tail.
 
         Args:
-            crc32s: CRC-32 of the whole payload of each record, by key.
-            pieces: the same by pieces that together are all payloads. With them, the tail gets a manifest and a seal,
-                which verify every byte of the file.
+            chunks: checksums that together are those of all payloads, each byte once.
             tensors: the tensors of each record, by key, for the manifest.
             left_out: keys of records to omit, though the layout has space for them.
 
         Raises:
-            CheckpointError: `crc32s` or `pieces` do not fit the layout.
+            CheckpointError: `chunks` do not fit the layout.
         """
-        if crc32s.keys() != {record.key for record in self._layout.records}:
-            raise CheckpointError(
-                f"need one CRC-32 for each of {len(self._layout.records)} records, got {sorted(crc32s)}"
-            )
-        root, begin, records = self._layout.root, self._layout.tail_offset, self._layout.records
+        begin, records = self._layout.tail_offset, self._layout.records
+        headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
+        manifest = Manifest.make([*headers, *chunks], begin, tensors or {})
+        by_offset = {chunk.offset: chunk for chunk in chunks if chunk.nbytes}
+        crc32s = {record.key: _payload_crc32(record, by_offset) for record in records}
         payloads = [
-            Entry(_name(root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
+            Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
             for record in records
             if record.key not in left_out
         ]
-        tail = RecordBytes(root, ALIGNMENT, begin, payloads)
+        tail = RecordBytes(ALIGNMENT, begin, payloads)
         if records:  # the last payload's descriptor; the others are in the header chunks
             tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
         for key, content in self._resident.items():
@@ -177,21 +172,21 @@ class PreparedTail:
             if name != ".format_version" or self._in_file_order:
                 tail.add(name, content)
         tail.add_trailing()
-        if pieces is None:
-            return tail.finish(ALIGNMENT)
-        headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
-        tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], begin, tensors or {}).encode())
+        tail.add(MANIFEST_NAME, manifest.encode())
         return _seal_tail(tail.finish(ALIGNMENT), begin)
 
 
-def _in_file_order(pickled: Pickled) -> bool:
-    # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it meets
-    # the storages (`_get_offset` in torch/serialization.py). That is right only if it meets them in file order.
-    return pickled.keys == tuple(str(index) for index in range(len(pickled.keys)))
+def _name(key: int | str) -> str:
+    return f"{ROOT}/data/{key}"
 
 
-def _name(root: str, key: int | str) -> str:
-    return f"{root}/data/{key}"
+def _payload_crc32(record: Record, chunks: Mapping[int, ChecksumChunk]) -> int:
+    """Return the CRC-32 of a payload from those of the chunks that it consists of, by offset."""
+    crc32, offset = 0, record.offset
+    while offset < record.end:
+        chunk = chunks[offset]
+        crc32, offset = _C.crc32_combine(crc32, chunk.crc32, chunk.nbytes), chunk.end
+    return crc32
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:

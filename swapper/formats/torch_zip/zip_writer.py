@@ -134,8 +134,7 @@ class RecordBytes:
         entries: of the records so far, for the directory; those before `begin` are passed.
     """
 
-    def __init__(self, root: str, alignment: int, begin: int = 0, entries: Sequence[Entry] = ()) -> None:
-        self._root = root
+    def __init__(self, alignment: int, begin: int = 0, entries: Sequence[Entry] = ()) -> None:
         self._alignment = alignment
         self._begin = begin
         self.data = bytearray()
@@ -143,7 +142,7 @@ class RecordBytes:
 
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self.data)
-        entry = Entry(f"{self._root}/{name}", cursor, len(content), zlib.crc32(content))
+        entry = Entry(f"{ROOT}/{name}", cursor, len(content), zlib.crc32(content))
         self.data += local_header(cursor, entry.name, len(content), self._alignment)
         self.data += content
         self.data += descriptor(cursor, len(content), entry.crc32)
