@@ -209,7 +209,7 @@ class SwapManager:
 
         try:
             paged = self._factory.open(make, init)
-            if (path := asked_for(self._directory.rank)) is not None:
+            if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else paged
         except BaseException:

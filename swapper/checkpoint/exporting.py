@@ -11,7 +11,6 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from swapper.checkpoint import zero
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
 from swapper.checkpoint.replacing import new_directory, replacing
-from swapper.checkpoint.stream import StreamWriter, stream_into
+from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
 from swapper.checkpoint.writers import (
@@ -87,11 +86,11 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
         return _select_from_dcp(source, what)
     ranks = zero.find(source) if source.is_dir() else None
     if ranks is not None:
-        found = zero.read(ranks)
-        return Selection(found.tensors, [], found.stamps)
+        tensors, stamps = zero.read(ranks)
+        return Selection(tensors, [], stamps)
     opened = open_source(source)
     if opened.kind != "torch":
-        return Selection([_whole(tensor) for tensor in opened.tensors.values()], [], opened.stamps)
+        return Selection([_whole(tensor, name) for name, tensor in opened.tensors.items()], [], opened.stamps)
     return _select_from_torch(opened, what)
 
 
@@ -154,28 +153,27 @@ def export(
                 _check_unchanged(chosen.stamps)
         else:
             with new_directory(destination) as folder:
-                write = _write_huggingface if to == "huggingface" else _write_dcp
-                write(folder, chosen.tensors, payloads, shard_bytes, progress)
+                if to == "huggingface":
+                    _write_huggingface(folder, chosen.tensors, payloads, shard_bytes, progress)
+                else:
+                    _write_dcp(folder, chosen.tensors, payloads, progress)
                 _check_unchanged(chosen.stamps)
     return losses(chosen.tensors)
 
 
 # --- selection
-# -----------------------------------------------------------------------------------------------------------
 
 
-def _whole(tensor: StoredTensor) -> ExportTensor:
-    return ExportTensor(tensor.name, tensor.dtype, tensor.shape, (tensor,))
+def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
+    return ExportTensor(name, tensor.dtype, tensor.shape, (tensor,))
 
 
 def _select_from_torch(source: Source, what: str) -> Selection:
     skeleton = read_torch_file(source.path).skeleton
     prefix = "" if what == "all" else _model_prefix(skeleton)
-    tensors = {
-        name.removeprefix(prefix): ExportTensor(name.removeprefix(prefix), tensor.dtype, tensor.shape, (tensor,))
-        for name, tensor in source.tensors.items()
-        if name.startswith(prefix)
-    }
+    tensors = [
+        _whole(tensor, name.removeprefix(prefix)) for name, tensor in source.tensors.items() if name.startswith(prefix)
+    ]
     left_out = []
     for name, value in skeleton.leaves():
         if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
@@ -185,7 +183,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
             )
         if name not in source.tensors or not name.startswith(prefix):
             left_out.append(name)
-    return Selection(list(tensors.values()), left_out, source.stamps)
+    return Selection(tensors, left_out, source.stamps)
 
 
 def _model_prefix(skeleton: Skeleton) -> str:
@@ -231,7 +229,6 @@ def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:
 
 
 # --- targets
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _check_room(directory: Path, nbytes: int) -> None:
@@ -242,10 +239,8 @@ def _check_room(directory: Path, nbytes: int) -> None:
         raise CheckpointError(f"{directory} has {free / 1e9:.2f} GB free, and the export takes {nbytes / 1e9:.2f} GB")
 
 
-def _stream_into(
-    path: Path, tensors: Sequence[ExportTensor], progress: Progress
-) -> AbstractContextManager[StreamWriter]:
-    return stream_into(path, sum(tensor.nbytes for tensor in tensors), blocks=_EXPORT_BLOCKS, moved=progress)
+def _stream_into(path: Path, tensors: Sequence[ExportTensor], progress: Progress) -> StreamWriter:
+    return StreamWriter(path, sum(tensor.nbytes for tensor in tensors), blocks=_EXPORT_BLOCKS, moved=progress)
 
 
 def _write_file(path: Path, to: str, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
@@ -286,9 +281,7 @@ def _shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[Expo
     return shards
 
 
-def _write_dcp(
-    folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, shard_bytes: int, progress: Progress
-) -> None:
+def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
     from torch.distributed.checkpoint import metadata as described
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 

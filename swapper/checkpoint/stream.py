@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,9 +56,9 @@ class Known(NamedTuple):
 class Checksum:
     """The CRC-32 of appended bytes; 0 if the writer computes none."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Iterable[_C.Ticket | Known] = ()) -> None:
         self._value = 0
-        self._parts: list[_C.Ticket | Known] = []  # not in `_value` yet
+        self._parts = list(parts)  # not in `_value` yet
 
     def add(self, part: _C.Ticket | Known) -> None:
         """Continue with more bytes; those of a ticket may still be in flight."""
@@ -88,39 +88,40 @@ class _Block:
 
 
 class StreamWriter:
-    """Appends to `file`, which is empty. `finish` waits for all; `close` frees the memory, whatever the outcome.
+    """Appends to an empty file. A context: at its end all is written, or after an error nothing is in flight.
 
     The methods that append continue `checksum` with the appended bytes, if one is passed.
 
     Args:
-        engine: writes. Reads use the engine of `append_read`.
-        file: the target. The caller closes it.
+        path: the file.
+        nbytes: its size in the end, about.
         checksums: compute them.
         pinned: allocate the ring in memory that a device can copy to directly (torch's `pin_memory`).
         blocks: of BLOCK_BYTES, in the ring; at least 2.
         moved: called with the number of bytes, whenever a block is written.
+
+    Raises:
+        IoError: the file cannot be opened, or the drive is full.
     """
 
     def __init__(
         self,
-        engine: _C.Engine,
-        file: _C.File,
+        path: Path,
+        nbytes: int,
         *,
         checksums: bool = True,
         pinned: bool = False,
         blocks: int = BLOCKS,
         moved: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        self._engine = engine
-        self._file = file
         self._checksums = checksums
         self._moved = moved
-        nbytes = blocks * BLOCK_BYTES
-        self._arena = None if pinned else _C.Arena(nbytes)
+        ring_bytes = blocks * BLOCK_BYTES
+        self._arena = None if pinned else _C.Arena(ring_bytes)
         if self._arena is None:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self._memory = torch.empty(ring_bytes, dtype=torch.uint8, pin_memory=True)
         else:
-            self._memory = torch.frombuffer(self._arena.view(0, nbytes), dtype=torch.uint8)
+            self._memory = torch.frombuffer(self._arena.view(0, ring_bytes), dtype=torch.uint8)
         begin = self._memory.data_ptr()
         self._free = deque(_Block(begin + number * BLOCK_BYTES) for number in range(blocks))
         self._max_reading = blocks // 2
@@ -128,6 +129,23 @@ class StreamWriter:
         self._writing: deque[_Block] = deque()
         self._direct: deque[_C.Ticket] = deque()
         self._block = self._free.popleft()
+        self._engine = shared_engine(path)
+        self._file = open_for(path, read_only=False)
+        try:
+            reserve(self._file, nbytes)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self._close()
 
     @property
     def position(self) -> int:
@@ -158,7 +176,7 @@ class StreamWriter:
         begin = 0
         while begin < nbytes:
             address, count = self._take(nbytes - begin)
-            self._block.later.append((address, count, lambda begin=begin, end=begin + count: part(begin, end)))  # type: ignore[misc]
+            self._block.later.append((address, count, partial(part, begin, begin + count)))
             begin += count
 
     def append_read(
@@ -209,7 +227,7 @@ class StreamWriter:
             done += nbytes
 
     def finish(self) -> None:
-        """Write the rest, and wait until all is written.
+        """Write the rest, wait until all is written, and cut the file off behind it.
 
         Raises:
             IoError: a transfer failed.
@@ -221,9 +239,9 @@ class StreamWriter:
             self._end_write()
         while self._direct:
             self._direct.popleft().wait()
+        self._file.truncate(self.position)
 
-    def close(self) -> None:
-        """Wait until nothing is in flight, and free the ring."""
+    def _close(self) -> None:
         for block in [self._block, *self._reading, *self._writing]:
             for ticket in block.tickets:
                 drain(ticket)
@@ -231,6 +249,7 @@ class StreamWriter:
             drain(ticket)
         if self._arena is not None:
             self._arena.close()
+        self._file.close()
 
     def _gather(self, address: int, nbytes: int, checksum: Checksum | None) -> None:
         self._add_memory(checksum, address, nbytes)
@@ -282,32 +301,6 @@ class StreamWriter:
         self._moved(block.filled)
         self._writing.popleft()
         self._free.append(_Block(block.address))
-
-
-@contextmanager
-def stream_into(
-    path: Path,
-    nbytes: int,
-    *,
-    checksums: bool = True,
-    pinned: bool = False,
-    blocks: int = BLOCKS,
-    moved: Callable[[int], None] = lambda nbytes: None,
-) -> Iterator[StreamWriter]:
-    """Yield a writer into `path`, an empty file of about `nbytes` bytes in the end. At the end all is written.
-
-    The rest is passed to StreamWriter.
-
-    Raises:
-        IoError: a transfer failed, or the drive is full.
-    """
-    with closing(open_for(path, read_only=False)) as file:
-        reserve(file, nbytes)
-        writer = StreamWriter(shared_engine(path), file, checksums=checksums, pinned=pinned, blocks=blocks, moved=moved)
-        with closing(writer):
-            yield writer
-            writer.finish()
-        file.truncate(writer.position)
 
 
 class Archive:

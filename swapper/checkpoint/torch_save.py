@@ -19,16 +19,15 @@ import torch
 from torch.utils.serialization import config
 
 from swapper.checkpoint.replacing import replacing
-from swapper.checkpoint.stream import Archive, Checksum, StreamWriter, stream_into
+from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
 from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
 from swapper.formats.torch_zip.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
+from swapper.io.alignment import SECTOR_BYTES
 
-ALIGNED = 4096
-"""Bytes; alignment of payloads for direct transfers, unless that would waste much of the file."""
 SMALL_MEAN_BYTES = 32 << 10
-"""Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file.
-"""
+"""Bytes. With a smaller mean storage torch's own alignment is kept, not that of direct transfers: gaps would exceed 6 %
+of the file."""
 MAX_ALIGNMENT = 1 << 16  # bytes; a choice
 
 
@@ -64,7 +63,7 @@ def save(
     storages = list(pickler.storages.values())
     sizes = [storage.nbytes() for storage in storages]
     if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):
-        alignment = max(alignment, ALIGNED)
+        alignment = max(alignment, SECTOR_BYTES)
     with replacing(path, overwrite=overwrite, durable=durable) as temporary:
         _write(temporary, file.getvalue(), storages, sizes, alignment)
 
@@ -102,7 +101,7 @@ def _write(
     path: Path, pickled: bytes, storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], alignment: int
 ) -> None:
     checksums, pinned = bool(config.save.compute_crc32), _is_pinned(storages)
-    with stream_into(path, _nbytes(pickled, sizes, alignment), checksums=checksums, pinned=pinned) as stream:
+    with StreamWriter(path, _nbytes(pickled, sizes, alignment), checksums=checksums, pinned=pinned) as stream:
         archive = Archive(stream, alignment)
         for name, content in leading_records(pickled, alignment):
             archive.add(name, content)

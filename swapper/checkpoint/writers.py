@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,17 +21,19 @@ from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_directory import Item
 from swapper.formats.safetensors import DTYPES
-from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
+from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
     leading_records,
 )
+from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
-ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
 PIECES_AHEAD = 2  # reads in flight while one is converted
 PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice
+_Reading = tuple[torch.Tensor, list[_C.Ticket]]
+"""Memory, and the reads that fill it."""
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -88,7 +89,7 @@ class Payloads:
         if pieces is not None:
             yield from _rebatched(pieces, count)
             return
-        waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        waiting: deque[_Reading] = deque()
         total = sum(part.numel for part in tensor.parts)
         for begin in range(0, total, count):
             waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
@@ -97,7 +98,7 @@ class Payloads:
         while waiting:
             yield arrived(*waiting.popleft())
 
-    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
+    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> _Reading:
         """Begin to read elements [begin, end) of `parts`, in order; none has strides. Returns memory and tickets."""
         itemsize = parts[0].dtype.itemsize
         memory = torch.empty(end - begin, dtype=parts[0].dtype)
@@ -157,7 +158,7 @@ def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Ten
         yield left
 
 
-def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+def arrived(memory: torch.Tensor, tickets: list[_C.Ticket]) -> torch.Tensor:
     """Return `memory` when it is read."""
     wait_for_all(tickets)
     return memory
@@ -171,7 +172,7 @@ def write_safetensors(
     Wider types come first, as the format requires; among them those of whole runs of 4096 bytes: they are then all
     aligned for direct transfers, since the data begins at a multiple of 4096.
     """
-    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % ALIGNMENT != 0, t.name))
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % SECTOR_BYTES != 0, t.name))
     stream.append(safetensors_header(ordered, metadata))
     for tensor in ordered:
         payloads.append(stream, tensor)
@@ -192,7 +193,7 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
         }
         cursor += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % SECTOR_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -214,8 +215,8 @@ def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[Expo
         stand_ins[id(state[tensor.name])] = StorageRef(str(key), 0)
     sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
     pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
-    archive = Archive(stream, ALIGNMENT)
-    for name, content in leading_records(pickled, ALIGNMENT):
+    archive = Archive(stream, SECTOR_BYTES)
+    for name, content in leading_records(pickled, SECTOR_BYTES):
         archive.add(name, content)
     for key, tensor in enumerate(unique):
         archive.add_payload(f"data/{key}", tensor.nbytes, partial(payloads.append, stream, tensor))
@@ -249,7 +250,7 @@ BOX_BYTES = 4 << 20  # bounds the memory of an assembly: a choice
 class AssembledTensor(ExportTensor):
     """A tensor cut along dimensions other than the first. `parts` are its chunks, in any order."""
 
-    chunked: ChunkedTensor | None = None
+    chunked: ChunkedTensor
 
     @classmethod
     def of(cls, chunked: ChunkedTensor, name: str) -> AssembledTensor:
@@ -258,37 +259,24 @@ class AssembledTensor(ExportTensor):
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
         """Yield its elements in order, with the next ones in flight."""
-        if self.chunked is None:
-            raise AssertionError("an assembled tensor has no chunks")
-        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and rare
-        waiting: deque[_Reading] = deque()
+        strided = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and rare
+        waiting: deque[tuple[Box, list[_Reading]]] = deque()
         for box in self.chunked.boxes(BOX_BYTES):
-            waiting.append(_Reading(box))
-            waiting[-1].begin(payloads, turned)
+            waiting.append((box, [_begin(payloads, piece, strided) for piece in box.pieces]))
             if len(waiting) > PIECES_AHEAD:
-                yield waiting.popleft().assembled(self.dtype)
-        for reading in waiting:
-            yield reading.assembled(self.dtype)
+                yield self._assembled(*waiting.popleft())
+        for box, readings in waiting:
+            yield self._assembled(box, readings)
 
-
-class _Reading:
-    """A box whose pieces are in flight."""
-
-    def __init__(self, box: Box) -> None:
-        self._box = box
-        self._parts: list[tuple[torch.Tensor, list[Any]]] = []
-
-    def begin(self, payloads: Payloads, turned: dict[StoredTensor, torch.Tensor]) -> None:
-        for piece in self._box.pieces:
-            if piece.stored in turned:
-                self._parts.append((turned[piece.stored][piece.inside], []))
-            else:
-                end = piece.first + math.prod(piece.shape)
-                self._parts.append(payloads.read_elements((piece.stored,), piece.first, end))
-
-    def assembled(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return its elements, flat, when they are read."""
-        whole = torch.empty(self._box.shape, dtype=dtype)
-        for piece, (memory, tickets) in zip(self._box.pieces, self._parts, strict=True):
-            whole[piece.at] = arrived(memory, tickets).reshape(piece.shape)
+    def _assembled(self, box: Box, readings: Sequence[_Reading]) -> torch.Tensor:
+        """Return a box's elements, flat, when they are read."""
+        whole = torch.empty(box.shape, dtype=self.dtype)
+        for piece, reading in zip(box.pieces, readings, strict=True):
+            whole[piece.at] = arrived(*reading).reshape(piece.shape)
         return whole.view(-1)
+
+
+def _begin(payloads: Payloads, piece: Piece, strided: Mapping[StoredTensor, torch.Tensor]) -> _Reading:
+    if piece.stored in strided:
+        return strided[piece.stored][piece.inside], []
+    return payloads.read_elements((piece.stored,), piece.first, piece.first + math.prod(piece.shape))

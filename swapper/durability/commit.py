@@ -30,7 +30,7 @@ from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 
 FORMAT = 2  # of the record; other numbers are refused
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Bytes of a record, which includes the registered objects' state and `extra`."""
 
 
@@ -250,7 +250,7 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
     path = directory / name
     remedy = "start from a snapshot with resume='discard'"
     try:
-        data = beneath.read_small(path, MOST_BYTES)
+        data = beneath.read_small(path, MAX_BYTES)
         seal = find_seal(data[-MAX_END_BYTES:], len(data))
         if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
             raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")

@@ -26,6 +26,7 @@ from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
 from swapper.errors import CheckpointError, IoError, StateError
+from swapper.io.engines import Transfer
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
@@ -78,10 +79,10 @@ class Committer:
         sections: all param and state sections.
         pager: what transfers go through.
         publisher: takes snapshots.
-        way_back: to the commit before; has the directory, and the store.
+        way_back: keeps the previous commit; has the directory, and the store.
         describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
-        every: how many steps there are from commit to commit; None: no commits.
-        committed: the step that is committed already, if a run resumes.
+        every: steps from commit to commit; None: no commits.
+        committed: the committed step from which a run resumes; None if it is new.
 
     Attributes:
         edits: how often parameters were changed from outside since the last step.
@@ -113,7 +114,7 @@ class Committer:
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the due step
-        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once submitted
+        self._writes: list[tuple[Page, Transfer]] | None = None  # of resident sections, once submitted
 
     def step_done(self, step: int) -> None:
         """Note that a step, or the initial placement (step 0), is over; its writes may be in flight."""
@@ -316,7 +317,7 @@ class Committer:
             return False
         return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
-    def _write(self, section: Section) -> Any:
+    def _write(self, section: Section) -> Transfer:
         ticket = self._store.write(section.piece, section.memory.data_ptr())
         self._pager.counters.written_bytes[section.plan.family] += section.piece.nbytes
         return ticket

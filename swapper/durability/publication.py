@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swapper import _C
 from swapper.durability.ticket import SnapshotTicket
@@ -25,7 +24,8 @@ from swapper.errors import CheckpointError, IoError, SwapperError
 from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
-from swapper.paging.store.swap_file import FileStatus, status_of
+from swapper.io.engines import Engine
+from swapper.paging.store.swap_file import FileStatus, status_of, write_all
 
 ZEROS_BYTES = 1 << 20  # written at once
 PUNCH_HOLE = 0x03
@@ -84,7 +84,7 @@ class Draft:
             self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
 
-    def open(self) -> Any:
+    def open(self) -> _C.File:
         """Open it for transfers."""
         return _C.File(str(self._place))
 
@@ -169,7 +169,7 @@ class Publication:
         base: Base | None,
         is_near: bool,
         may_link: bool,
-        engine: Any,
+        engine: Engine,
         previous: Publication | None,
         published: Callable[[], None],
     ) -> None:
@@ -205,7 +205,6 @@ class Publication:
         self._over.wait()
 
     # --- in the thread
-    # -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._previous is not None:
@@ -263,7 +262,7 @@ class Publication:
             except OSError:
                 return False
             with contextlib.closing(draft.open()) as file:
-                self._bring_over(file)
+                self._copy_other_files(file)
             self._end(draft.descriptor)
             draft.publish()
         return True
@@ -272,7 +271,7 @@ class Publication:
         """Publish the frozen file itself. Return False if it can have no other name here."""
         if self.base is None:
             return False
-        self._bring_over(self.base.file)
+        self._copy_other_files(self.base.file)
         self._end(self.base.descriptor)
         os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files stay private
         try:
@@ -285,7 +284,7 @@ class Publication:
             return False
         return True
 
-    def _bring_over(self, file: Any) -> None:
+    def _copy_other_files(self, file: _C.File) -> None:
         """Copy the step's content of other files into `file`."""
         runs = [run for run in self._content.everything if run.source.path != self._base_path]
         self._found.update(copy(self._engine, runs, file))
@@ -297,11 +296,11 @@ class Publication:
             with contextlib.closing(draft.open()) as file:
                 if not self._content.holes:
                     file.allocate(self._content.layout.tail_offset)
-                self._bring_over(file)
+                self._copy_other_files(file)
                 runs = [run for run in self._content.everything if run.source.path == self._base_path]
                 self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
             for offset, data in self._content.layout.headers():
-                _write_all(draft.descriptor, data, offset)
+                write_all(draft.descriptor, data, offset)
             self._end(draft.descriptor)
             draft.publish()
 
@@ -314,7 +313,7 @@ class Publication:
         self._found.update(checksums_of(self._engine, unknown))
         offset = self._content.layout.tail_offset
         tail = self._content.make_tail(self._found)
-        _write_all(descriptor, tail, offset)
+        write_all(descriptor, tail, offset)
         os.ftruncate(descriptor, offset + len(tail))
         os.fsync(descriptor)
 
@@ -337,11 +336,4 @@ def _punch(descriptor: int, offset: int, nbytes: int) -> None:
     if _libc.fallocate(descriptor, PUNCH_HOLE, offset, nbytes) == 0:
         return
     for begin in range(offset, offset + nbytes, ZEROS_BYTES):  # not supported by this filesystem
-        _write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)
-
-
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(descriptor, view, offset)
-        view, offset = view[done:], offset + done
+        write_all(descriptor, bytes(min(ZEROS_BYTES, offset + nbytes - begin)), begin)

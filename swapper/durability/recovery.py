@@ -273,7 +273,6 @@ def _say(faults: Sequence[Fault]) -> str:
 
 
 # --- beginning a run
-# ---------------------------------------------------------------------------------------------------
 
 
 def begin_run(
@@ -315,7 +314,7 @@ def begin_run(
         chosen = choose(held)
         with _usable(opened):
             if chosen is None:
-                directory.begin_anew()
+                directory.start_over()
             directory.job = jobs[0] if chosen is None else held[0].job
             return directory, *resume_from(directory.path, commits, chosen, keep_before=False)
     except BaseException:
@@ -339,7 +338,7 @@ def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
 def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
     commits = find_commits(directory.path)
     for commit in commits:
-        if (commit.rank, commit.world_size) != (directory.rank, directory.world_size):
+        if (commit.rank, commit.world_size) != (directory.ranks.rank, directory.ranks.size):
             raise DirectoryError(
                 f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody renamed it. Give "
                 f"it its own, rank-{commit.rank}-of-{commit.world_size}, back"

@@ -21,6 +21,7 @@ from __future__ import annotations
 import bisect
 import copy
 import errno
+import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
@@ -40,6 +41,8 @@ from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
+
+log = logging.getLogger("swapper")
 
 
 @dataclass(frozen=True)
@@ -166,9 +169,12 @@ class Publisher:
         self.settle()
 
     def raise_failure(self) -> None:
-        """Raise the first unreported failure."""
-        errors = [error for ticket in self._tickets if (error := ticket.unreported_error()) is not None]
-        self._tickets = [ticket for ticket in self._tickets if not ticket.done]
+        """Raise the first unreported failure, and log the others."""
+        over = [ticket for ticket in self._tickets if ticket.done]
+        self._tickets = [ticket for ticket in self._tickets if ticket not in over]
+        errors = [error for ticket in over if (error := ticket.unreported_error()) is not None]
+        for error in errors[1:]:
+            log.error("another snapshot failed: %s", str(error))
         if errors:
             raise errors[0]
 

@@ -130,7 +130,7 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
     return [_verify_file(place, progress)]
 
 
-# --- a snapshot -------------------------------------------------------------------------------------------------------
+# --- a snapshot
 
 
 def _verify_file(path: Path, progress: Progress) -> Report:
@@ -224,7 +224,7 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
         return None
 
 
-# --- a checkpoint without a seal --------------------------------------------------------------------------------------
+# --- a checkpoint without a seal
 
 
 def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progress) -> Report:
@@ -297,7 +297,7 @@ def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
     return header[26:28] == len(name).to_bytes(2, "little") and header[LOCAL_HEADER.size :] == name
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run
 
 
 def _verify_run(directory: Path, progress: Progress) -> Report:
@@ -427,7 +427,7 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
     return (_check({path: needed}) if needed else []) + [fault for fault in wrong if fault.what.startswith("CRC-32")]
 
 
-# --- streaming --------------------------------------------------------------------------------------------------------
+# --- streaming
 
 
 def _check(

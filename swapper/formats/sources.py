@@ -91,16 +91,16 @@ def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def read_whole(path: Path, most_bytes: int) -> bytes:
+def read_whole(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file that must be small.
 
     Raises:
-        CheckpointError: it has more than `most_bytes`, or is no regular file.
+        CheckpointError: it has more than `max_bytes`, or is no regular file.
         IoError: it cannot be read.
     """
     with opened(path) as descriptor:
         nbytes = os.fstat(descriptor).st_size
-        if nbytes > most_bytes:
+        if nbytes > max_bytes:
             raise CheckpointError(f"{path} has {nbytes} bytes, more than such a file needs")
         return read_at(descriptor, path, 0, nbytes)
 

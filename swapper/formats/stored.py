@@ -180,13 +180,13 @@ class ChunkedTensor:
             whole[_slices(chunk.offsets, chunk.ends)] = part
         return whole
 
-    def boxes(self, most_bytes: int) -> Iterator[Box]:
-        """Yield boxes of at most `most_bytes` that are the tensor's elements in order. No chunk may have strides."""
+    def boxes(self, max_bytes: int) -> Iterator[Box]:
+        """Yield boxes of at most `max_bytes` that are the tensor's elements in order. No chunk may have strides."""
         cut, row_bytes = len(self.shape) - 1, self.dtype.itemsize  # dimensions behind `cut` are whole
-        while cut > 0 and row_bytes * self.shape[cut] <= most_bytes:
+        while cut > 0 and row_bytes * self.shape[cut] <= max_bytes:
             row_bytes *= self.shape[cut]
             cut -= 1
-        step = max(most_bytes // row_bytes, 1)
+        step = max(max_bytes // row_bytes, 1)
         behind = self.shape[cut + 1 :]
         for prefix in product(*(range(size) for size in self.shape[:cut])):
             for begin in range(0, self.shape[cut], step):

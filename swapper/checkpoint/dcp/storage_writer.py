@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch.utils.serialization import config
 
 from swapper.checkpoint.replacing import sync
-from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter, stream_into
+from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_directory import METADATA_NAME, Item, read_directory
 from swapper.io import beneath
@@ -153,7 +153,7 @@ class StorageWriter(FileSystemWriter):
             raise IoError("open", str(path), 0, 0, error.errno or 0) from error
         blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
         checksums = bool(config.save.compute_crc32)
-        with stream_into(path, sum(map(_nbytes, items)), checksums=checksums, blocks=blocks) as writer:
+        with StreamWriter(path, sum(map(_nbytes, items)), checksums=checksums, blocks=blocks) as writer:
             results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
         if self.sync_files:
             sync(path)

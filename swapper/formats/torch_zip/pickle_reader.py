@@ -57,7 +57,6 @@ class TensorView:
     element_offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    requires_grad: bool
 
     @property
     def nbytes(self) -> int:
@@ -214,23 +213,35 @@ def _storage_dtype(kind: Any) -> torch.dtype | None:
     return _STORAGE_DTYPES.get(kind.name) if is_storage else None
 
 
-def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
-    _check_hooks(rest[0] if rest else None)
-    lazy = len(rest) > 1 and bool(rest[1])  # conjugate or negative bit
-    return Opaque(made) if lazy else _view(storage, storage.dtype, offset, size, stride, grad)
+def _tensor_v2(
+    made: Global,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *rest: Any,
+) -> Any:
+    return _tensor_v3(made, storage, offset, size, stride, grad, hooks, storage.dtype, metadata)
 
 
 def _tensor_v3(
-    made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any
+    made: Global,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,  # of a lazy conjugate or negation
+    *rest: Any,
 ) -> Any:
-    _check_hooks(hooks)
-    lazy = len(rest) > 1 and bool(rest[1])
-    return Opaque(made) if lazy else _view(storage, rest[0], offset, size, stride, grad)
-
-
-def _check_hooks(hooks: Any) -> None:
     if hooks is not None and not isinstance(hooks, dict):
         raise CheckpointError("it has a tensor with invalid backward hooks")
+    return Opaque(made) if metadata else _view(storage, dtype, offset, size, stride)
 
 
 def _parameter(made: Global, data: Any, *rest: Any) -> Any:
@@ -253,11 +264,11 @@ _REBUILDS: dict[tuple[str, str], Any] = {
 }
 
 
-def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
+def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorView:
     sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
     if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
         raise CheckpointError("it has a tensor with impossible sizes, strides or offset")
-    view = TensorView(storage, dtype, offset, tuple(size), tuple(stride), bool(grad))
+    view = TensorView(storage, dtype, offset, tuple(size), tuple(stride))
     end = offset * dtype.itemsize + view.nbytes
     if view.nbytes and end > storage.nbytes:
         raise CheckpointError(

@@ -58,9 +58,7 @@ class ZipIndex:
     """The records of one zip, by name, in the directory's order."""
 
     path: Path
-    nbytes: int
     records: Mapping[str, ZipRecord]
-    directory_offset: int  # no record reaches beyond it
 
     def read(self, descriptor: int, record: ZipRecord) -> bytes:
         """Return a record's bytes. For the small ones."""
@@ -132,7 +130,7 @@ def read_index(
             name: replace(record, header_offset=base + record.header_offset, offset=base + record.offset)
             for name, record in located.items()
         }
-    return ZipIndex(path, file_nbytes, located, base + begin)
+    return ZipIndex(path, located)
 
 
 def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:

@@ -181,7 +181,7 @@ def write_headers(path: Path, headers: Iterable[tuple[int, bytes]]) -> None:
     descriptor = beneath.open_file(path, os.O_WRONLY)
     try:
         for offset, data in headers:
-            _write_all(descriptor, data, offset)
+            write_all(descriptor, data, offset)
     finally:
         os.close(descriptor)
 
@@ -226,7 +226,8 @@ def _checked_status(path: Path, nbytes: int) -> FileStatus:
     )
 
 
-def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+def write_all(descriptor: int, data: bytes, offset: int) -> None:
+    """Write `data` at `offset` of an open file."""
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)

@@ -101,8 +101,8 @@ class UserState:
         """
         return CommitRecord(
             step=step,
-            rank=directory.rank,
-            world_size=directory.world_size,
+            rank=directory.ranks.rank,
+            world_size=directory.ranks.size,
             boot_id=boot_id(),
             optimizer=request.kind,
             placement=places,
