@@ -19,7 +19,7 @@ import torch
 from swapper import _C
 from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError
-from swapper.formats.dcp_directory import Item
+from swapper.formats.dcp_items import Item
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state

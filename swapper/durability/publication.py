@@ -14,6 +14,7 @@ import errno
 import fcntl
 import os
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,16 +115,12 @@ class Draft:
 class SnapshotContents:
     """All bytes of a snapshot: `everything` has the payload's locations, the rest makes its tail.
 
-    `records` has the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None if it is computed on
-    the way). `chunks` are those that are not in `everything`. `holes` are omitted payloads, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `kept` is other content of the frozen file. `check` raises if a file that
-    was read has changed.
+    `holes` are omitted payloads, as (offset, nbytes), which become zeros. `kept` is other content of the frozen file.
+    `check` raises if a file that was read has changed.
     """
 
     tail: PreparedTail
     layout: ContainerLayout
-    records: Mapping[str, Sequence[tuple[int, int, int | None]]]
-    chunks: Sequence[ChecksumChunk]
     tensors: Mapping[str, Sequence[TensorPlace]]
     everything: Sequence[CopyRange]
     left_out: frozenset[str]
@@ -131,15 +128,17 @@ class SnapshotContents:
     kept: Sequence[CopyRange]
     check: Callable[[], None]
 
+    @property
+    def runs(self) -> list[CopyRange]:
+        return [*self.everything, *self.kept]
+
     def make_tail(self, found: Mapping[int, int]) -> bytes:
-        """`found` has, by offset, the CRC-32 of each piece whose own is None."""
+        """`found` has, by offset, the CRC-32 of each run whose own is None."""
         chunks = [
-            *(
-                ChecksumChunk(r.offset, r.nbytes, found[r.offset] if r.crc32 is None else r.crc32)
-                for r in self.everything
-            ),
-            *self.chunks,
+            ChecksumChunk(run.offset, run.nbytes, found[run.offset] if run.crc32 is None else run.crc32)
+            for run in self.runs
         ]
+        chunks += [ChecksumChunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in self.holes]
         return self.tail.build(chunks, self.tensors, self.left_out)
 
 
@@ -309,7 +308,7 @@ class Publication:
         self._content.check()
         for hole in self._content.holes:
             _punch(descriptor, *hole)
-        unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]
+        unknown = [run for run in self._content.runs if run.crc32 is None and run.offset not in self._found]
         self._found.update(checksums_of(self._engine, unknown))
         offset = self._content.layout.tail_offset
         tail = self._content.make_tail(self._found)

@@ -23,7 +23,6 @@ import copy
 import errno
 import logging
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, TensorPlace
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
@@ -213,14 +212,6 @@ class Publisher:
             content = SnapshotContents(
                 snapshot.tail,
                 self._layout,
-                {
-                    r.key: [part for p in pieces_of(s) for part in _parts(p, s in absent)]
-                    for r, s in zip(self._layout.records, self._sections, strict=True)
-                },
-                [
-                    *(ChecksumChunk(piece.file_offset, piece.nbytes, _checksum_of(piece)) for piece in kept),
-                    *(ChecksumChunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in holes),
-                ],
                 {r.key: _tensors(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
@@ -270,20 +261,6 @@ def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
     """Return the (offset, nbytes) of a piece that lie behind the end of its file. See [Note: external content]."""
     nbytes = piece.nbytes - piece.stored_bytes
     return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
-
-
-def _parts(piece: Page, is_absent: bool) -> list[tuple[int, int, int | None]]:
-    """Return the parts of a piece in the payload of a snapshot, as in SnapshotContents."""
-    if is_absent and piece.crc32 is None:
-        return [(piece.file_offset, piece.nbytes, zlib.crc32(bytes(piece.nbytes)))]
-    behind = [(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in _behind_the_end(piece)]
-    return [(piece.file_offset, piece.stored_bytes, piece.crc32), *behind]
-
-
-def _checksum_of(piece: Page) -> int:
-    if piece.crc32 is None:
-        raise InvariantError(f"{piece} has no checksum yet")
-    return piece.crc32
 
 
 def _tensors(section: Section) -> list[TensorPlace]:

@@ -1,8 +1,8 @@
-"""Locates the tensors of a torch.distributed.checkpoint directory, and makes the items of one.
+"""Locates the tensors of a torch.distributed.checkpoint directory.
 
 Its `.metadata` is a pickle that torch runs; here nothing of it is run (pickle_reader.py), and its content is checked
 against the files. Each tensor is one or more chunks, each chunk an item: a torch.save of its own at some offset of a
-file. An `Item` is all of that except the payload, which so can be transferred directly.
+file.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, is_plain_name, opened, read_whole
 from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor, are_sizes
 from swapper.formats.torch_zip.pickle_reader import TensorView, read_skeleton
-from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
-from swapper.formats.torch_zip.zip_writer import ROOT, Entry, RecordBytes, descriptor, leading_records, local_header
-from swapper.io.alignment import SECTOR_BYTES
 
-_ALIGNMENT = 64  # bytes; torch's own, inside an item
 METADATA_NAME = ".metadata"
 MAX_METADATA_BYTES = 1 << 30  # of a sane file; it is read whole
 
@@ -146,49 +142,3 @@ def _sizes(values: Any) -> tuple[int, ...]:
     if not are_sizes(values):
         raise ValueError("sizes or offsets of a tensor are impossible")
     return tuple(values)
-
-
-# --- making items
-
-
-@dataclass(frozen=True)
-class Item:
-    """The item of one contiguous tensor of `nbytes` bytes: `head`, the payload, `tail(crc32)`.
-
-    Offsets in it count from its own beginning, and torch's alignment of 64 bytes holds there.
-    """
-
-    head: bytes
-    nbytes: int
-    tail_nbytes: int
-    _entries: tuple[Entry, ...]
-    _cursor: int  # offset of the payload's local header
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
-        stand_in = torch.empty(shape, dtype=dtype, device="meta")
-        nbytes = stand_in.numel() * dtype.itemsize
-        pickled = pickle_state(stand_in, {"0": nbytes}, lambda tensor: StorageRef("0", 0)).data
-        head = RecordBytes(_ALIGNMENT)
-        for name, content in leading_records(pickled, _ALIGNMENT):
-            head.add(name, content)
-        cursor = len(head.data)
-        head.data += local_header(cursor, f"{ROOT}/data/0", nbytes, _ALIGNMENT)
-        item = cls(bytes(head.data), nbytes, 0, tuple(head.entries), cursor)
-        return replace(item, tail_nbytes=len(item.tail(0)))
-
-    def tail(self, crc32: int) -> bytes:
-        """Return the bytes after a payload with this CRC-32. Their length is always the same."""
-        payload = Entry(f"{ROOT}/data/0", self._cursor, self.nbytes, crc32)
-        tail = RecordBytes(_ALIGNMENT, len(self.head) + self.nbytes, [*self._entries, payload])
-        tail.data += descriptor(self._cursor, self.nbytes, crc32)
-        tail.add_trailing()
-        return tail.finish(1)
-
-    def head_gap(self, position: int) -> int:
-        """Return the bytes to skip at `position` of the file so that the payload lies at a multiple of 4096."""
-        return -(position + len(self.head)) % SECTOR_BYTES
-
-    @property
-    def total_nbytes(self) -> int:
-        return len(self.head) + self.nbytes + self.tail_nbytes

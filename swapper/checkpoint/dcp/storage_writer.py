@@ -15,7 +15,6 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,8 @@ from torch.utils.serialization import config
 from swapper.checkpoint.replacing import sync
 from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
-from swapper.formats.dcp_directory import METADATA_NAME, Item, read_directory
+from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_items import item_of
 from swapper.io import beneath
 
 VERSION = "1.0.0"
@@ -207,13 +207,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (lazy or tensor.is_quantized)
 
 
-@lru_cache(maxsize=4096)
-def _item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
-    return Item.of(dtype, shape)
-
-
 def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    item = _item_of(tensor.dtype, tuple(tensor.shape))
+    item = item_of(tensor.dtype, tuple(tensor.shape))
     if item.nbytes >= LARGE_BYTES:
         writer.append(bytes(item.head_gap(writer.position)))
     offset = writer.position
