@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from swapper.checkpoint.replacing import check_target, replacing
 from swapper.device.device import Device
 from swapper.durability.directory import RESUME_CHOICES
-from swapper.durability.fallback import begin_run
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
+from swapper.durability.recovery import begin_run
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import ConfigError, StateError
 from swapper.io.tuning import weigh
@@ -208,7 +208,7 @@ class SwapManager:
 
         try:
             paged = self._factory.open(make, init)
-            if (path := asked_for(self._directory.rank)) is not None:
+            if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
             return model, None if optimizer is None else paged
         except BaseException:

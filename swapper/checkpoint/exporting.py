@@ -1,7 +1,7 @@
 """Exports a checkpoint of any format as another format, in memory that does not depend on its size.
 
 It first locates the source's tensors (sources.py, dcp_directory.py, pickle_reader.py), then reads and writes them at
-once (relay.py). The result appears under its name when it is complete, file or directory, or not at all.
+once (stream.py). The result appears under its name when it is complete, file or directory, or not at all.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,8 @@ import torch
 
 from swapper.checkpoint import zero
 from swapper.checkpoint.quantization import Loss, losses, metadata, quantised
-from swapper.checkpoint.relay import Relay
-from swapper.checkpoint.replacing import replacing
+from swapper.checkpoint.replacing import new_directory, replacing
+from swapper.checkpoint.stream import StreamWriter
 from swapper.checkpoint.torch_load import load
 from swapper.checkpoint.torch_save import save
 from swapper.checkpoint.writers import (
@@ -34,20 +32,20 @@ from swapper.checkpoint.writers import (
     write_safetensors,
     write_torch,
 )
-from swapper.errors import CheckpointError, IoError
+from swapper.errors import CheckpointError
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
 from swapper.formats.sources import FileStamp, Source, open_source
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_reader import Skeleton
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.unpickling import Opaque
-from swapper.io.engines import open_for, reserve, shared_engine
 
 FORMATS = ("torch", "safetensors", "huggingface", "dcp")
 WHAT = ("model", "all")
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Keys of the model's state dict in a training state."""
 SHARD_BYTES = 5 * 10**9  # a usual size of Hugging Face shards
+_EXPORT_BLOCKS = 12  # half of them read, half written: a choice
 _RESERVE_BYTES = 16 << 20  # space for headers and metadata: a choice
 
 Progress = Callable[[int], None]
@@ -88,11 +86,11 @@ def select(path: str | os.PathLike[str], what: str = "model") -> Selection:
         return _select_from_dcp(source, what)
     ranks = zero.find(source) if source.is_dir() else None
     if ranks is not None:
-        found = zero.read(ranks)
-        return Selection(found.tensors, [], found.stamps)
+        tensors, stamps = zero.read(ranks)
+        return Selection(tensors, [], stamps)
     opened = open_source(source)
     if opened.kind != "torch":
-        return Selection([_whole(tensor) for tensor in opened.tensors.values()], [], opened.stamps)
+        return Selection([_whole(tensor, name) for name, tensor in opened.tensors.items()], [], opened.stamps)
     return _select_from_torch(opened, what)
 
 
@@ -147,36 +145,35 @@ def export(
     if not chosen.tensors:
         raise CheckpointError(f"{source} has no tensors to export")
     destination = Path(os.path.realpath(target))
+    _check_room(destination.parent, chosen.nbytes)
     with Payloads() as payloads:
         if to in ("torch", "safetensors"):
-            _check_room(destination.parent, chosen.nbytes)
             with replacing(destination, overwrite=overwrite) as temporary:
                 _write_file(temporary, to, chosen.tensors, payloads, progress)
                 _check_unchanged(chosen.stamps)
         else:
-            with _new_directory(destination, chosen.nbytes) as folder:
-                write = _write_huggingface if to == "huggingface" else _write_dcp
-                write(folder, chosen.tensors, payloads, shard_bytes, progress)
+            with new_directory(destination) as folder:
+                if to == "huggingface":
+                    _write_huggingface(folder, chosen.tensors, payloads, shard_bytes, progress)
+                else:
+                    _write_dcp(folder, chosen.tensors, payloads, progress)
                 _check_unchanged(chosen.stamps)
     return losses(chosen.tensors)
 
 
 # --- selection
-# -----------------------------------------------------------------------------------------------------------
 
 
-def _whole(tensor: StoredTensor) -> ExportTensor:
-    return ExportTensor(tensor.name, tensor.dtype, tensor.shape, (tensor,))
+def _whole(tensor: StoredTensor, name: str) -> ExportTensor:
+    return ExportTensor(name, tensor.dtype, tensor.shape, (tensor,))
 
 
 def _select_from_torch(source: Source, what: str) -> Selection:
     skeleton = read_torch_file(source.path).skeleton
     prefix = "" if what == "all" else _model_prefix(skeleton)
-    tensors = {
-        name.removeprefix(prefix): ExportTensor(name.removeprefix(prefix), tensor.dtype, tensor.shape, (tensor,))
-        for name, tensor in source.tensors.items()
-        if name.startswith(prefix)
-    }
+    tensors = [
+        _whole(tensor, name.removeprefix(prefix)) for name, tensor in source.tensors.items() if name.startswith(prefix)
+    ]
     left_out = []
     for name, value in skeleton.leaves():
         if isinstance(value, Opaque) and name.startswith(prefix) and _holds_tensor(value):
@@ -186,7 +183,7 @@ def _select_from_torch(source: Source, what: str) -> Selection:
             )
         if name not in source.tensors or not name.startswith(prefix):
             left_out.append(name)
-    return Selection(list(tensors.values()), left_out, source.stamps)
+    return Selection(tensors, left_out, source.stamps)
 
 
 def _model_prefix(skeleton: Skeleton) -> str:
@@ -232,7 +229,6 @@ def _check_unchanged(stamps: Mapping[Path, FileStamp]) -> None:
 
 
 # --- targets
-# -------------------------------------------------------------------------------------------------------------
 
 
 def _check_room(directory: Path, nbytes: int) -> None:
@@ -243,62 +239,16 @@ def _check_room(directory: Path, nbytes: int) -> None:
         raise CheckpointError(f"{directory} has {free / 1e9:.2f} GB free, and the export takes {nbytes / 1e9:.2f} GB")
 
 
-@contextmanager
-def _new_directory(target: Path, nbytes: int) -> Iterator[Path]:
-    """Yield a directory to fill, renamed to `target` at the end. Nothing may exist there."""
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} exists already: choose another name, or remove it")
-    _check_room(target.parent, nbytes)
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
-    try:
-        temporary.mkdir()
-    except OSError as error:
-        raise IoError("open", str(temporary), 0, 0, error.errno or 0) from error
-    try:
-        yield temporary
-        for file in [*temporary.iterdir(), temporary]:
-            sync(file)
-        if os.path.lexists(target):
-            raise CheckpointError(f"{target} appeared meanwhile, and was not changed")
-        temporary.rename(target)
-        sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def sync(path: Path) -> None:
-    """Sync a file or directory to the drive."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise IoError("sync", str(path), 0, 0, error.errno or 0) from error
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _relay_into(path: Path, nbytes: int, progress: Progress) -> Iterator[Relay]:
-    """Yield a relay into `path`, an empty file of about `nbytes` bytes in the end."""
-    file = open_for(path, read_only=False)
-    try:
-        reserve(file, nbytes)
-        relay = Relay(shared_engine(path), file, progress)
-        try:
-            yield relay
-        finally:
-            relay.close()
-        file.truncate(relay.position)
-    finally:
-        file.close()
+def _stream_into(path: Path, tensors: Sequence[ExportTensor], progress: Progress) -> StreamWriter:
+    return StreamWriter(path, sum(tensor.nbytes for tensor in tensors), blocks=_EXPORT_BLOCKS, moved=progress)
 
 
 def _write_file(path: Path, to: str, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
-    with _relay_into(path, sum(tensor.nbytes for tensor in tensors), progress) as relay:
+    with _stream_into(path, tensors, progress) as stream:
         if to == "torch":
-            write_torch(relay, payloads, tensors)
+            write_torch(stream, payloads, tensors)
         else:
-            write_safetensors(relay, payloads, tensors, metadata(tensors))
+            write_safetensors(stream, payloads, tensors, metadata(tensors))
 
 
 def _write_huggingface(
@@ -309,8 +259,8 @@ def _write_huggingface(
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
         (folder / name).touch()
-        with _relay_into(folder / name, sum(tensor.nbytes for tensor in shard), progress) as relay:
-            write_safetensors(relay, payloads, shard, metadata(shard))
+        with _stream_into(folder / name, shard, progress) as stream:
+            write_safetensors(stream, payloads, shard, metadata(shard))
         weight_map |= {tensor.name: name for tensor in shard}
     if len(shards) > 1:
         total = sum(tensor.nbytes for tensor in tensors)
@@ -331,16 +281,14 @@ def _shards(tensors: Sequence[ExportTensor], shard_bytes: int) -> list[list[Expo
     return shards
 
 
-def _write_dcp(
-    folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, shard_bytes: int, progress: Progress
-) -> None:
+def _write_dcp(folder: Path, tensors: Sequence[ExportTensor], payloads: Payloads, progress: Progress) -> None:
     from torch.distributed.checkpoint import metadata as described
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     name = "__0_0.distcp"
     (folder / name).touch()
-    with _relay_into(folder / name, sum(tensor.nbytes for tensor in tensors), progress) as relay:
-        places = write_items(relay, payloads, tensors)
+    with _stream_into(folder / name, tensors, progress) as stream:
+        places = write_items(stream, payloads, tensors)
     entries: dict[str, Any] = {}
     storage = {}
     planner: dict[str, Any] = {}

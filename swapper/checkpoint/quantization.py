@@ -212,8 +212,8 @@ class QuantisedTensor(ExportTensor):
         loss: filled as it is written.
     """
 
-    layout: QuantizedLayout | None = None
-    original: ExportTensor | None = None
+    layout: QuantizedLayout
+    original: ExportTensor
     loss: Loss = field(default_factory=Loss)
 
     @property
@@ -222,8 +222,6 @@ class QuantisedTensor(ExportTensor):
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
         """Yield the file's bytes in order."""
-        if self.layout is None or self.original is None:
-            raise AssertionError("a quantized tensor without its layout")
         columns = self.layout.columns
         rows_a_piece = max(PIECE_ELEMENTS // columns, 1)
         for elements in payloads.elements(self.original, rows_a_piece * columns):
@@ -258,8 +256,7 @@ def _quantised(tensor: ExportTensor, bits: int, keep: Sequence[str]) -> ExportTe
 
 def metadata(tensors: Sequence[ExportTensor]) -> dict[str, str]:
     """Return the metadata of a safetensors file for the quantized ones of `tensors`."""
-    found = {t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor) and t.layout is not None}
-    return metadata_of(found)
+    return metadata_of({t.name: t.layout for t in tensors if isinstance(t, QuantisedTensor)})
 
 
 def losses(tensors: Sequence[ExportTensor]) -> dict[str, Loss]:

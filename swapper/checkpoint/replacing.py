@@ -1,7 +1,7 @@
-"""Writes a file that appears under its name when it is whole, or not at all.
+"""Writes a file, or a directory, that appears under its name when it is whole, or not at all.
 
-It is written in the same directory under another name, synced, renamed, and the directory is synced: a reader sees the
-old file or the new one, even after a power loss. After any failure, Ctrl-C included, the temporary file is removed.
+It is written next to that under another name, synced, renamed, and the directory around it is synced: a reader sees the
+old file or the new one, even after a power loss. After any failure, Ctrl-C included, what was written is removed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool | None, durable: 
     """
     target = Path(os.path.realpath(os.fspath(path)))
     check_target(target, overwrite)
-    temporary = target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
+    temporary = _temporary_name(target)
     try:
         os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
     except OSError as error:
@@ -70,16 +71,14 @@ def check_target(target: Path, overwrite: bool | None) -> None:
 def _publish(temporary: Path, target: Path, overwrite: bool | None, durable: bool) -> None:
     try:
         if durable:
-            _sync(temporary, os.O_RDWR)
+            sync(temporary)
         if overwrite:
             temporary.rename(target)
         else:
             _rename_to_new(temporary, target)
         if durable:
-            _sync(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+            sync(target.parent)
     except OSError as error:
-        if isinstance(error, IoError):
-            raise
         raise IoError("publish", str(target), 0, 0, error.errno or 0, remedy(error.errno)) from error
 
 
@@ -94,9 +93,47 @@ def _rename_to_new(temporary: Path, target: Path) -> None:
         temporary.rename(target)
 
 
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags | os.O_CLOEXEC)
+def sync(path: Path) -> None:
+    """Sync a file or directory to the drive.
+
+    Raises:
+        IoError: the drive failed, or is full.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        raise IoError("sync", str(path), 0, 0, error.errno or 0) from error
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """Yield a directory to fill; at the end it is synced and gets the name `target`. Nothing may exist there.
+
+    Raises:
+        CheckpointError: something exists there.
+        IoError: the directory cannot be made.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists already: choose another name, or remove it")
+    temporary = _temporary_name(target)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise IoError("open", str(temporary), 0, 0, error.errno or 0) from error
+    try:
+        yield temporary
+        for file in [*temporary.iterdir(), temporary]:
+            sync(file)
+        if os.path.lexists(target):
+            raise CheckpointError(f"{target} appeared meanwhile, and was not changed")
+        temporary.rename(target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_name(target: Path) -> Path:
+    return target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")

@@ -21,17 +21,19 @@ import zipfile
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.serialization import config
 
 from swapper import _C
+from swapper.checkpoint.stream import Checksum
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, FileStamp, opened, read_at
 from swapper.formats.torch_zip.pickle_reader import StorageId, check_pickles
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, unpacked_crc32
+from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.copying import CopyRange, checksums_of
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.staging import Staging
@@ -42,7 +44,6 @@ MapLocation = Callable[[Any, str], Any] | Mapping[str, str] | torch.device | str
 MAPPED_BYTES = 1 << 20
 """Bytes from which a storage gets its own mapping, aligned like its place in the file."""
 STEP_BYTES = 16 << 20  # populated at once: a choice
-UNIT = 4096  # bytes; suits direct I/O on every drive
 _MADV_POPULATE_WRITE = 23  # of madvise(2), Linux 5.14
 MAX_AHEAD_BYTES = 256 << 20
 """Bytes that are being read and not yet requested by torch."""
@@ -211,7 +212,7 @@ class _Loader:
         self._engine = shared_engine(self._path)
         self._file = file
         self._staging: Staging | None = None
-        self._reads: dict[str, tuple[torch.UntypedStorage, list[Any]]] = {}  # by key, begun and not requested yet
+        self._reads: dict[str, tuple[torch.UntypedStorage, list[_C.Ticket]]] = {}  # by key, begun and not requested yet
         self._bytes_ahead = 0
         once = {storage.key: storage for storage in checkpoint.skeleton.storages}
         self._order = deque(s for s in once.values() if s.nbytes and self._stays_on_host(s.location))
@@ -228,12 +229,12 @@ class _Loader:
 
     def load(self, weights_only: bool) -> Any:
         """Let torch unpickle, and give it storages that are being read."""
-        asked = iter(self._checkpoint.skeleton.storages)
+        requested = iter(self._checkpoint.skeleton.storages)
         known: set[str] = set()
 
         def place(memory: torch.UntypedStorage, location: str) -> Any:
             # torch calls this for the storages of the pickle in order, but only once for one that has an address.
-            storage = next(storage for storage in asked if storage.key not in known)
+            storage = next(storage for storage in requested if storage.key not in known)
             if storage.location != location or storage.nbytes != memory.nbytes():
                 raise CheckpointError(
                     f"{self._path}: torch reads its data.pkl differently than swapper: a bug in swapper"
@@ -246,8 +247,7 @@ class _Loader:
         self._read_ahead()
         try:
             with torch.serialization.skip_data():
-                hand_out: Any = place
-                return torch.load(self._without_payloads(), hand_out, weights_only=weights_only, mmap=False)
+                return torch.load(self._without_payloads(), cast(Any, place), weights_only=weights_only, mmap=False)
         except (CheckpointError, IoError, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -292,7 +292,6 @@ class _Loader:
         return target is None or callable(target)
 
     # --- to host memory
-    # ---------------------------------------------------------------------------------------------------
 
     def _read_to_host(self, storage: StorageId, memory: torch.UntypedStorage) -> torch.UntypedStorage:
         if storage.nbytes == 0:
@@ -306,7 +305,7 @@ class _Loader:
         self._read_ahead()
         record = self._records[storage.key]
         if self._verify and storage.nbytes == record.nbytes:
-            _check_checksum(self._path, record, _combined(tickets))
+            _check_checksum(self._path, record, Checksum(tickets).value)
         return loaded
 
     def _read_ahead(self) -> None:
@@ -316,8 +315,8 @@ class _Loader:
 
     def _begin(self, storage: StorageId) -> None:
         record = self._records[storage.key]
-        memory = _HostMemory(storage.nbytes, record.offset % UNIT)
-        tickets: list[Any] = []
+        memory = _HostMemory(storage.nbytes, record.offset % SECTOR_BYTES)
+        tickets: list[_C.Ticket] = []
         self._reads[storage.key] = (memory.storage, tickets)
         self._bytes_ahead += storage.nbytes
         address = memory.storage.data_ptr()
@@ -332,7 +331,7 @@ class _Loader:
             )
             tickets.append(ticket)
 
-    # --- to a device ------------------------------------------------------------------------------------------------------
+    # --- to a device
 
     def _read_to_device(self, storage: StorageId, device: torch.device) -> torch.UntypedStorage:
         """Read through a ring of page-locked memory: the host never holds the whole storage."""
@@ -340,11 +339,11 @@ class _Loader:
         memory: torch.UntypedStorage = _Storage(storage.nbytes, device=device)
         if storage.nbytes == 0:
             return memory
-        checksums: list[Any] = []
+        checksum = Checksum()
 
         def move(offset: int, address: int, nbytes: int) -> Iterator[_C.Ticket]:
             ticket = self._engine.read(self._file, offset, address, nbytes, checksum=self._verify)
-            checksums.append(ticket)
+            checksum.add(ticket)
             yield ticket
 
         if self._staging is None:
@@ -352,15 +351,8 @@ class _Loader:
         view = torch.empty(0, dtype=torch.uint8, device=device).set_(memory)
         self._staging.begin("read", view, record.offset, str(self._path), move).wait()
         if self._verify and storage.nbytes == record.nbytes:
-            _check_checksum(self._path, record, _combined(checksums))
+            _check_checksum(self._path, record, checksum.value)
         return memory
-
-
-def _combined(tickets: list[Any]) -> int:
-    checksum = 0
-    for ticket in tickets:
-        checksum = _C.crc32_combine(checksum, ticket.crc32, ticket.nbytes)
-    return checksum
 
 
 def _mapped(map_location: Callable[[Any, str], Any], storage: torch.UntypedStorage, location: str) -> Any:
@@ -399,7 +391,7 @@ class _HostMemory:
         while begin < self._nbytes:
             end = min((begin + self._phase) // STEP_BYTES * STEP_BYTES + STEP_BYTES - self._phase, self._nbytes)
             if self._mapping is not None:
-                first = (begin + self._phase) // UNIT * UNIT
+                first = (begin + self._phase) // SECTOR_BYTES * SECTOR_BYTES
                 with contextlib.suppress(OSError):  # Linux before 5.14: a touch populates pages
                     self._mapping.madvise(_MADV_POPULATE_WRITE, first, end + self._phase - first)
             yield begin, end

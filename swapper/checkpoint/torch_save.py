@@ -10,9 +10,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,15 @@ import torch
 from torch.utils.serialization import config
 
 from swapper.checkpoint.replacing import replacing
-from swapper.checkpoint.stream import StreamWriter
+from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
-from swapper.formats.torch_zip.zip_writer import (
-    ROOT,
-    Entry,
-    descriptor,
-    descriptor_nbytes,
-    directory,
-    leading_records,
-    local_header,
-    payload_offset,
-    serialization_id,
-)
-from swapper.io.engines import open_for, reserve, shared_engine
+from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES
+from swapper.formats.torch_zip.zip_writer import ROOT, descriptor_nbytes, leading_records, payload_offset
+from swapper.io.alignment import SECTOR_BYTES
 
-ALIGNED = 4096
-"""Bytes; alignment of payloads for direct transfers, unless that would waste much of the file."""
 SMALL_MEAN_BYTES = 32 << 10
-"""Bytes. With a smaller mean storage torch's own alignment is kept: gaps would exceed 6 % of the file.
-"""
+"""Bytes. With a smaller mean storage torch's own alignment is kept, not that of direct transfers: gaps would exceed 6 %
+of the file."""
 MAX_ALIGNMENT = 1 << 16  # bytes; a choice
 
 
@@ -70,35 +57,15 @@ def save(
     alignment = config.save.storage_alignment
     if not isinstance(alignment, int) or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise ConfigError(f"config.save.storage_alignment={alignment!r} must be a power of two up to {MAX_ALIGNMENT}")
-    pickled = _pickle(obj, pickle_protocol)
-    sizes = tuple(storage.nbytes() for storage in pickled.storages)
-    if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):
-        alignment = max(alignment, ALIGNED)
-    plan = _plan(len(pickled.data), sizes, alignment)
-    with replacing(path, overwrite=overwrite, durable=durable) as temporary:
-        _write(temporary, pickled, plan, alignment)
-
-
-@dataclass(frozen=True)
-class _Pickled:
-    data: bytes
-    storages: Sequence[torch.UntypedStorage]  # by key
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """One record of the file."""
-
-    name: str
-    header_offset: int
-    nbytes: int
-
-
-def _pickle(obj: object, protocol: int) -> _Pickled:
     file = io.BytesIO()
-    pickler = _Pickler(file, protocol)
+    pickler = _Pickler(file, pickle_protocol)
     pickler.dump(obj)
-    return _Pickled(file.getvalue(), tuple(pickler.storages.values()))
+    storages = list(pickler.storages.values())
+    sizes = [storage.nbytes() for storage in storages]
+    if len(sizes) == 0 or sum(sizes) >= SMALL_MEAN_BYTES * len(sizes):
+        alignment = max(alignment, SECTOR_BYTES)
+    with replacing(path, overwrite=overwrite, durable=durable) as temporary:
+        _write(temporary, file.getvalue(), storages, sizes, alignment)
 
 
 class _Pickler(pickle.Pickler):
@@ -113,7 +80,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> tuple[str, type, str, str, int] | None:
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype = obj._untyped_storage, obj.dtype
-            kind = LEGACY_STORAGES.get(dtype) or _QUANTIZED_STORAGES[dtype]
+            kind = LEGACY_STORAGES.get(dtype) or QUANTIZED_STORAGES[dtype]
         elif isinstance(obj, torch.UntypedStorage):
             storage, dtype, kind = obj, torch.uint8, torch.UntypedStorage
         else:
@@ -130,103 +97,39 @@ class _Pickler(pickle.Pickler):
         return "storage", kind, key, torch.serialization.location_tag(storage), storage.nbytes() // dtype.itemsize
 
 
-_QUANTIZED_STORAGES: Mapping[torch.dtype, type] = {
-    torch.qint8: torch.QInt8Storage,
-    torch.quint8: torch.QUInt8Storage,
-    torch.qint32: torch.QInt32Storage,
-    torch.quint4x2: torch.QUInt4x2Storage,
-    torch.quint2x4: torch.QUInt2x4Storage,
-}
+def _write(
+    path: Path, pickled: bytes, storages: Sequence[torch.UntypedStorage], sizes: Sequence[int], alignment: int
+) -> None:
+    checksums, pinned = bool(config.save.compute_crc32), _is_pinned(storages)
+    with StreamWriter(path, _nbytes(pickled, sizes, alignment), checksums=checksums, pinned=pinned) as stream:
+        archive = Archive(stream, alignment)
+        for name, content in leading_records(pickled, alignment):
+            archive.add(name, content)
+        for key, (storage, nbytes) in enumerate(zip(storages, sizes, strict=True)):
+            archive.add_payload(f"data/{key}", nbytes, partial(_append, stream, storage, nbytes))
+        archive.finish()
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """The location of everything: a function of the sizes alone."""
-
-    payloads: tuple[_Place, ...]
-    nbytes: int  # bytes from the beginning of the file to the end of the last payload
-
-
-@lru_cache(maxsize=8)
-def _plan(pickle_nbytes: int, sizes: tuple[int, ...], alignment: int) -> _Plan:
-    """Plan a file. Cached, since a training run saves the same state dict again and again."""
+def _nbytes(pickled: bytes, sizes: Sequence[int], alignment: int) -> int:
+    """Return the bytes from the beginning of the file to the end of the last payload."""
+    records = [(name, len(content)) for name, content in leading_records(pickled, alignment)]
+    records += [(f"data/{key}", nbytes) for key, nbytes in enumerate(sizes)]
     cursor = 0
-    for name, content in leading_records(pickle_nbytes, alignment):
-        cursor = _end(cursor, f"{ROOT}/{name}", len(content) if isinstance(content, bytes) else content, alignment)
-    payloads = []
-    for key, nbytes in enumerate(sizes):
-        place = _Place(f"{ROOT}/data/{key}", cursor, nbytes)
-        payloads.append(place)
-        cursor = _end(cursor, place.name, nbytes, alignment)
-    return _Plan(tuple(payloads), cursor)
+    for name, nbytes in records:
+        begin = payload_offset(cursor, f"{ROOT}/{name}", nbytes, alignment)
+        cursor = begin + nbytes + descriptor_nbytes(cursor, nbytes)
+    return cursor
 
 
-def _end(cursor: int, name: str, nbytes: int, alignment: int) -> int:
-    return payload_offset(cursor, name, nbytes, alignment) + nbytes + descriptor_nbytes(cursor, nbytes)
-
-
-def _write(path: Path, pickled: _Pickled, plan: _Plan, alignment: int) -> None:
-    file = open_for(path, read_only=False)
-    checksums = bool(config.save.compute_crc32)
-    try:
-        reserve(file, plan.nbytes)
-        writer = StreamWriter(shared_engine(path), file, checksums=checksums, pinned=_is_pinned(pickled.storages))
-        try:
-            archive = _Archive(writer, alignment)
-            for name, content in leading_records(pickled.data, alignment):
-                archive.add(name, content)
-            for place, storage in zip(plan.payloads, pickled.storages, strict=True):
-                archive.add_storage(place, storage)
-            archive.finish()
-        finally:
-            writer.close()
-        file.truncate(writer.position)
-    finally:
-        file.close()
+def _append(stream: StreamWriter, storage: torch.UntypedStorage, nbytes: int, checksum: Checksum) -> None:
+    if storage.nbytes() != nbytes:
+        raise CheckpointError("a tensor's storage was resized while it was saved: save it when nothing runs")
+    if storage.device.type == "cpu":
+        stream.append_memory(storage.data_ptr(), nbytes, storage, checksum)
+    else:
+        stream.append_device(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), checksum)
 
 
 def _is_pinned(storages: Sequence[torch.UntypedStorage]) -> bool:
     devices = {storage.device.type for storage in storages}
     return bool(config.save.use_pinned_memory_for_d2h) and "cuda" in devices
-
-
-class _Archive:
-    """The zip under construction: appends records to a stream and keeps the directory."""
-
-    def __init__(self, writer: StreamWriter, alignment: int) -> None:
-        self._writer = writer
-        self._alignment = alignment
-        self._entries: list[Entry] = []
-
-    def add(self, name: str, content: bytes) -> None:
-        cursor = self._begin(f"{ROOT}/{name}", len(content))
-        self._end(f"{ROOT}/{name}", cursor, len(content), self._writer.append(content))
-
-    def add_storage(self, place: _Place, storage: torch.UntypedStorage) -> None:
-        cursor = self._begin(place.name, place.nbytes)
-        if cursor != place.header_offset or storage.nbytes() != place.nbytes:
-            raise CheckpointError(
-                f"the storage of {place.name} was resized while it was saved: save it when nothing runs"
-            )
-        if storage.device.type == "cpu":
-            checksum = self._writer.append_memory(storage.data_ptr(), place.nbytes, storage) if place.nbytes else 0
-        else:
-            checksum = self._writer.append_device(
-                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            )
-        self._end(place.name, cursor, place.nbytes, checksum)
-
-    def finish(self) -> None:
-        self.add("version", b"3\n")
-        self.add(".data/serialization_id", serialization_id(self._entries))
-        self._writer.append(directory(self._entries, self._writer.position, self._alignment))
-        self._writer.finish()
-
-    def _begin(self, name: str, nbytes: int) -> int:
-        cursor = self._writer.position
-        self._writer.append(local_header(cursor, name, nbytes, self._alignment))
-        return cursor
-
-    def _end(self, name: str, cursor: int, nbytes: int, checksum: int) -> None:
-        self._entries.append(Entry(name, cursor, nbytes, checksum))
-        self._writer.append(descriptor(cursor, nbytes, checksum))

@@ -1,6 +1,6 @@
 """Writes tensors of other files, in the formats of safetensors, torch and torch.distributed.checkpoint.
 
-Each function gets a relay (relay.py) into an empty file and tensors whose bytes are still in their files. Only headers
+Each function gets a stream (stream.py) into an empty file and tensors whose bytes are still in their files. Only headers
 are held in memory.
 """
 
@@ -9,36 +9,31 @@ from __future__ import annotations
 import json
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from swapper import _C
-from swapper.checkpoint.dcp.items import Item
-from swapper.checkpoint.relay import Checksum, Relay
+from swapper.checkpoint.stream import Archive, Checksum, StreamWriter
 from swapper.errors import CheckpointError
+from swapper.formats.dcp_items import Item
 from swapper.formats.safetensors import DTYPES
-from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
+from swapper.formats.stored import Box, ChunkedTensor, Piece, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
-    ROOT,
-    Entry,
-    descriptor,
-    descriptor_nbytes,
-    directory,
     leading_records,
-    local_header,
-    serialization_id,
 )
+from swapper.io.alignment import SECTOR_BYTES
 from swapper.io.engines import open_for, shared_engine
 from swapper.io.waiting import wait_for_all
 
-ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
 PIECES_AHEAD = 2  # reads in flight while one is converted
 PIECE_ELEMENTS = 4 << 20  # bounds the memory of a conversion: a choice
+_Reading = tuple[torch.Tensor, list[_C.Ticket]]
+"""Memory, and the reads that fill it."""
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -73,20 +68,20 @@ class Payloads:
         for _, file in self._files.values():
             file.close()
 
-    def append(self, relay: Relay, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
+    def append(self, stream: StreamWriter, tensor: ExportTensor, checksum: Checksum | None = None) -> None:
         """Append a tensor's elements."""
         pieces = tensor.pieces(self)
         if pieces is not None:
             for piece in pieces:
-                _append(relay, piece, checksum)
+                stream.append(_bytes_of(piece), checksum)
             return
         for part in tensor.parts:
             if part.stride is None:
                 engine, file = self._open(part.path)
-                relay.append_read(engine, file, part.offset, part.nbytes, checksum)
+                stream.append_read(engine, file, part.offset, part.nbytes, checksum)
                 continue
             for piece in _pieces(self.strided(part)):
-                _append(relay, piece.view(-1), checksum)
+                stream.append(_bytes_of(piece.view(-1)), checksum)
 
     def elements(self, tensor: ExportTensor, count: int) -> Iterator[torch.Tensor]:
         """Yield a tensor's elements in order, `count` at a time, with the next ones in flight. No part has strides."""
@@ -94,7 +89,7 @@ class Payloads:
         if pieces is not None:
             yield from _rebatched(pieces, count)
             return
-        waiting: deque[tuple[torch.Tensor, list[Any]]] = deque()
+        waiting: deque[_Reading] = deque()
         total = sum(part.numel for part in tensor.parts)
         for begin in range(0, total, count):
             waiting.append(self.read_elements(tensor.parts, begin, min(begin + count, total)))
@@ -103,7 +98,7 @@ class Payloads:
         while waiting:
             yield arrived(*waiting.popleft())
 
-    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> tuple[torch.Tensor, list[Any]]:
+    def read_elements(self, parts: Sequence[StoredTensor], begin: int, end: int) -> _Reading:
         """Begin to read elements [begin, end) of `parts`, in order; none has strides. Returns memory and tickets."""
         itemsize = parts[0].dtype.itemsize
         memory = torch.empty(end - begin, dtype=parts[0].dtype)
@@ -145,11 +140,8 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from _pieces(part)
 
 
-def _append(relay: Relay, flat: torch.Tensor, checksum: Checksum | None) -> None:
-    data = flat.view(torch.uint8).numpy().tobytes()
-    relay.append(data)
-    if checksum is not None:
-        checksum.add_bytes(data)
+def _bytes_of(flat: torch.Tensor) -> bytes:
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
@@ -166,25 +158,24 @@ def _rebatched(pieces: Iterator[torch.Tensor], count: int) -> Iterator[torch.Ten
         yield left
 
 
-def arrived(memory: torch.Tensor, tickets: list[Any]) -> torch.Tensor:
+def arrived(memory: torch.Tensor, tickets: list[_C.Ticket]) -> torch.Tensor:
     """Return `memory` when it is read."""
     wait_for_all(tickets)
     return memory
 
 
 def write_safetensors(
-    relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
+    stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor], metadata: Mapping[str, str]
 ) -> None:
     """Write one safetensors file.
 
     Wider types come first, as the format requires; among them those of whole runs of 4096 bytes: they are then all
     aligned for direct transfers, since the data begins at a multiple of 4096.
     """
-    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % ALIGNMENT != 0, t.name))
-    relay.append(safetensors_header(ordered, metadata))
+    ordered = sorted(tensors, key=lambda t: (-t.dtype.itemsize, t.nbytes % SECTOR_BYTES != 0, t.name))
+    stream.append(safetensors_header(ordered, metadata))
     for tensor in ordered:
-        payloads.append(relay, tensor)
-    relay.finish()
+        payloads.append(stream, tensor)
 
 
 def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, str]) -> bytes:
@@ -202,11 +193,11 @@ def safetensors_header(tensors: Iterable[ExportTensor], metadata: Mapping[str, s
         }
         cursor += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % SECTOR_BYTES)
     return len(text).to_bytes(8, "little") + text
 
 
-def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
+def write_torch(stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor]) -> None:
     """Write a state dict, {name: tensor}, as torch.save does. Shared tensors stay shared."""
     records: dict[tuple[object, ...], int] = {}
     stand_ins: dict[int, StorageRef] = {}
@@ -224,76 +215,31 @@ def write_torch(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor
         stand_ins[id(state[tensor.name])] = StorageRef(str(key), 0)
     sizes = {str(key): tensor.nbytes for key, tensor in enumerate(unique)}
     pickled = pickle_state(state, sizes, lambda tensor: stand_ins[id(tensor)]).data
-    archive = _Archive(relay)
-    for name, content in leading_records(pickled, ALIGNMENT):
+    archive = Archive(stream, SECTOR_BYTES)
+    for name, content in leading_records(pickled, SECTOR_BYTES):
         archive.add(name, content)
     for key, tensor in enumerate(unique):
-        archive.add_tensor(f"data/{key}", payloads, tensor)
+        archive.add_payload(f"data/{key}", tensor.nbytes, partial(payloads.append, stream, tensor))
     archive.finish()
 
 
-class _Archive:
-    """A zip under construction, whose payloads' checksums become known while it is written."""
-
-    def __init__(self, relay: Relay) -> None:
-        self._relay = relay
-        self._places: list[Entry] = []  # without checksums
-        self._entries: list[Callable[[], Entry]] = []
-
-    def add(self, name: str, content: bytes) -> None:
-        checksum = Checksum()
-        checksum.add_bytes(content)
-        cursor = self._begin(name, len(content))
-        self._relay.append(content)
-        self._end(name, cursor, len(content), checksum)
-
-    def add_tensor(self, name: str, payloads: Payloads, tensor: ExportTensor) -> None:
-        checksum = Checksum()
-        cursor = self._begin(name, tensor.nbytes)
-        payloads.append(self._relay, tensor, checksum)
-        self._end(name, cursor, tensor.nbytes, checksum)
-
-    def finish(self) -> None:
-        self.add("version", b"3\n")
-        name, cursor = ".data/serialization_id", self._begin(".data/serialization_id", 40)
-        known = tuple(self._entries)
-        identity = Checksum()
-
-        def make() -> bytes:
-            data = serialization_id([entry() for entry in known])
-            identity.add_bytes(data)
-            return data
-
-        self._relay.append_later(40, make)
-        self._end(name, cursor, 40, identity)
-        begin = self._relay.position
-        nbytes = len(directory(self._places, begin, ALIGNMENT))
-        self._relay.append_later(nbytes, lambda: directory([entry() for entry in self._entries], begin, ALIGNMENT))
-        self._relay.finish()
-
-    def _begin(self, name: str, nbytes: int) -> int:
-        cursor = self._relay.position
-        self._relay.append(local_header(cursor, f"{ROOT}/{name}", nbytes, ALIGNMENT))
-        return cursor
-
-    def _end(self, name: str, cursor: int, nbytes: int, checksum: Checksum) -> None:
-        self._relay.append_later(descriptor_nbytes(cursor, nbytes), lambda: descriptor(cursor, nbytes, checksum.value))
-        self._places.append(Entry(f"{ROOT}/{name}", cursor, nbytes, 0))
-        self._entries.append(lambda: Entry(f"{ROOT}/{name}", cursor, nbytes, checksum.value))
+def _tail(item: Item, checksum: Checksum) -> bytes:
+    return item.tail(checksum.value)
 
 
-def write_items(relay: Relay, payloads: Payloads, tensors: Sequence[ExportTensor]) -> dict[str, tuple[int, int]]:
+def write_items(
+    stream: StreamWriter, payloads: Payloads, tensors: Sequence[ExportTensor]
+) -> dict[str, tuple[int, int]]:
     """Write tensors as items of torch.distributed.checkpoint; return (offset, bytes) of each."""
     places = {}
     for tensor in tensors:
         item = Item.of(tensor.dtype, tensor.shape)
-        relay.append(bytes(item.head_gap(relay.position)))
-        places[tensor.name] = (relay.position, item.total_nbytes)
-        relay.append(item.head)
+        stream.append(bytes(item.head_gap(stream.position)))
+        places[tensor.name] = (stream.position, item.total_nbytes)
+        stream.append(item.head)
         checksum = Checksum()
-        payloads.append(relay, tensor, checksum)
-        relay.append_later(item.tail_nbytes, lambda item=item, checksum=checksum: item.tail(checksum.value))  # type: ignore[misc]
-    relay.finish()
+        payloads.append(stream, tensor, checksum)
+        stream.append_later(item.tail_nbytes, partial(_tail, item, checksum))
     return places
 
 
@@ -304,7 +250,7 @@ BOX_BYTES = 4 << 20  # bounds the memory of an assembly: a choice
 class AssembledTensor(ExportTensor):
     """A tensor cut along dimensions other than the first. `parts` are its chunks, in any order."""
 
-    chunked: ChunkedTensor | None = None
+    chunked: ChunkedTensor
 
     @classmethod
     def of(cls, chunked: ChunkedTensor, name: str) -> AssembledTensor:
@@ -313,37 +259,24 @@ class AssembledTensor(ExportTensor):
 
     def pieces(self, payloads: Payloads) -> Iterator[torch.Tensor]:
         """Yield its elements in order, with the next ones in flight."""
-        if self.chunked is None:
-            raise AssertionError("an assembled tensor has no chunks")
-        turned = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and rare
-        waiting: deque[_Reading] = deque()
+        strided = {part: payloads.strided(part) for part in self.parts if part.stride is not None}  # whole, and rare
+        waiting: deque[tuple[Box, list[_Reading]]] = deque()
         for box in self.chunked.boxes(BOX_BYTES):
-            waiting.append(_Reading(box))
-            waiting[-1].begin(payloads, turned)
+            waiting.append((box, [_begin(payloads, piece, strided) for piece in box.pieces]))
             if len(waiting) > PIECES_AHEAD:
-                yield waiting.popleft().assembled(self.dtype)
-        for reading in waiting:
-            yield reading.assembled(self.dtype)
+                yield self._assembled(*waiting.popleft())
+        for box, readings in waiting:
+            yield self._assembled(box, readings)
 
-
-class _Reading:
-    """A box whose pieces are in flight."""
-
-    def __init__(self, box: Box) -> None:
-        self._box = box
-        self._parts: list[tuple[torch.Tensor, list[Any]]] = []
-
-    def begin(self, payloads: Payloads, turned: dict[StoredTensor, torch.Tensor]) -> None:
-        for piece in self._box.pieces:
-            if piece.stored in turned:
-                self._parts.append((turned[piece.stored][piece.inside], []))
-            else:
-                end = piece.first + math.prod(piece.shape)
-                self._parts.append(payloads.read_elements((piece.stored,), piece.first, end))
-
-    def assembled(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return its elements, flat, when they are read."""
-        whole = torch.empty(self._box.shape, dtype=dtype)
-        for piece, (memory, tickets) in zip(self._box.pieces, self._parts, strict=True):
-            whole[piece.at] = arrived(memory, tickets).reshape(piece.shape)
+    def _assembled(self, box: Box, readings: Sequence[_Reading]) -> torch.Tensor:
+        """Return a box's elements, flat, when they are read."""
+        whole = torch.empty(box.shape, dtype=self.dtype)
+        for piece, reading in zip(box.pieces, readings, strict=True):
+            whole[piece.at] = arrived(*reading).reshape(piece.shape)
         return whole.view(-1)
+
+
+def _begin(payloads: Payloads, piece: Piece, strided: Mapping[StoredTensor, torch.Tensor]) -> _Reading:
+    if piece.stored in strided:
+        return strided[piece.stored][piece.inside], []
+    return payloads.read_elements((piece.stored,), piece.first, piece.first + math.prod(piece.shape))

@@ -11,29 +11,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from swapper.checkpoint.writers import ExportTensor
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.sources import FileStamp
-from swapper.formats.stored import StoredTensor
-from swapper.formats.torch_zip.pickle_reader import TensorView, are_sizes
+from swapper.formats.stored import StoredTensor, are_sizes
+from swapper.formats.torch_zip.pickle_reader import TensorView
 from swapper.formats.torch_zip.torch_file import TorchFile, read_torch_file
 
 T = TypeVar("T")
 LATEST = "latest"
 OPTIMIZER_SUFFIX = "_optim_states.pt"
 MODEL_SUFFIX = "_model_states.pt"
-
-
-@dataclass(frozen=True)
-class ZeroCheckpoint:
-    """The weights of one checkpoint."""
-
-    tensors: list[ExportTensor]
-    stamps: dict[Path, FileStamp]
 
 
 def find(path: Path) -> Path | None:
@@ -48,8 +39,8 @@ def find(path: Path) -> Path | None:
     return None
 
 
-def read(path: Path) -> ZeroCheckpoint:
-    """Return the locations of the fp32 weights in the directory `path`, a result of `find`.
+def read(path: Path) -> tuple[list[ExportTensor], dict[Path, FileStamp]]:
+    """Return the locations of the fp32 weights in the directory `path`, a result of `find`, and its files' stamps.
 
     Raises:
         CheckpointError: files are missing or damaged, or the parts do not make up the parameters.
@@ -65,7 +56,7 @@ def read(path: Path) -> ZeroCheckpoint:
         raise CheckpointError(
             f"{path} is not a ZeRO checkpoint of a known kind ({type(error).__name__}: {error})"
         ) from error
-    return ZeroCheckpoint(tensors, {file.path: file.stamp for file in [*ranks, *models]})
+    return tensors, {file.path: file.stamp for file in [*ranks, *models]}
 
 
 def _in_order(path: Path, suffix: str) -> list[Path]:
@@ -131,7 +122,7 @@ def _of_stage_2(groups: Sequence[Sequence[StoredTensor]], shapes: Sequence[dict[
             count = math.prod(shape)
             found.append(_tensor(name, shape, flat.take(cursor, count)))
             cursor += count
-        if flat.numel - cursor > 2 * len(groups) + 2 * len(groups):  # it is padded for the collectives
+        if flat.numel - cursor > 4 * len(groups):  # it is padded for the collectives
             raise ValueError(f"group {number} has {flat.numel} elements, of which parameters take {cursor}")
     return found
 

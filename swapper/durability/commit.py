@@ -2,7 +2,7 @@
 
 For every piece of every section it names the swap file with its content as of the step, and that content's CRC-32; it
 also holds everything else that belongs to the step. It is a torch checkpoint without payload, sealed so that a change
-of any byte is detected (manifest.py). It is published by writing a temporary file, syncing and renaming it: a reader
+of any byte is detected (container.py). It is published by writing a temporary file, syncing and renaming it: a reader
 finds it whole, or the previous one.
 """
 
@@ -22,8 +22,7 @@ import torch
 from swapper.durability.directory import COMMIT_NAME
 from swapper.durability.ranks import CommitId
 from swapper.errors import CheckpointError, IoError, remedy
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import MAX_END_BYTES, find_seal
+from swapper.formats.torch_zip.container import MAX_END_BYTES, ContainerLayout, PreparedTail, find_seal
 from swapper.io import beneath
 from swapper.io.alignment import SECTOR_BYTES
 from swapper.paging.planning.layout import SectionPlan
@@ -31,7 +30,7 @@ from swapper.paging.section import EXTERNAL
 from swapper.runtime import records
 
 FORMAT = 2  # of the record; other numbers are refused
-MOST_BYTES = 4 << 30
+MAX_BYTES = 4 << 30
 """Bytes of a record, which includes the registered objects' state and `extra`."""
 
 
@@ -130,7 +129,7 @@ class CommitRecord:
         registered: state dicts by name.
         extra: the user's own values.
         rng: states of the random number generators, if requested.
-        lent: paths of external files, with size in bytes and modification time in nanoseconds.
+        external: paths of external files, with size in bytes and modification time in nanoseconds.
         edits: how often parameters were changed from outside since the step.
         job: of the run that all its ranks share; "" for one rank alone.
         members: names of the parameters of each of the optimizer's groups, in order; None if they are the script's own.
@@ -197,7 +196,7 @@ def encode_commit(record: CommitRecord) -> bytes:
         "files": torch.tensor([file for section in record.sections for file in section.files], dtype=torch.int32),
         "crc32s": torch.tensor([crc for section in record.sections for crc in section.crc32s], dtype=torch.int64),
     }
-    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build({}, [])
+    return PreparedTail(_NO_PAYLOAD, content, lambda tensor: None).build([])
 
 
 def check_state(state: Any) -> None:
@@ -251,7 +250,7 @@ def read_commit(directory: Path, name: str = COMMIT_NAME) -> CommitRecord | None
     path = directory / name
     remedy = "start from a snapshot with resume='discard'"
     try:
-        data = beneath.read_small(path, MOST_BYTES)
+        data = beneath.read_small(path, MAX_BYTES)
         seal = find_seal(data[-MAX_END_BYTES:], len(data))
         if seal is None or seal.begin != 0 or zlib.crc32(data[: seal.end]) != seal.crc32:
             raise CheckpointError(f"{path} is damaged: its bytes do not have the CRC-32 of their write: {remedy}")

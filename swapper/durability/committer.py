@@ -22,13 +22,14 @@ from typing import Any, Protocol
 
 from swapper import _C
 from swapper.durability.commit import CommitRecord, SectionRecord, encode_commit, publish_commit
-from swapper.durability.fallback import Commit, WayBack
+from swapper.durability.recovery import Commit, WayBack
 from swapper.durability.snapshot import Publisher, Snapshot
 from swapper.durability.verify import find_losses
 from swapper.errors import CheckpointError, IoError, StateError
+from swapper.io.engines import Transfer
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import SMALL_SECTION_BYTES
-from swapper.paging.section import EXTERNAL, Page, Section
+from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.interrupts import defer_sigint
 
 log = logging.getLogger("swapper")
@@ -48,10 +49,10 @@ def steps_between_commits(
 
 
 class State(Protocol):
-    """The optimizer's state, which may be elsewhere than in its sections."""
+    """The optimizer's state, which may be on a device instead of in its sections."""
 
     def sync_to_host(self) -> None:
-        """Copy state that stays elsewhere to its sections."""
+        """Copy state that is on a device to its sections."""
 
     @property
     def packed_entries(self) -> dict[str, Any]:
@@ -59,7 +60,7 @@ class State(Protocol):
 
 
 class CommittedModel(Protocol):
-    """Of whose last step updates may still be to be done."""
+    """What the committer needs of a model: updates of its last step may still be open."""
 
     @property
     def optimizer_state(self) -> State: ...
@@ -78,10 +79,10 @@ class Committer:
         sections: all param and state sections.
         pager: what transfers go through.
         publisher: takes snapshots.
-        way_back: to the commit before; has the directory, and the store.
+        way_back: keeps the previous commit; has the directory, and the store.
         describe: returns the record for a step, its `files`, `sections` and `state_entries` still empty.
-        every: how many steps there are from commit to commit; None: no commits.
-        committed: the step that is committed already, if a run resumes.
+        every: steps from commit to commit; None: no commits.
+        committed: the committed step from which a run resumes; None if it is new.
 
     Attributes:
         edits: how often parameters were changed from outside since the last step.
@@ -113,7 +114,7 @@ class Committer:
         self._due: int | None = None  # the step to be written completely
         self._record: CommitRecord | None = None  # captured
         self._snapshot: Snapshot | None = None  # of the due step
-        self._writes: list[tuple[Page, Any]] | None = None  # of resident sections, once submitted
+        self._writes: list[tuple[Page, Transfer]] | None = None  # of resident sections, once submitted
 
     def step_done(self, step: int) -> None:
         """Note that a step, or the initial placement (step 0), is over; its writes may be in flight."""
@@ -260,7 +261,7 @@ class Committer:
             IoError: content in memory cannot be read back.
         """
         given = self._sections if sections is None else sections
-        self._store.roll_back(piece for section in given for piece in (section.pages or [section.piece]))
+        self._store.roll_back(piece for section in given for piece in pieces_of(section))
         for section in [section for section in given if section.resident]:
             self._store.read_now(section.piece, section.memory.data_ptr())
 
@@ -316,7 +317,7 @@ class Committer:
             return False
         return _C.crc32_address(memory.data_ptr(), piece.nbytes) == piece.committed_crc32
 
-    def _write(self, section: Section) -> Any:
+    def _write(self, section: Section) -> Transfer:
         ticket = self._store.write(section.piece, section.memory.data_ptr())
         self._pager.counters.written_bytes[section.plan.family] += section.piece.nbytes
         return ticket
@@ -391,7 +392,7 @@ class Committer:
     def _places(self) -> list[SectionRecord]:
         records = []
         for section in self._sections:
-            pieces = [section.piece] if section.resident else section.pages
+            pieces = pieces_of(section)
             files = [piece.location if piece.location is not None else -1 for piece in pieces]
             crc32s = [piece.crc32 if piece.crc32 is not None else -1 for piece in pieces]
             records.append(SectionRecord(section.plan.nbytes, pieces[0].nbytes, files, crc32s))

@@ -43,13 +43,13 @@ RETENTION_NAME = "snapshots.json"
 _open: weakref.WeakSet[LockedDirectory] = weakref.WeakSet()
 
 
-def _let_go_in_child() -> None:
+def _release_in_child() -> None:
     """Release the run's lock in a forked child (a DataLoader worker), which may outlive a killed run."""
     for directory in list(_open):
         directory.close()
 
 
-after_fork_in_child(_let_go_in_child)
+after_fork_in_child(_release_in_child)
 
 
 class LockedDirectory:
@@ -211,7 +211,7 @@ class RunDirectory:
         directories: the user's directory, or several, one a drive; a missing one is made if its parent exists.
         resume: "error" refuses a directory that holds a run, "auto" resumes it, "discard" deletes it.
         ranks: this process's place in the job.
-        weigh: returns each drive's share of the bytes, in proportion; equal by default. Called for a new run.
+        weigh: returns each drive's share of the bytes, in proportion. Called for a new run.
 
     Attributes:
         path: the first directory of the run.
@@ -229,13 +229,11 @@ class RunDirectory:
         directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         resume: str,
         ranks: Ranks,
-        weigh: Callable[[Sequence[Path]], Sequence[float]] | None = None,
+        weigh: Callable[[Sequence[Path]], Sequence[float]],
     ) -> None:
         self.ranks = ranks
-        self.rank = ranks.rank
-        self.world_size = ranks.size
         self.job = ""
-        self._weigh = weigh or (lambda paths: [1.0] * len(paths))
+        self._weigh = weigh
         self._locked: list[LockedDirectory] = []
         given = [directories] if isinstance(directories, (str, os.PathLike)) else list(directories)
         if not given or len({Path(directory).resolve() for directory in given}) < len(given):
@@ -260,9 +258,8 @@ class RunDirectory:
         return self._locked[0].path
 
     # --- ownership of directories
-    # ---------------------------------------------------------------------------------------
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Delete the run in the directory: a new one begins."""
         self._clear()
         self.drives = self._begin()
@@ -279,7 +276,7 @@ class RunDirectory:
             self._refuse_runs()
         records = [read_record(locked.path) if locked.held() else None for locked in self._locked]
         if self._locked[0].has_commit:
-            return self._go_on(records)
+            return self._drives_of_run(records)
         self._check_leftovers(records)
         return self._begin()
 
@@ -291,7 +288,7 @@ class RunDirectory:
                     'last commit, resume="discard" to delete it, or choose another directory'
                 )
 
-    def _go_on(self, records: Sequence[DrivesRecord | None]) -> Drives:
+    def _drives_of_run(self, records: Sequence[DrivesRecord | None]) -> Drives:
         first = records[0]
         paths = tuple(locked.path for locked in self._locked)
         if first is None:

@@ -14,18 +14,18 @@ import errno
 import fcntl
 import os
 import threading
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swapper import _C
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, IoError, SwapperError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail, TensorPlace
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, checksums_of, copy
+from swapper.io.engines import Engine
 from swapper.paging.store.page_files import FileStatus, status_of, write_all
 
 ZEROS_BYTES = 1 << 20  # written at once
@@ -85,7 +85,7 @@ class Draft:
             self.descriptor = os.open(self._hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._place = self._hidden or Path(f"/proc/self/fd/{self.descriptor}")
 
-    def open(self) -> Any:
+    def open(self) -> _C.File:
         """Open it for transfers."""
         return _C.File(str(self._place))
 
@@ -115,16 +115,12 @@ class Draft:
 class SnapshotContents:
     """All bytes of a snapshot: `everything` has the payload's locations, the rest makes its tail.
 
-    `records` has the pieces of each record's payload, in order, as (offset, nbytes, CRC-32; None if it is computed on
-    the way). `chunks` are those that are not in `everything`. `holes` are omitted payloads, as (offset, nbytes); their
-    checksums in `chunks` are those of zeros. `kept` is other content of the frozen file. `check` raises if a file that
-    was read has changed.
+    `holes` are omitted payloads, as (offset, nbytes), which become zeros. `kept` is other content of the frozen file.
+    `check` raises if a file that was read has changed.
     """
 
     tail: PreparedTail
     layout: ContainerLayout
-    records: Mapping[str, Sequence[tuple[int, int, int | None]]]
-    chunks: Sequence[ChecksumChunk]
     tensors: Mapping[str, Sequence[TensorPlace]]
     everything: Sequence[CopyRange]
     left_out: frozenset[str]
@@ -132,20 +128,18 @@ class SnapshotContents:
     kept: Sequence[CopyRange]
     check: Callable[[], None]
 
+    @property
+    def runs(self) -> list[CopyRange]:
+        return [*self.everything, *self.kept]
+
     def make_tail(self, found: Mapping[int, int]) -> bytes:
-        """`found` has, by offset, the CRC-32 of each piece whose own is None."""
+        """`found` has, by offset, the CRC-32 of each run whose own is None."""
         chunks = [
-            *(
-                ChecksumChunk(r.offset, r.nbytes, found[r.offset] if r.crc32 is None else r.crc32)
-                for r in self.everything
-            ),
-            *self.chunks,
+            ChecksumChunk(run.offset, run.nbytes, found[run.offset] if run.crc32 is None else run.crc32)
+            for run in self.runs
         ]
-        crc32s = dict.fromkeys(self.records, 0)
-        for key, pieces in self.records.items():
-            for offset, nbytes, crc32 in pieces:
-                crc32s[key] = _C.crc32_combine(crc32s[key], found[offset] if crc32 is None else crc32, nbytes)
-        return self.tail.build(crc32s, chunks, self.tensors, self.left_out)
+        chunks += [ChecksumChunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in self.holes]
+        return self.tail.build(chunks, self.tensors, self.left_out)
 
 
 class Publication:
@@ -159,7 +153,7 @@ class Publication:
         is_near: `path` is on the filesystem of the swap files.
         may_link: the frozen file may be completed, and be the snapshot itself.
         engine: does the transfers.
-        predecessor: the publication to wait for first, so that only one runs at a time.
+        previous: the publication to wait for first, so that only one runs at a time.
         published: called when the file has its name.
 
     Attributes:
@@ -174,8 +168,8 @@ class Publication:
         base: Base | None,
         is_near: bool,
         may_link: bool,
-        engine: Any,
-        previous_owner: Publication | None,
+        engine: Engine,
+        previous: Publication | None,
         published: Callable[[], None],
     ) -> None:
         self._path = path
@@ -185,7 +179,7 @@ class Publication:
         self._is_near = is_near
         self._may_link = may_link
         self._engine = engine
-        self._predecessor = previous_owner
+        self._previous = previous
         self._published = published
         self._found: dict[int, int] = {}  # checksums of what was read, by offset
         self.sources_read = threading.Event()
@@ -210,12 +204,11 @@ class Publication:
         self._over.wait()
 
     # --- in the thread
-    # -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self._predecessor is not None:
-            self._predecessor.join()
-            self._predecessor = None
+        if self._previous is not None:
+            self._previous.join()
+            self._previous = None
         error: BaseException | None = None
         try:
             self._publish()
@@ -268,7 +261,7 @@ class Publication:
             except OSError:
                 return False
             with contextlib.closing(draft.open()) as file:
-                self._bring_over(file)
+                self._copy_other_files(file)
             self._end(draft.descriptor)
             draft.publish()
         return True
@@ -277,7 +270,7 @@ class Publication:
         """Publish the frozen file itself. Return False if it can have no other name here."""
         if self.base is None:
             return False
-        self._bring_over(self.base.file)
+        self._copy_other_files(self.base.file)
         self._end(self.base.descriptor)
         os.fchmod(self.base.descriptor, 0o400 | 0o444 & ~_umask())  # the run's other files stay private
         try:
@@ -290,7 +283,7 @@ class Publication:
             return False
         return True
 
-    def _bring_over(self, file: Any) -> None:
+    def _copy_other_files(self, file: _C.File) -> None:
         """Copy the step's content of other files into `file`."""
         runs = [run for run in self._content.everything if run.source.path != self._base_path]
         self._found.update(copy(self._engine, runs, file))
@@ -302,7 +295,7 @@ class Publication:
             with contextlib.closing(draft.open()) as file:
                 if not self._content.holes:
                     file.allocate(self._content.layout.tail_offset)
-                self._bring_over(file)
+                self._copy_other_files(file)
                 runs = [run for run in self._content.everything if run.source.path == self._base_path]
                 self._found.update(copy(self._engine, [*runs, *self._content.kept], file))
             for offset, data in self._content.layout.headers():
@@ -315,7 +308,7 @@ class Publication:
         self._content.check()
         for hole in self._content.holes:
             _punch(descriptor, *hole)
-        unknown = [run for run in self._content.everything if run.crc32 is None and run.offset not in self._found]
+        unknown = [run for run in self._content.runs if run.crc32 is None and run.offset not in self._found]
         self._found.update(checksums_of(self._engine, unknown))
         offset = self._content.layout.tail_offset
         tail = self._content.make_tail(self._found)

@@ -1,20 +1,352 @@
-"""Resumes from a committed step: sections find their content through the commit record.
+"""Resumes a run: finds the commit to resume from, the same on all ranks that run together, and restores its content.
 
 Nothing is copied: paged sections only learn their locations, resident ones are read. After a restart of the system, the
 drive's content is compared with the checksums first, since a crash may have lost writes.
+
+[Note: the way back] On a filesystem without reflinks, a snapshot is a second name of a swap file (publication.py):
+writing into it or truncating it changes what the last commit names. So before a snapshot is published, the record of
+the previous commit is kept next to that of the last one, as a fallback, and until the next commit the store does not
+write to files that it names (`Store.spare`). A run that resumes meanwhile compares the last commit's content in shared
+files with its checksums; if that is damaged, it resumes from the previous commit. So the damage costs the snapshot and
+one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from swapper.durability.commit import CommitRecord, boot_id
-from swapper.errors import CheckpointError, ChecksumError
+from swapper.durability.commit import (
+    CommitRecord,
+    SectionRecord,
+    boot_id,
+    encode_commit,
+    files_of,
+    publish_commit,
+    read_commit,
+)
+from swapper.durability.directory import COMMIT_NAME, FALLBACK_NAME, RunDirectory
+from swapper.durability.ranks import CommitId, Held, Ranks, choose, describe, host_name
+from swapper.durability.verify import Fault, find_damage
+from swapper.errors import CheckpointError, ChecksumError, DirectoryError, StateError, SwapperError
+from swapper.io import beneath
 from swapper.paging.host_memory import Pool
-from swapper.paging.section import Page, Section
+from swapper.paging.section import Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
 
+log = logging.getLogger("swapper")
+
 REMEDY = "Say resume='discard' and load the last snapshot"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A published commit.
+
+    Attributes:
+        id: known to all ranks.
+        data: the record's file.
+        files: numbers of the swap files that it needs.
+        sections: location of each section's content.
+    """
+
+    id: CommitId
+    data: bytes
+    files: frozenset[int]
+    sections: Sequence[SectionRecord]
+
+    @property
+    def step(self) -> int:
+        return self.id[0]
+
+    @classmethod
+    def of(cls, record: CommitRecord, data: bytes) -> Commit:
+        return cls(record.id, data, files_of(record), record.sections)
+
+
+class WayBack:
+    """The previous commit, kept on disk with its files as long as it may be needed. See [Note: the way back].
+
+    A rank alone needs it from the publication of a snapshot to the next commit. Ranks that run together need it from
+    each commit until all have that one ([Note: one step for all ranks], durability/ranks.py).
+
+    Args:
+        directory: the run's.
+        durable: the files are synced before a record, so that a commit survives a power loss.
+        store: has the swap files.
+        ranks: of the run; None if it never commits.
+        last: the last commit, if a run resumes from its record.
+        before: the one before it, if that is still usable.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        durable: bool,
+        store: Store,
+        ranks: Ranks | None,
+        last: Commit | None,
+        before: Commit | None,
+    ) -> None:
+        self.directory = directory
+        self.durable = durable
+        self.store = store
+        self._ranks = ranks if ranks is not None and ranks.are_together else None
+        self._last = self._agreed = last
+        self._before = before
+        if before is not None:
+            store.spare(before.files)
+
+    @property
+    def step(self) -> int | None:
+        """The step that can be returned to by restarting; None if there is none."""
+        is_there = self._before is not None and beneath.exists(self.directory / FALLBACK_NAME)
+        return self._before.step if self._before is not None and is_there else None
+
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """True if other ranks must agree."""
+        return self._ranks is not None
+
+    def prepare(self) -> None:
+        """Keep the commit that all ranks have on disk, before a new one is published."""
+        if self._ranks is not None and self._last is not None and self._last is self._agreed:
+            _keep_last(self.directory, self._last, self.durable)
+            self._before = self._last
+
+    def committed(self, commit: Commit) -> None:
+        """Note that `commit` was published."""
+        if self._ranks is None:
+            beneath.unlink(self.directory / FALLBACK_NAME)
+            if self._last is not None and self._last.id != commit.id:
+                self._before = self._last
+        self._last = commit
+
+    def spared(self, is_snapshot: bool) -> frozenset[int]:
+        """Return the files that must stay from now on; `is_snapshot`: a snapshot is about to be published."""
+        is_needed = is_snapshot if self._ranks is None else self._agreed is not self._last
+        return self._before.files if self._before is not None and is_needed else frozenset()
+
+    def keep_for_snapshot(self) -> None:
+        """Keep the previous commit before a snapshot is published, which may be a second name of the last commit's
+        files.
+
+        Ranks have no such fallback: one of them could not return there alone.
+        """
+        if self._ranks is None and self._before is not None:
+            publish_commit(self.directory, self._before.data, self.durable, FALLBACK_NAME)
+
+    def forbids_linking(self, number: int) -> bool:
+        """Return True if completing file `number` to a snapshot would overwrite what all ranks may return to."""
+        before, last = self._before, self._last
+        if self._ranks is None or before is None or last is None or last is self._agreed:
+            return False
+        pairs = zip(before.sections, last.sections, strict=True)
+        return any(b == number != a for was, now in pairs for b, a in zip(was.files, now.files, strict=True))
+
+    def before_change(self) -> None:
+        """Protect the commit that all ranks have, before a write outside of a step.
+
+        Raises:
+            IoError: that needs another swap file, and there is no space for it.
+        """
+        if self._ranks is not None and self._agreed is not self._last:
+            self.store.leave_spared()
+
+    def before_step(self, step: int) -> bool:
+        """Wait for all ranks: the commits that all have are what they can return to. Return True if their last one is
+        the same.
+
+        Args:
+            step: the next step.
+
+        Raises:
+            StateError: another rank takes another step, or does not arrive.
+            IoError: as `before_change`.
+        """
+        if self._ranks is None:
+            return True
+        mine = self._last.id if self._last is not None else (-1, 0)
+        found = self._ranks.compare((step, *mine), f"step {step}")
+        if len({number for number, *_ in found}) > 1:
+            steps = ", ".join(f"rank {rank} step {number}" for rank, (number, *_) in enumerate(found))
+            raise StateError(
+                f"ranks are about to take different steps ({steps}), so no commit would be of all of them: one has skipped a "
+                "step or failed in it. Take the same steps on all ranks and restart with resume='auto', or pass "
+                "SwapManager(ranks='alone') if they are independent runs"
+            )
+        if any((number, edits) != mine for _, number, edits in found):
+            commits = ", ".join(describe((number, edits)) for _, number, edits in found)
+            log.info("before step %d ranks have committed %s: the commit of all is kept", step, commits)
+            self.before_change()
+            return False
+        if self._before is not None:
+            beneath.unlink(self.directory / FALLBACK_NAME)
+            self._before = None
+            self.store.spare(frozenset())
+            self.store.release_frozen()
+        self._agreed = self._last
+        return True
+
+
+def _keep_last(directory: Path, last: Commit, durable: bool) -> None:
+    """Copy the record of the last commit to the name of the previous one."""
+    temporary = directory / f"{FALLBACK_NAME}.partial"
+    beneath.unlink(temporary)
+    try:
+        beneath.link(directory / COMMIT_NAME, temporary)
+    except OSError:  # a filesystem without hard links
+        publish_commit(directory, last.data, durable, FALLBACK_NAME)
+    else:
+        beneath.rename(temporary, directory / FALLBACK_NAME)
+
+
+def find_commits(directory: Path) -> list[CommitRecord]:
+    """Return the commits that a run can resume from, the newest first: none, one or two.
+
+    Raises:
+        CheckpointError: the last commit's record is damaged, or of another version.
+    """
+    record, before = read_commit(directory), _read_fallback(directory)
+    if record is None or before is None:
+        return [] if record is None else [record]
+    faults = find_damage(directory, record)
+    if not faults:
+        return [record, before]
+    if find_damage(directory, before):
+        return [record]
+    log.warning("%s; the run resumes from step %d instead of %d", _say(faults), before.step, record.step)
+    return [before]
+
+
+def resume_from(
+    directory: Path, commits: Sequence[CommitRecord], chosen: CommitId | None, keep_before: bool
+) -> tuple[CommitRecord | None, Commit | None]:
+    """Make the chosen one of `commits` the directory's last. Return it, and the previous one, if that is still usable.
+
+    Args:
+        commits: the result of `find_commits`.
+        chosen: one of these.
+        keep_before: the previous one may stay a fallback.
+
+    Raises:
+        CheckpointError: a snapshot that the chosen one needs was changed from outside.
+    """
+    record = next((found for found in commits if found.id == chosen), None)
+    if record is None:
+        return None, None
+    last, before = read_commit(directory), commits[1] if len(commits) > 1 else None
+    if last is not None and last.id == record.id:
+        if keep_before and before is not None and files_of(before) <= record.files.keys():
+            return record, Commit.of(before, encode_commit(before))
+    else:
+        if faults := find_damage(directory, record):
+            raise CheckpointError(f"{_say(faults)}: start from a snapshot with resume='discard'")
+        # Other files have changed.
+        needed = files_of(record)
+        record = dataclasses.replace(record, files={n: name for n, name in record.files.items() if n in needed})
+        publish_commit(directory, encode_commit(record), durable=True)
+    beneath.unlink(directory / FALLBACK_NAME)
+    return record, None
+
+
+def _read_fallback(directory: Path) -> CommitRecord | None:
+    try:
+        return read_commit(directory, FALLBACK_NAME)
+    except CheckpointError as error:  # it may never be needed
+        log.warning("the previous commit is not usable: %s", str(error))
+        return None
+
+
+def _say(faults: Sequence[Fault]) -> str:
+    names = sorted({name for fault in faults for name in fault.tensors})
+    return (
+        f"{faults[0].path}, the same file as a snapshot, was changed from outside ({faults[0].what}), which lost "
+        f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''}"
+    )
+
+
+# --- beginning a run
+
+
+def begin_run(
+    directories: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    resume: str,
+    ranks: Ranks,
+    weigh: Callable[[Sequence[Path]], Sequence[float]],
+) -> tuple[RunDirectory, CommitRecord | None, Commit | None]:
+    """Return the open directory, the commit to resume from (None: a new run), and the previous one, if still usable.
+
+    Args: as of RunDirectory.
+
+    Raises:
+        DirectoryError: as RunDirectory; or the ranks' directories do not match.
+        CheckpointError: the last commit cannot be read.
+        StateError: another rank could not open its own.
+    """
+    opened: list[RunDirectory] = []
+
+    def open_mine() -> tuple[RunDirectory, list[CommitRecord]]:
+        with _usable(opened):
+            opened.append(RunDirectory(directories, resume, ranks, weigh))
+            return opened[0], _commits_of(opened[0])
+
+    def tell(found: tuple[RunDirectory, list[CommitRecord]]) -> tuple[Held, str]:
+        directory, commits = found
+        job = commits[0].job if commits else ""
+        held = Held(f"{host_name()}:{directory.path}", resume, job, tuple(commit.id for commit in commits))
+        return held, secrets.token_hex(8)
+
+    try:
+        (directory, commits), answers = ranks.settle("open its directory", open_mine, tell)
+        if not ranks.are_together:
+            directory.job = commits[0].job if commits else ""
+            with _usable(opened):
+                chosen = commits[0].id if commits else None
+                return directory, *resume_from(directory.path, commits, chosen, keep_before=True)
+        held, jobs = zip(*answers, strict=True)
+        chosen = choose(held)
+        with _usable(opened):
+            if chosen is None:
+                directory.start_over()
+            directory.job = jobs[0] if chosen is None else held[0].job
+            return directory, *resume_from(directory.path, commits, chosen, keep_before=False)
+    except BaseException:
+        for directory in opened:
+            directory.close()
+        ranks.close()
+        raise
+
+
+@contextmanager
+def _usable(opened: Sequence[RunDirectory]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, SwapperError):
+            raise
+        where = f"{opened[0].path} has what cannot be used" if opened else "the directory cannot be used"
+        raise DirectoryError(f"{where} ({error}): inspect it, and remove what swapper did not make") from error
+
+
+def _commits_of(directory: RunDirectory) -> list[CommitRecord]:
+    commits = find_commits(directory.path)
+    for commit in commits:
+        if (commit.rank, commit.world_size) != (directory.ranks.rank, directory.ranks.size):
+            raise DirectoryError(
+                f"{directory.path} holds the run of rank {commit.rank} of {commit.world_size}: somebody renamed it. Give "
+                f"it its own, rank-{commit.rank}-of-{commit.world_size}, back"
+            )
+    return commits
+
+
+# --- restoring what the commit names
 
 
 def follow_placement(record: CommitRecord, params: str, optimizer_state: str) -> tuple[str, str]:
@@ -48,7 +380,7 @@ def restore(record: CommitRecord, sections: Sequence[Section], store: Store, poo
         IoError: a file cannot be read.
     """
     for section, places in zip(sections, record.sections, strict=True):
-        pieces = [section.piece] if section.resident else section.pages
+        pieces = pieces_of(section)
         if [piece.nbytes for piece in pieces[:1]] != [places.piece_bytes] or len(pieces) != len(places.files):
             raise CheckpointError(f"{section.plan.name} is divided differently than in the run. {REMEDY}")
         for piece, file, crc32 in zip(pieces, places.files, places.crc32s, strict=True):

@@ -21,8 +21,8 @@ from __future__ import annotations
 import bisect
 import copy
 import errno
+import logging
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,14 @@ from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
-from swapper.formats.torch_zip.manifest import ChecksumChunk, TensorPlace
+from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, TensorPlace
 from swapper.formats.torch_zip.pickle_writer import StorageRef
 from swapper.io import beneath
 from swapper.io.copying import CopyRange
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.swap_files import Store
+
+log = logging.getLogger("swapper")
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Publisher:
         store: has the swap files.
         retention: of snapshots published with `keep=`.
         unchanging: numbers of the sections that training does not change.
-        check_lent: raises CheckpointError if an external file has changed. Called in any thread.
+        check_external: raises CheckpointError if an external file has changed. Called in any thread.
     """
 
     def __init__(
@@ -167,9 +168,12 @@ class Publisher:
         self.settle()
 
     def raise_failure(self) -> None:
-        """Raise the first unreported failure."""
-        errors = [error for ticket in self._tickets if (error := ticket.unreported_error()) is not None]
-        self._tickets = [ticket for ticket in self._tickets if not ticket.done]
+        """Raise the first unreported failure, and log the others."""
+        over = [ticket for ticket in self._tickets if ticket.done]
+        self._tickets = [ticket for ticket in self._tickets if ticket not in over]
+        errors = [error for ticket in over if (error := ticket.unreported_error()) is not None]
+        for error in errors[1:]:
+            log.error("another snapshot failed: %s", str(error))
         if errors:
             raise errors[0]
 
@@ -208,14 +212,6 @@ class Publisher:
             content = SnapshotContents(
                 snapshot.tail,
                 self._layout,
-                {
-                    r.key: [part for p in pieces_of(s) for part in _parts(p, s in absent)]
-                    for r, s in zip(self._layout.records, self._sections, strict=True)
-                },
-                [
-                    *(ChecksumChunk(piece.file_offset, piece.nbytes, _checksum_of(piece)) for piece in kept),
-                    *(ChecksumChunk(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in holes),
-                ],
                 {r.key: _tensors(s) for r, s in zip(self._layout.records, self._sections, strict=True)},
                 everything,
                 frozenset(self._layout.records[index].key for index in snapshot.left_out),
@@ -223,9 +219,9 @@ class Publisher:
                 [CopyRange(base.file, p.file_offset, p.nbytes, p.crc32, repr(p)) for p in kept if base is not None],
                 check,
             )
-            previous_owner = self._publications[-1] if self._publications else None
+            previous = self._publications[-1] if self._publications else None
             publication = Publication(
-                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous_owner,
+                snapshot.path, snapshot.ticket, content, base, is_near, may_link, self._engine, previous,
                 lambda: self._retention.published(snapshot.path, snapshot.keep),
             )  # fmt: skip
         except BaseException:
@@ -265,20 +261,6 @@ def _behind_the_end(piece: Page) -> list[tuple[int, int]]:
     """Return the (offset, nbytes) of a piece that lie behind the end of its file. See [Note: external content]."""
     nbytes = piece.nbytes - piece.stored_bytes
     return [(piece.file_offset + piece.stored_bytes, nbytes)] if nbytes else []
-
-
-def _parts(piece: Page, is_absent: bool) -> list[tuple[int, int, int | None]]:
-    """Return the parts of a piece in the payload of a snapshot, as in SnapshotContents."""
-    if is_absent and piece.crc32 is None:
-        return [(piece.file_offset, piece.nbytes, zlib.crc32(bytes(piece.nbytes)))]
-    behind = [(offset, nbytes, zlib.crc32(bytes(nbytes))) for offset, nbytes in _behind_the_end(piece)]
-    return [(piece.file_offset, piece.stored_bytes, piece.crc32), *behind]
-
-
-def _checksum_of(piece: Page) -> int:
-    if piece.crc32 is None:
-        raise InvariantError(f"{piece} has no checksum yet")
-    return piece.crc32
 
 
 def _tensors(section: Section) -> list[TensorPlace]:

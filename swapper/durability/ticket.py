@@ -30,7 +30,7 @@ class SnapshotTicket:
         self._pid = os.getpid()
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._is_reported = False
 
     @property
     def done(self) -> bool:
@@ -60,7 +60,7 @@ class SnapshotTicket:
             self._hurry()
         if not self._over.wait(timeout_s):
             return None
-        self._told = True
+        self._is_reported = True
         return self._error
 
     def result(self, timeout_s: float | None = None) -> Path:
@@ -86,21 +86,18 @@ class SnapshotTicket:
         return f"SnapshotTicket({str(self.path)!r}, step {self.step}, {state})"
 
     # --- for the publisher
-    # ---------------------------------------------------------------------------------------------
 
     def finish(self, error: BaseException | None) -> None:
         """Finish the ticket: published, or failed with `error`."""
         if not self.done:
-            if (
-                error is not None
-            ):  # its frames would keep alive the code that was running, such as a forward with all activations
+            if error is not None:  # its frames would keep a running forward alive, with all activations
                 error.__traceback__ = error.__context__ = None
             self._error = error
             self._over.set()
 
     def unreported_error(self) -> BaseException | None:
         """Return the error that nobody has seen yet, and mark it as reported."""
-        if self._error is None or self._told:
+        if self._error is None or self._is_reported:
             return None
-        self._told = True
+        self._is_reported = True
         return self._error

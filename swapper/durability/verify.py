@@ -1,6 +1,6 @@
 """Verifies every byte of a snapshot, or of a run's last commit, against the checksums of its writes.
 
-A snapshot is checked by its seal and manifest (manifest.py), a run by its commit record. A torch checkpoint without a
+A snapshot is checked by its seal and manifest (container.py), a run by its commit record. A torch checkpoint without a
 manifest is checked by the CRCs of its zip, which cover its records and not the bytes between them; of those, the names
 are compared. Files are streamed through the engine in bounded memory, for any size. Nothing in them is run,
 except a whole commit record. A file is called whole only if the reader of `load`, `inspect` and `export` has read it,
@@ -12,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import math
 import os
 import re
-import struct
 import zipfile
 import zlib
 from bisect import bisect_right
@@ -30,11 +30,11 @@ from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
 from swapper.formats.safetensors import read as read_safetensors
 from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at
-from swapper.formats.torch_zip.container import ContainerLayout
-from swapper.formats.torch_zip.manifest import (
+from swapper.formats.torch_zip.container import (
     MANIFEST_NAME,
     MAX_END_BYTES,
     ChecksumChunk,
+    ContainerLayout,
     Manifest,
     Seal,
     TensorPlace,
@@ -42,16 +42,16 @@ from swapper.formats.torch_zip.manifest import (
 )
 from swapper.formats.torch_zip.torch_file import read_torch_file
 from swapper.formats.torch_zip.zip_reader import ZipRecord, read_index, unpacked_crc32
+from swapper.formats.torch_zip.zip_writer import LOCAL_HEADER
 from swapper.io import beneath
 from swapper.io.copying import CopyRange, stream
 from swapper.io.drives import read_drives
 from swapper.io.engines import open_engine
-from swapper.paging.section import EXTERNAL, Section
+from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.paging.store.page_files import is_frozen
 
 MAX_TAIL_BYTES = 1 << 30  # of a sane tail; it is read whole
 _SLOT = re.compile(r"(.+) (\S+): (\w+) \[([0-9, ]*)\] at ([0-9]+)")
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 
 Progress = Callable[[int, int], None]
 """Called with the bytes checked and the total bytes."""
@@ -130,7 +130,7 @@ def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total
     return [_verify_file(place, progress)]
 
 
-# --- a snapshot -------------------------------------------------------------------------------------------------------
+# --- a snapshot
 
 
 def _verify_file(path: Path, progress: Progress) -> Report:
@@ -153,11 +153,10 @@ def _verify_sealed(descriptor: int, path: Path, seal: Seal, tail: bytes, progres
     report = Report(str(path), "snapshot", nbytes - seal.begin, nbytes)
     report.faults += _check_tail(path, tail, seal)
     manifest = _find_manifest(tail, seal)
-    if manifest is None:  # the directory, if whole, still has checksums of the records before the tail
+    if manifest is not None:
+        report.faults += _check({path: _parts_of(manifest)}, report, progress)
+    else:  # the directory, if whole, still has checksums of the records before the tail
         report.faults += _check_records(descriptor, path, report, progress, seal.begin)
-        return report
-    parts = _parts_of(manifest)
-    report.faults += _check({path: parts}, report, progress)
     return report
 
 
@@ -188,15 +187,10 @@ def _check_tail(path: Path, tail: bytes, seal: Seal) -> list[Fault]:
     if zlib.crc32(tail) == seal.crc32:
         return []
     broken = []
-    with (
-        contextlib.suppress(Exception),
-        zipfile.ZipFile(io.BytesIO(tail)) as archive,
-    ):  # damage can make it raise anything
+    with contextlib.suppress(Exception), zipfile.ZipFile(io.BytesIO(tail)) as archive:  # damaged, it may raise anything
         broken = [info.filename for info in archive.infolist() if not _reads(archive, info)]
-    what = (
-        f"the tail is damaged: record {broken[0]}" if broken else "the tail is damaged: headers or directory of the zip"
-    )
-    return [Fault(str(path), seal.begin, len(tail), what, broken[0] if broken else "")]
+    where = f"record {broken[0]}" if broken else "headers or directory of the zip"
+    return [Fault(str(path), seal.begin, len(tail), f"the tail is damaged: {where}", broken[0] if broken else "")]
 
 
 def _reads(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bool:
@@ -217,10 +211,10 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
     at = tail.find(name)
     header = at - tail.rfind(b"PK\x03\x04", 0, at)
     begin = at - header
-    if at < 0 or begin < 0 or begin + _LOCAL_HEADER.size > len(tail) or header == at + 1:
+    if at < 0 or begin < 0 or begin + LOCAL_HEADER.size > len(tail) or header == at + 1:
         return None
-    fields = _LOCAL_HEADER.unpack_from(tail, begin)
-    data = begin + _LOCAL_HEADER.size + fields[9] + fields[10]
+    fields = LOCAL_HEADER.unpack_from(tail, begin)
+    data = begin + LOCAL_HEADER.size + fields[9] + fields[10]
     end = tail.find(b"PK\x07\x08", data)
     if end < 0 or zlib.crc32(tail[data:end]) != int.from_bytes(tail[end + 4 : end + 8], "little"):
         return None
@@ -230,7 +224,7 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
         return None
 
 
-# --- a checkpoint without a seal --------------------------------------------------------------------------------------
+# --- a checkpoint without a seal
 
 
 def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progress) -> Report:
@@ -242,19 +236,23 @@ def _verify_unsealed(descriptor: int, path: Path, last: bytes, progress: Progres
     try:
         index = read_index(descriptor, path)
     except CheckpointError as error:
-        what = f"the end of the file is missing or damaged, or this is no checkpoint: {error}"
-        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+        report.faults.append(
+            _at_end(report, f"the end of the file is missing or damaged, or this is no checkpoint: {error}")
+        )
         return report
     if any(name.endswith(f"/{MANIFEST_NAME}") for name in index.records):
         report.kind = "snapshot"
-        what = "the seal at the end of the file is damaged"
-        report.faults.append(Fault(str(path), max(0, nbytes - 4096), min(nbytes, 4096), what))
+        report.faults.append(_at_end(report, "the seal at the end of the file is damaged"))
     if all(record.crc32 == 0 for record in index.records.values() if record.nbytes):
         raise CheckpointError(
             f"{path} was saved without checksums (config.save.compute_crc32 was off): it cannot be checked"
         )
     report.faults += _check_records(descriptor, path, report, progress, nbytes)
     return report
+
+
+def _at_end(report: Report, what: str) -> Fault:
+    return Fault(report.path, max(0, report.nbytes - 4096), min(report.nbytes, 4096), what)
 
 
 def _verify_other(path: Path, begin: bytes, report: Report) -> Report:
@@ -295,11 +293,11 @@ def _check_records(descriptor: int, path: Path, report: Report, progress: Progre
 
 def _has_its_name(descriptor: int, path: Path, record: ZipRecord) -> bool:
     name = record.name.encode()
-    header = read_at(descriptor, path, record.header_offset, _LOCAL_HEADER.size + len(name))
-    return header[26:28] == len(name).to_bytes(2, "little") and header[_LOCAL_HEADER.size :] == name
+    header = read_at(descriptor, path, record.header_offset, LOCAL_HEADER.size + len(name))
+    return header[26:28] == len(name).to_bytes(2, "little") and header[LOCAL_HEADER.size :] == name
 
 
-# --- a run ------------------------------------------------------------------------------------------------------------
+# --- a run
 
 
 def _verify_run(directory: Path, progress: Progress) -> Report:
@@ -346,7 +344,7 @@ def find_damage(directory: Path, record: CommitRecord) -> list[Fault]:
     """Compare a commit's content in files that may be a snapshot's too with its checksums; return the faults."""
     parts = _parts_of_run(directory, record)
     shared = {path: found for path, found in parts.items() if is_frozen(path) or not path.exists()}
-    return _check(shared, Report(str(directory), "run"), lambda done, total: None)
+    return _check(shared)
 
 
 def _changed_external(record: CommitRecord) -> list[Fault]:
@@ -355,15 +353,12 @@ def _changed_external(record: CommitRecord) -> list[Fault]:
     for name, (nbytes, changed_ns) in record.external.items():
         try:
             status = Path(name).stat()
+            if (status.st_size, status.st_mtime_ns) == (nbytes, changed_ns):
+                continue
+            what = "it was changed since the commit"
         except OSError as error:
-            faults.append(
-                Fault(name, 0, nbytes, f"frozen parameters are read from it, and it cannot be checked: {error}")
-            )
-            continue
-        if (status.st_size, status.st_mtime_ns) != (nbytes, changed_ns):
-            faults.append(
-                Fault(name, 0, nbytes, "frozen parameters are read from it, and it was changed since the commit")
-            )
+            what = f"it cannot be checked: {error}"
+        faults.append(Fault(name, 0, nbytes, f"frozen parameters are read from it, and {what}"))
     return faults
 
 
@@ -380,13 +375,13 @@ def _parts_by_file(directory: Path, record: CommitRecord) -> dict[Path, list[_Pa
     layout = ContainerLayout.plan([section.nbytes for section in record.sections])
     headers = [_Part(ChecksumChunk(offset, len(data), zlib.crc32(data)), "", ()) for offset, data in layout.headers()]
     drives = read_drives(directory)
-    dealt = iter(drives.assign_to_drives([nbytes for section in record.sections for nbytes in section.sizes]))
+    assigned = iter(drives.assign_to_drives([nbytes for section in record.sections for nbytes in section.sizes]))
     parts = {(number, 0): list(headers) for number in files_of(record)}
     for place, section, (name, slots) in zip(layout.records, record.sections, _sections_of(record.plans), strict=True):
         tensors = [TensorPlace(slot.name, place.offset + slot.offset, slot.nbytes) for slot in slots]
         offset = place.offset
         for number, crc32, nbytes in zip(section.files, section.crc32s, section.sizes, strict=True):
-            drive = next(dealt)
+            drive = next(assigned)
             if number != EXTERNAL:  # external content has no checksums: see _changed_external
                 parts.setdefault((number, drive), []).append(_Part(ChecksumChunk(offset, nbytes, crc32), name, tensors))
             offset += nbytes
@@ -402,9 +397,7 @@ def _sections_of(plans: Sequence[str]) -> list[tuple[str, list[TensorPlace]]]:
             sections.append((line.rpartition(":")[0], []))
             continue
         owner, kind, dtype, shape, offset = match.groups()
-        numel = 1
-        for size in filter(None, shape.split(", ")):
-            numel *= int(size)
+        numel = math.prod(int(size) for size in shape.split(", ") if size)
         name = owner if kind == "param" else f"{owner} {kind}"
         sections[-1][1].append(TensorPlace(name, int(offset), numel * getattr(torch, dtype).itemsize))
     return sections
@@ -419,31 +412,30 @@ def find_losses(path: Path, number: int, sections: Sequence[Section]) -> list[Fa
     needed, past = [], []
     for section in sections:
         tensors = [TensorPlace(s.spec.owner, section.file_offset + s.offset, s.spec.nbytes) for s in section.plan.slots]
-        for piece in section.pages or [section.piece]:
-            if piece.drive == 0 and piece.location == number and piece.crc32 is not None:
-                needed.append(
-                    _Part(ChecksumChunk(piece.file_offset, piece.nbytes, piece.crc32), section.plan.name, tensors)
-                )
-            elif piece.drive == 0 and piece.committed == number and piece.committed_crc32 is not None:
-                past.append(
-                    _Part(
-                        ChecksumChunk(piece.file_offset, piece.nbytes, piece.committed_crc32),
-                        section.plan.name,
-                        tensors,
-                    )
-                )
-    report = Report(str(path), "run")
-    lost = _check({path: needed}, report, lambda done, total: None) if needed else []
-    wrong = _check({path: past}, report, lambda done, total: None) if past else []
-    return lost + [fault for fault in wrong if fault.what.startswith("CRC-32")]
+
+        def part(
+            piece: Page, crc32: int, section: Section = section, tensors: Sequence[TensorPlace] = tensors
+        ) -> _Part:
+            return _Part(ChecksumChunk(piece.file_offset, piece.nbytes, crc32), section.plan.name, tensors)
+
+        for piece in [piece for piece in pieces_of(section) if piece.drive == 0]:
+            if piece.location == number and piece.crc32 is not None:
+                needed.append(part(piece, piece.crc32))
+            elif piece.committed == number and piece.committed_crc32 is not None:
+                past.append(part(piece, piece.committed_crc32))
+    wrong = _check({path: past}) if past else []
+    return (_check({path: needed}) if needed else []) + [fault for fault in wrong if fault.what.startswith("CRC-32")]
 
 
-# --- streaming --------------------------------------------------------------------------------------------------------
+# --- streaming
 
 
-def _check(files: Mapping[Path, Sequence[_Part]], report: Report, progress: Progress) -> list[Fault]:
-    """Compare every part of every file with its checksum."""
+def _check(
+    files: Mapping[Path, Sequence[_Part]], report: Report | None = None, progress: Progress = lambda done, total: None
+) -> list[Fault]:
+    """Compare every part of every file with its checksum; count the bytes in `report`."""
     faults = []
+    report = report if report is not None else Report("", "")
     total = report.checked_bytes + sum(part.chunk.nbytes for parts in files.values() for part in parts)
     report.nbytes = max(report.nbytes, total)
     engine = open_engine([path.parent for path in list(files)[:1]])

@@ -15,8 +15,8 @@ import torch
 
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, is_plain_name, opened, read_whole
-from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
-from swapper.formats.torch_zip.pickle_reader import TensorView, are_sizes, read_skeleton
+from swapper.formats.stored import Chunk, ChunkedTensor, ConcatenatedFile, Extent, StoredTensor, are_sizes
+from swapper.formats.torch_zip.pickle_reader import TensorView, read_skeleton
 from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
 

@@ -16,12 +16,11 @@ import torch
 
 from swapper.errors import CheckpointError
 from swapper.formats.sources import FileStamp, Source, opened, parse_object, read_at
-from swapper.formats.stored import StoredTensor
+from swapper.formats.stored import MAX_DIMENSIONS, StoredTensor, are_sizes
 
 SIZE_BYTES = 8  # of the header's size, by the format
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
-MAX_DIMENSIONS = 64  # torch's limit
 METADATA_KEY = "__metadata__"
 FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -84,19 +83,14 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> StoredTensor:
         raise refuse(f"has the dtype {str(entry['dtype'])[:100]!r}, which is not known: known are {', '.join(DTYPES)}")
     dtype = DTYPES[entry["dtype"]]
     shape, offsets = entry["shape"], entry["data_offsets"]
-    if not _are_sizes(shape):
+    if not are_sizes(shape):
         raise refuse(f"has the shape {str(shape)[:100]}, which is not a list of at most {MAX_DIMENSIONS} sizes")
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse(f"has the data_offsets {str(offsets)[:100]}, which are not [begin, end]")
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise refuse(f"has {offsets[1] - offsets[0]} bytes, but {entry['dtype']} {shape} takes {nbytes}")
     return StoredTensor(name, path, begin + offsets[0], nbytes, dtype, tuple(shape))
-
-
-def _are_sizes(values: Any) -> bool:
-    is_short = isinstance(values, list) and len(values) <= MAX_DIMENSIONS
-    return is_short and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def _check_cover(path: Path, tensors: list[StoredTensor], begin: int, file_bytes: int) -> None:

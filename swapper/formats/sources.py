@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -21,11 +21,19 @@ from typing import Any
 
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.stored import ChunkedTensor, ConcatenatedFile, Extent, StoredTensor
-from swapper.runtime.records import parse_json
+from swapper.runtime import records
 
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80\x02"
 GGUF_MAGIC = b"GGUF"
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+INDEX_SUFFIX = ".index.json"
+SUFFIXES = (".safetensors", ".bin")
+MAX_INDEX_BYTES = 100_000_000  # of a sane file; it is read whole
+NESTED = ("model.", "state_dict.", "model_state_dict.", "module.", "_orig_mod.")
+"""Prefixes of a model's names in a training checkpoint; also nested ("state_dict.model.")."""
+
+Rename = Mapping[str, str] | Callable[[str], str | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +91,16 @@ def read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def read_whole(path: Path, most_bytes: int) -> bytes:
+def read_whole(path: Path, max_bytes: int) -> bytes:
     """Return the content of a file that must be small.
 
     Raises:
-        CheckpointError: it has more than `most_bytes`, or is no regular file.
+        CheckpointError: it has more than `max_bytes`, or is no regular file.
         IoError: it cannot be read.
     """
     with opened(path) as descriptor:
         nbytes = os.fstat(descriptor).st_size
-        if nbytes > most_bytes:
+        if nbytes > max_bytes:
             raise CheckpointError(f"{path} has {nbytes} bytes, more than such a file needs")
         return read_at(descriptor, path, 0, nbytes)
 
@@ -178,7 +186,7 @@ def open_source(path: str | os.PathLike[str]) -> Source:
     if target.is_dir():
         if (target / ".metadata").exists():
             return _read_by("dcp_directory", target)
-        return _read_by("huggingface", target)
+        return _read_huggingface(target)
     return open_file(target)
 
 
@@ -216,9 +224,113 @@ def parse_object(what: str, text: bytes) -> dict[str, Any]:
         CheckpointError: it is not JSON, not an object, or has a duplicate key, on which readers would differ.
     """
     try:
-        found = parse_json(text)
+        found = records.parse_json(text)
     except ValueError as error:
         raise CheckpointError(f"{what} is not JSON ({error})") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{what} is not a JSON object")
+    return found
+
+
+# --- a Hugging Face directory
+
+
+def _read_huggingface(path: Path) -> Source:
+    """Read a directory with one file, or shards listed by an index. Prefers safetensors to .bin files."""
+    for name in SINGLE:
+        if (path / name).is_file():
+            return _joined(path, [open_file(path / name)], None)
+        if (path / (name + INDEX_SUFFIX)).is_file():
+            return _sharded(path / (name + INDEX_SUFFIX))
+    return _by_suffix(path)
+
+
+def _by_suffix(path: Path) -> Source:
+    """Accept other names, such as `diffusion_pytorch_model.safetensors`, if only one file qualifies."""
+    try:
+        names = sorted(entry.name for entry in path.iterdir())
+    except OSError as error:
+        raise IoError("open", str(path), 0, 0, error.errno or 0) from error
+    for suffix in SUFFIXES:
+        indices = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
+        files = [name for name in names if name.endswith(suffix)]
+        if len(indices) == 1:
+            return _sharded(path / indices[0])
+        if len(files) == 1 and not indices:
+            return _joined(path, [open_file(path / files[0])], None)
+        if files or indices:
+            raise CheckpointError(
+                f"{path} has several weight files ({', '.join([*indices, *files][:8])}) and no index that tells which belong "
+                "together: name one of them"
+            )
+    raise CheckpointError(
+        f"{path} has no weights: expected {', '.join(SINGLE)}, an index of shards ({SINGLE[0]}{INDEX_SUFFIX}), or one "
+        "file whose name ends like these"
+    )
+
+
+def _sharded(index: Path) -> Source:
+    """Return the shards that `index` names. Only the index maps tensors to files."""
+    weight_map = _read_index(index)
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{index} names {len(shards)} shards, of which {len(missing)} are missing: {', '.join(missing[:8])}"
+        )
+    return _joined(index.parent, [open_file(index.parent / shard) for shard in shards], weight_map)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    weight_map = parse_object(str(index), read_whole(index, MAX_INDEX_BYTES)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map")
+    try:
+        records.mapping(records.text, records.name)(weight_map)
+    except ValueError as error:
+        raise CheckpointError(f"{index} names a shard that is not a file in its directory: {error}") from error
+    return weight_map
+
+
+def _joined(path: Path, shards: list[Source], weight_map: dict[str, str] | None) -> Source:
+    """Join all `shards` into one source. With a map, each tensor comes from the shard that the map names."""
+    tensors: dict[str, StoredTensor] = {}
+    stamps: dict[Path, FileStamp] = {}
+    metadata: dict[str, str] = {}
+    for shard in shards:
+        for name, tensor in shard.tensors.items():
+            if weight_map is None or weight_map.get(name) == shard.path.name:
+                tensors[name] = tensor
+        stamps.update(shard.stamps)
+        metadata.update(shard.metadata)
+    for name, shard_name in (weight_map or {}).items():
+        if name not in tensors:
+            raise CheckpointError(f"{path}: the index says that {name!r} is in {shard_name}, but it is not there")
+    return Source(path, "huggingface", tensors, stamps, metadata)
+
+
+# --- names
+
+
+def renamed(source: Source, wanted: set[str], rename: Rename) -> dict[str, StoredTensor | ChunkedTensor]:
+    """Return the source's tensors under the model's names: they differ by a prefix, or by the user's map."""
+    tensors = source.everything
+    if rename is None:
+        prefixes = ("", *NESTED, *(outer + inner for outer in NESTED for inner in NESTED))
+        prefix = max(prefixes, key=lambda p: sum(p + name in tensors for name in wanted))  # the first of equals
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    if not callable(rename) and not isinstance(rename, Mapping):
+        raise ConfigError(
+            f"rename={rename!r} must be a map from the checkpoint's names to the model's, or a function of them"
+        )
+    found: dict[str, StoredTensor | ChunkedTensor] = {}
+    for name, tensor in tensors.items():
+        new = rename(name) if callable(rename) else rename.get(name, name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise ConfigError(f"rename gives {name!r} the name {new!r}, which is not a string")
+        if new in found:
+            raise ConfigError(f"rename gives both {found[new].name!r} and {name!r} the name {new!r}")
+        found[new] = tensor
     return found

@@ -14,8 +14,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
+
+from swapper.io.alignment import SECTOR_BYTES, round_up
+
+MAX_DIMENSIONS = 64  # torch's limit
+MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
+
+
+def are_sizes(values: object) -> TypeGuard[Sequence[int]]:
+    """Return True for possible sizes, strides or offsets of a tensor: a short sequence of integers, none negative."""
+    return (
+        isinstance(values, list | tuple)
+        and len(values) <= MAX_DIMENSIONS
+        and all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +74,6 @@ class StoredTensor:
         return replace(self, offset=offset, nbytes=nbytes, shape=(end - begin, *self.shape[1:]))
 
 
-ALIGNMENT_BYTES = 4096
-"""Alignment of each tensor in a concatenated file: chunks of whole sectors are then read without a copy."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extent:
     """Bytes [offset, offset + nbytes) of a file that exists."""
@@ -85,7 +96,7 @@ class ConcatenatedFile:
 
     def add(self, extents: Sequence[Extent]) -> int:
         """Append `extents`, one after the other; return their offset."""
-        offset = cursor = -(-self.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset = cursor = round_up(self.nbytes, SECTOR_BYTES)  # chunks of whole sectors are read without a copy
         for extent in extents:
             if extent.nbytes:
                 self._begins.append(cursor)
@@ -169,13 +180,13 @@ class ChunkedTensor:
             whole[_slices(chunk.offsets, chunk.ends)] = part
         return whole
 
-    def boxes(self, most_bytes: int) -> Iterator[Box]:
-        """Yield boxes of at most `most_bytes` that are the tensor's elements in order. No chunk may have strides."""
+    def boxes(self, max_bytes: int) -> Iterator[Box]:
+        """Yield boxes of at most `max_bytes` that are the tensor's elements in order. No chunk may have strides."""
         cut, row_bytes = len(self.shape) - 1, self.dtype.itemsize  # dimensions behind `cut` are whole
-        while cut > 0 and row_bytes * self.shape[cut] <= most_bytes:
+        while cut > 0 and row_bytes * self.shape[cut] <= max_bytes:
             row_bytes *= self.shape[cut]
             cut -= 1
-        step = max(most_bytes // row_bytes, 1)
+        step = max(max_bytes // row_bytes, 1)
         behind = self.shape[cut + 1 :]
         for prefix in product(*(range(size) for size in self.shape[:cut])):
             for begin in range(0, self.shape[cut], step):

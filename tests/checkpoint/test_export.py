@@ -240,15 +240,15 @@ def test_an_interrupted_export_leaves_nothing(how: signal.Signals, tmp_path: Pat
     save({f"{n}": torch.zeros(1 << 20) for n in range(8)}, tmp_path / "x.pt")
     script = (
         "import os, signal, sys\n"
-        "import swapper.checkpoint.relay as relay\n"
-        "begin = relay.Relay._begin_write\n"
+        "from swapper.checkpoint.stream import StreamWriter\n"
+        "begin = StreamWriter._begin_write\n"
         "count = 0\n"
         "def interrupted(self):\n"
         "    global count\n"
         "    begin(self)\n"
         "    count += 1\n"
         f"    if count == 3: os.kill(os.getpid(), {int(how)})\n"
-        "relay.Relay._begin_write = interrupted\n"
+        "StreamWriter._begin_write = interrupted\n"
         "from swapper.cli import app\n"
         f"app(['export', {str(tmp_path / 'x.pt')!r}, {str(tmp_path / 'hf')!r}, '--to', 'huggingface'])\n"
     )

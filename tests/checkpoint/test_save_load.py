@@ -259,16 +259,13 @@ def test_cuda_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_what_comes_from_a_device_goes_through_a_ring_of_fixed_size(tmp_path: Path) -> None:
-    from swapper import _C
-    from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
-    from swapper.io.engines import shared_engine
+    from swapper.checkpoint.stream import BLOCK_BYTES, Checksum, StreamWriter
 
     data = torch.randint(0, 255, (5 * BLOCK_BYTES + 77,), dtype=torch.uint8)
-    file = _C.File(tmp_path / "x", create=True)
-    writer = StreamWriter(shared_engine(tmp_path / "x"), file, checksums=True, blocks=3)
-    writer.append(b"begin")
-    assert writer.append_device(data) == zlib.crc32(data.numpy().tobytes())
-    writer.finish()
-    writer.close()
-    file.close()
+    checksum = Checksum()
+    (tmp_path / "x").touch()
+    with StreamWriter(tmp_path / "x", len(data), blocks=3) as writer:
+        writer.append(b"begin")
+        writer.append_device(data, checksum)
+    assert checksum.value == zlib.crc32(data.numpy().tobytes())
     assert (tmp_path / "x").read_bytes() == b"begin" + data.numpy().tobytes()

@@ -38,7 +38,7 @@ def test_a_rank_that_is_ahead_goes_back_to_the_step_that_all_have(tmp_path: Path
     assert launch(tmp_path, "steps=1") == ["rank 0: began at 2, ended at 3", "rank 1: began at 2, ended at 3"]
 
 
-def test_killed_before_all_have_their_first_commit_all_begin_anew(tmp_path: Path) -> None:
+def test_killed_before_all_have_their_first_commit_all_start_over(tmp_path: Path) -> None:
     assert launch(tmp_path, "steps=0", "killed=1") == [
         "rank 0: began at 0, ended at 0",
         "rank 1: began at 0, killed before commit 0",

@@ -95,6 +95,22 @@ def test_a_failure_nobody_asked_for_is_raised_by_the_next_snapshot_or_by_close(t
         assert not (tmp_path / "b.pt").exists()
 
 
+def test_of_two_failures_that_nobody_asked_for_one_is_raised_and_the_other_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    run.train(1)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        run.manager.snapshot(tmp_path / name / "a.pt")
+        (tmp_path / name / "a.pt").write_bytes(b"mine")
+    run.train(1)
+    run.manager.current.run.publisher.finish()
+    with pytest.raises(swapper.CheckpointError, match=r"one/a\.pt appeared while"):
+        run.manager.close()
+    assert "another snapshot failed" in caplog.text and "two/a.pt appeared while" in caplog.text
+
+
 def test_a_failure_that_was_told_is_not_told_again(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)

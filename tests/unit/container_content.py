@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from swapper.formats.torch_zip.container import ALIGNMENT, ContainerLayout, PreparedTail, StorageRef
+from swapper.formats.torch_zip.container import ALIGNMENT, ChecksumChunk, ContainerLayout, PreparedTail, StorageRef
 
 DTYPES = [
     torch.float32,
@@ -42,16 +42,17 @@ def build_tail(
     locate: Callable[[torch.Tensor], StorageRef | None],
     crc32s: Mapping[str, int],
 ) -> bytes:
-    """The whole tail of a container, without a manifest."""
-    return PreparedTail(layout, obj, locate).build(crc32s)
+    """The whole tail of a container, of the CRC-32 of each payload."""
+    chunks = [ChecksumChunk(record.offset, record.nbytes, crc32s[record.key]) for record in layout.records]
+    return PreparedTail(layout, obj, locate).build(chunks)
 
 
 class Content:
     """Payload storages in memory, one for each record, and what a container needs to know of them."""
 
-    def __init__(self, payloads: list[torch.Tensor], root: str = "archive") -> None:
+    def __init__(self, payloads: list[torch.Tensor]) -> None:
         self.payloads = payloads
-        self.layout = ContainerLayout.plan([payload.nbytes for payload in payloads], root)
+        self.layout = ContainerLayout.plan([payload.nbytes for payload in payloads])
         self.crc32s = {str(index): zlib.crc32(bytes_of(payload)) for index, payload in enumerate(payloads)}
         self._keys = {p.untyped_storage().data_ptr(): str(index) for index, p in enumerate(payloads)}
 
@@ -96,9 +97,9 @@ def assert_equal(loaded: object, state: object) -> None:
         assert loaded == state
 
 
-def example(root: str = "archive") -> tuple[Content, OrderedDict]:
+def example() -> tuple[Content, OrderedDict]:
     """Many dtypes; views at 64-byte steps, strided and 0-dim; resident tensors between, shared and empty."""
-    content = Content([random_payload(ALIGNMENT * (1 + i % 3), dtype, i) for i, dtype in enumerate(DTYPES)], root)
+    content = Content([random_payload(ALIGNMENT * (1 + i % 3), dtype, i) for i, dtype in enumerate(DTYPES)])
     state: OrderedDict = OrderedDict()
     resident = random_payload(800, torch.float32, 99)
     for index, payload in enumerate(content.payloads):

@@ -194,7 +194,7 @@ def test_meta_tensors_may_stand_for_payload() -> None:
 UNREADABLE = """
 import ctypes, mmap, torch
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
-from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail
+from swapper.formats.torch_zip.container import ChecksumChunk, ContainerLayout, PreparedTail
 memory = mmap.mmap(-1, 8192)
 dtypes = torch.float32, torch.float8_e4m3fn
 tensors = [torch.frombuffer(memory, dtype=dtype, count=16, offset=4096) for dtype in dtypes]
@@ -204,7 +204,7 @@ keys = {torch.float32: "0", torch.float8_e4m3fn: "1"}
 state = {"a": tensors, "b": tensors[0].view(4, 4).t(), "c": tensors[1][3]}
 layout = ContainerLayout.plan([4096, 4096])
 tail = PreparedTail(layout, state, lambda t: StorageRef(keys[t.dtype], 0))
-print(len(tail.build({"0": 0, "1": 0})), flush=True)
+print(len(tail.build([ChecksumChunk(r.offset, r.nbytes, 0) for r in layout.records])), flush=True)
 tensors[0].sum()
 """
 

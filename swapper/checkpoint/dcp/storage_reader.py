@@ -1,5 +1,4 @@
-"""Reads for torch.distributed.checkpoint: straight into the targets of a plan, or via a buffer for non-contiguous
-parts.
+"""Reads for torch.distributed.checkpoint: straight into the targets of a plan, or through a buffer for other parts.
 
 A class that a `.metadata` names is not run unless it belongs to such a file.
 """
@@ -10,6 +9,8 @@ import contextlib
 import io
 import os
 import pickle
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from swapper import _C
 from swapper.errors import CheckpointError
 from swapper.formats.dcp_directory import MAX_METADATA_BYTES
 from swapper.formats.sources import is_plain_name, opened, read_whole
@@ -36,7 +38,7 @@ class _Read:
 
     request: ReadItem
     target: torch.Tensor
-    ticket: Any
+    ticket: _C.Ticket
     memory: torch.Tensor | None = None  # None: straight into the target
     part: torch.Tensor | None = None  # of `memory`, for the target
 
@@ -142,7 +144,7 @@ class _OpenFile:
         stored = self._locate(info)
         if stored is None:
             whole = torch.load(io.BytesIO(self._bytes(info)), map_location="cpu", weights_only=True)
-            target.copy_(_narrowed(whole, request))
+            target.copy_(_narrowed(whole, request.storage_offsets, request.lengths))
             planner.commit_tensor(request, target)
         else:
             self._begin(request, target, stored)
@@ -180,8 +182,9 @@ class _OpenFile:
             rows = rows.as_strided(stored.shape, stored.stride)
         else:
             rows = rows.view(-1, *stored.shape[1:]) if stored.shape else rows.view(())
-        for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
-            rows = rows.narrow(dim, begin - (first if dim == 0 else 0), length)
+        begins = list(request.storage_offsets)
+        begins[:1] = [begin - first for begin in begins[:1]]
+        rows = _narrowed(rows, begins, request.lengths)
         ticket = self._engine.read(self._file, offset, memory.data_ptr(), nbytes, keep=memory)
         self._reads.append(_Read(request, target, ticket, memory, rows))
 
@@ -195,8 +198,8 @@ class _OpenFile:
         """Return the location of an item's payload; None if torch has to load it."""
         item = read_item(self._descriptor, self._path, info.offset, info.length)
         view = item.skeleton.tree
-        order_is_ours = item.byteorder in (None, "little" if torch.tensor([1]).view(torch.uint8)[0] else "big")
-        return item.stored("", view) if isinstance(view, TensorView) and order_is_ours else None
+        is_native = item.byteorder in (None, sys.byteorder)
+        return item.stored("", view) if isinstance(view, TensorView) and is_native else None
 
     def _bytes(self, info: Any) -> bytes:
         memory = torch.empty(info.length, dtype=torch.uint8)
@@ -204,8 +207,8 @@ class _OpenFile:
         return memory.numpy().tobytes()
 
 
-def _narrowed(tensor: torch.Tensor, request: ReadItem) -> torch.Tensor:
-    for dim, (begin, length) in enumerate(zip(request.storage_offsets, request.lengths, strict=True)):
+def _narrowed(tensor: torch.Tensor, begins: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
         tensor = tensor.narrow(dim, begin, length)
     return tensor
 

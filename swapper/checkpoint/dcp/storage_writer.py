@@ -15,7 +15,6 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from swapper.checkpoint.dcp.items import Item
-from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
+from swapper.checkpoint.replacing import sync
+from swapper.checkpoint.stream import BLOCK_BYTES, LARGE_BYTES, Checksum, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_items import item_of
 from swapper.io import beneath
-from swapper.io.engines import open_for, reserve, shared_engine
 
 VERSION = "1.0.0"
 SUFFIX = ".distcp"
-_MIN_BLOCKS = 4
+_MIN_BLOCKS = 2
 
 
 class StorageWriter(FileSystemWriter):
@@ -128,10 +127,10 @@ class StorageWriter(FileSystemWriter):
             with os.fdopen(beneath.create_file(temporary, 0o666), "wb") as file:
                 file.write(pickle.dumps(metadata))
             if self.sync_files:
-                _sync(temporary)
+                sync(temporary)
             temporary.replace(target)
             if self.sync_files:
-                _sync(self.directory)
+                sync(self.directory)
         except OSError as error:
             raise IoError("publish", str(target), 0, 0, error.errno or 0) from error
         finally:
@@ -152,22 +151,12 @@ class StorageWriter(FileSystemWriter):
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         except OSError as error:
             raise IoError("open", str(path), 0, 0, error.errno or 0) from error
-        file = open_for(path, read_only=False)
-        try:
-            blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
-            checksums = bool(config.save.compute_crc32)
-            writer = StreamWriter(shared_engine(path), file, checksums=checksums, blocks=blocks)
-            try:
-                reserve(file, sum(map(_nbytes, items)))
-                results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
-                writer.finish()
-            finally:
-                writer.close()
-            file.truncate(writer.position)
-            if self.sync_files:
-                file.sync()
-        finally:
-            file.close()
+        blocks = max(-(-self._ring_bytes // BLOCK_BYTES), _MIN_BLOCKS)
+        checksums = bool(config.save.compute_crc32)
+        with StreamWriter(path, sum(map(_nbytes, items)), checksums=checksums, blocks=blocks) as writer:
+            results = [_write_item(writer, name, item, planner.resolve_data(item)) for item in _bytes_first(items)]
+        if self.sync_files:
+            sync(path)
         return results
 
 
@@ -218,25 +207,19 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (lazy or tensor.is_quantized)
 
 
-@lru_cache(maxsize=4096)
-def _item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
-    return Item.of(dtype, shape)
-
-
 def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    item = _item_of(tensor.dtype, tuple(tensor.shape))
-    if item.nbytes >= BLOCK_BYTES // 4:
+    item = item_of(tensor.dtype, tuple(tensor.shape))
+    if item.nbytes >= LARGE_BYTES:
         writer.append(bytes(item.head_gap(writer.position)))
     offset = writer.position
     writer.append(item.head)
     flat = tensor.contiguous()
-    if item.nbytes == 0:
-        checksum = 0
-    elif tensor.device.type == "cpu" and flat is tensor:
-        checksum = writer.append_memory(flat.data_ptr(), item.nbytes, flat)
+    checksum = Checksum()
+    if tensor.device.type == "cpu" and flat is tensor:
+        writer.append_memory(flat.data_ptr(), item.nbytes, flat, checksum)
     else:
-        checksum = writer.append_device(flat.view(-1).view(torch.uint8))
-    writer.append(item.tail(checksum))
+        writer.append_device(flat.view(-1).view(torch.uint8), checksum)
+    writer.append_later(item.tail_nbytes, lambda: item.tail(checksum.value))
     return offset, item.total_nbytes
 
 
@@ -245,11 +228,3 @@ def _files_of(directory: Path) -> set[str]:
     with contextlib.suppress(Exception):  # missing, or damaged
         return {chunk.stored.path.name for t in read_directory(directory).tensors.values() for chunk in t.chunks}
     return set()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,6 +6,12 @@ directory come last: the **tail**. A live swap file has no tail, so that nothing
 it. Payloads and everything else fill whole, disjoint runs of 4096 bytes, so that all transfers can be direct. Nothing
 here opens a file.
 
+[Note: manifest and seal] A zip has checksums of its records, but none of the bytes between them. So a snapshot has one
+record more, the **manifest** (JSON): the CRC-32 of every run of bytes before the tail, headers and padding included,
+and the tensors in it. The **seal** is text at the start of the comment of the zip's end record: the tail's offset and
+the CRC-32 of all bytes from there to the comment. The rest of the comment is zeros. So each byte of the file is in
+exactly one checked run.
+
 Sources of the format: caffe2/serialize/inline_container.cc, torch/serialization.py, PKWARE's APPNOTE.TXT. Decision:
 docs/decisions/container-format.md.
 """
@@ -13,6 +19,7 @@ docs/decisions/container-format.md.
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,25 +27,31 @@ from dataclasses import dataclass
 
 import torch
 
+from swapper import _C
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.manifest import MANIFEST_NAME, ChecksumChunk, Manifest, TensorPlace, seal_tail
-from swapper.formats.torch_zip.pickle_writer import Pickled, StorageRef, pickle_state
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
 from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
     Entry,
+    RecordBytes,
     descriptor,
     descriptor_nbytes,
-    directory,
     leading_records,
     local_header,
     payload_offset,
-    serialization_id,
 )
 from swapper.io.elements import device_errors
 
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
 
-_ROOT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+MANIFEST_NAME = "swapper/manifest.json"
+FORMAT = 1  # of the manifest; other numbers are refused
+END_RECORD_BYTES = 22
+"""Bytes of a zip's end record without its comment (APPNOTE 4.3.16)."""
+MAX_END_BYTES = END_RECORD_BYTES + 0xFFFF
+_END_SIGNATURE = b"PK\x05\x06"
+_SEAL = re.compile(rb"swapper-seal from ([0-9]{20}) crc32 ([0-9a-f]{8})\n\0*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +73,25 @@ class Record:
 class ContainerLayout:
     """The location of everything before the tail: a function of the records' sizes alone. Made by `plan`."""
 
-    root: str  # the zip folder of all records
     records: tuple[Record, ...]
     tail_offset: int  # bytes; the end of the last payload, a multiple of ALIGNMENT
 
     @classmethod
-    def plan(cls, sizes: Sequence[int], root: str = "archive") -> ContainerLayout:
+    def plan(cls, sizes: Sequence[int]) -> ContainerLayout:
         """Lay out payload records of `sizes` bytes, in that order, each a positive multiple of ALIGNMENT.
 
         Raises:
-            CheckpointError: a size or the root's name is not allowed.
+            CheckpointError: a size is not allowed.
         """
-        if not _ROOT.fullmatch(root):
-            raise CheckpointError(f"container root {root!r}: use up to 200 of A-Z a-z 0-9 _ . -, not . or - first")
         records: list[Record] = []
         cursor = 0
         for index, nbytes in enumerate(sizes):
             if nbytes <= 0 or nbytes % ALIGNMENT:
                 raise CheckpointError(f"record {index} of {nbytes} bytes: sizes are positive multiples of {ALIGNMENT}")
-            record = Record(str(index), nbytes, cursor, payload_offset(cursor, _name(root, index), nbytes, ALIGNMENT))
+            record = Record(str(index), nbytes, cursor, payload_offset(cursor, _name(index), nbytes, ALIGNMENT))
             records.append(record)
             cursor = record.end + descriptor_nbytes(cursor, nbytes)
-        return cls(root, tuple(records), records[-1].end if records else 0)
+        return cls(tuple(records), records[-1].end if records else 0)
 
     def headers(self) -> Iterator[tuple[int, bytes]]:
         """Yield (file offset, bytes) of everything before and between the payloads.
@@ -93,8 +103,7 @@ class ContainerLayout:
         before = b""
         begin = 0
         for record in self.records:
-            name = _name(self.root, record.key)
-            yield begin, before + local_header(record.header_offset, name, record.nbytes, ALIGNMENT)
+            yield begin, before + local_header(record.header_offset, _name(record.key), record.nbytes, ALIGNMENT)
             before = descriptor(record.header_offset, record.nbytes, 0)
             begin = record.end
 
@@ -121,13 +130,14 @@ class PreparedTail:
         self._layout = layout
         pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
         self._data = pickled.data
-        self._in_file_order = _in_file_order(pickled)
+        # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it
+        # meets the storages (`_get_offset` in torch/serialization.py): right only if it meets them in file order.
+        self._in_file_order = pickled.keys == tuple(str(index) for index in range(len(pickled.keys)))
         self._resident = {key: _bytes_of(storage) for key, storage in pickled.resident.items()}
 
     def build(
         self,
-        crc32s: Mapping[str, int],
-        pieces: Sequence[ChecksumChunk] | None = None,
+        chunks: Sequence[ChecksumChunk],
         tensors: Mapping[str, Sequence[TensorPlace]] | None = None,
         left_out: Collection[str] = (),
     ) -> bytes:
@@ -136,75 +146,173 @@ class PreparedTail:
         Their number is a multiple of ALIGNMENT. The file must end there: truncate a longer old tail.
 
         Args:
-            crc32s: CRC-32 of the whole payload of each record, by key.
-            pieces: the same by pieces that together are all payloads. With them, the tail gets a manifest and a seal,
-                which verify every byte of the file.
+            chunks: checksums that together are those of all payloads, each byte once.
             tensors: the tensors of each record, by key, for the manifest.
             left_out: keys of records to omit, though the layout has space for them.
 
         Raises:
-            CheckpointError: `crc32s` or `pieces` do not fit the layout.
+            CheckpointError: `chunks` do not fit the layout.
         """
-        if crc32s.keys() != {record.key for record in self._layout.records}:
-            raise CheckpointError(
-                f"need one CRC-32 for each of {len(self._layout.records)} records, got {sorted(crc32s)}"
-            )
-        tail = _Tail(self._layout, crc32s, left_out)
+        begin, records = self._layout.tail_offset, self._layout.records
+        headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
+        manifest = Manifest.make([*headers, *chunks], begin, tensors or {})
+        by_offset = {chunk.offset: chunk for chunk in chunks if chunk.nbytes}
+        crc32s = {record.key: _payload_crc32(record, by_offset) for record in records}
+        payloads = [
+            Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
+            for record in records
+            if record.key not in left_out
+        ]
+        tail = RecordBytes(ALIGNMENT, begin, payloads)
+        if records:  # the last payload's descriptor; the others are in the header chunks
+            tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
         for key, content in self._resident.items():
             tail.add(f"data/{key}", content)
         for name, content in leading_records(self._data, ALIGNMENT):
             if name != ".format_version" or self._in_file_order:
                 tail.add(name, content)
-        tail.add("version", b"3\n")
-        tail.add(".data/serialization_id", serialization_id(tail.entries))
-        if pieces is None:
-            return tail.finish()
-        headers = [ChecksumChunk(offset, len(data), zlib.crc32(data)) for offset, data in self._layout.headers()]
-        tail.add(MANIFEST_NAME, Manifest.make([*headers, *pieces], self._layout.tail_offset, tensors or {}).encode())
-        return seal_tail(tail.finish(), self._layout.tail_offset, ALIGNMENT)
+        tail.add_trailing()
+        tail.add(MANIFEST_NAME, manifest.encode())
+        return _seal_tail(tail.finish(ALIGNMENT), begin)
 
 
-class _Tail:
-    """The tail under construction: the bytes so far, and the directory entry of every record of the file."""
-
-    def __init__(self, layout: ContainerLayout, crc32s: Mapping[str, int], left_out: Collection[str] = ()) -> None:
-        self._root = layout.root
-        self._begin = layout.tail_offset
-        self.entries = [
-            Entry(_name(layout.root, record.key), record.header_offset, record.nbytes, crc32s[record.key])
-            for record in layout.records
-        ]
-        self._bytes = bytearray()
-        if self.entries:  # the last payload's descriptor; the others are in the header chunks
-            last = self.entries[-1]
-            self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
-        absent = {_name(layout.root, key) for key in left_out}
-        self.entries = [entry for entry in self.entries if entry.name not in absent]
-
-    def add(self, name: str, content: bytes) -> None:
-        cursor = self._begin + len(self._bytes)
-        entry = Entry(f"{self._root}/{name}", cursor, len(content), zlib.crc32(content))
-        self.entries.append(entry)
-        self._bytes += local_header(cursor, entry.name, len(content), ALIGNMENT)
-        self._bytes += content
-        self._bytes += descriptor(cursor, len(content), entry.crc32)
-
-    def finish(self) -> bytes:
-        self._bytes += directory(self.entries, self._begin + len(self._bytes), ALIGNMENT)
-        return bytes(self._bytes)
+def _name(key: int | str) -> str:
+    return f"{ROOT}/data/{key}"
 
 
-def _in_file_order(pickled: Pickled) -> bool:
-    # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it meets
-    # the storages (`_get_offset` in torch/serialization.py). That is right only if it meets them in file order.
-    return pickled.keys == tuple(str(index) for index in range(len(pickled.keys)))
-
-
-def _name(root: str, key: int | str) -> str:
-    return f"{root}/data/{key}"
+def _payload_crc32(record: Record, chunks: Mapping[int, ChecksumChunk]) -> int:
+    """Return the CRC-32 of a payload from those of the chunks that it consists of, by offset."""
+    crc32, offset = 0, record.offset
+    while offset < record.end:
+        chunk = chunks[offset]
+        crc32, offset = _C.crc32_combine(crc32, chunk.crc32, chunk.nbytes), chunk.end
+    return crc32
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes:
     with device_errors(storage.device, "copying a tensor for a checkpoint"):
         on_host: torch.UntypedStorage = storage.cpu()  # type: ignore[no-untyped-call]
     return ctypes.string_at(on_host.data_ptr(), on_host.nbytes())
+
+
+# --- [Note: manifest and seal] ---
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumChunk:
+    """A run of bytes of the file and its CRC-32."""
+
+    offset: int  # bytes from the start of the file
+    nbytes: int
+    crc32: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """One tensor of a record: bytes [offset, offset + nbytes) of the file."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Checksums of all bytes before the tail, in file order, and which tensors lie there, by record."""
+
+    chunks: tuple[ChecksumChunk, ...]
+    tensors: Mapping[str, tuple[TensorPlace, ...]]
+
+    @classmethod
+    def make(
+        cls, chunks: Sequence[ChecksumChunk], nbytes: int, tensors: Mapping[str, Sequence[TensorPlace]]
+    ) -> Manifest:
+        """Return the manifest of `nbytes` bytes.
+
+        Raises:
+            CheckpointError: the chunks do not cover them exactly once.
+        """
+        ordered = tuple(sorted(chunks, key=lambda chunk: chunk.offset))
+        ends = [0, *(chunk.end for chunk in ordered)]
+        if [chunk.offset for chunk in ordered] != ends[:-1] or ends[-1] != nbytes:
+            raise CheckpointError(
+                f"the checksums of a container must cover its first {nbytes} bytes without gap or overlap"
+            )
+        return cls(ordered, {key: tuple(places) for key, places in tensors.items()})
+
+    def encode(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "chunks": [[chunk.offset, chunk.nbytes, chunk.crc32] for chunk in self.chunks],
+            "tensors": {key: [[p.name, p.offset, p.nbytes] for p in places] for key, places in self.tensors.items()},
+        }
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, nbytes: int) -> Manifest:
+        """Return the manifest that `encode` made, of a container whose tail begins at `nbytes`.
+
+        Raises:
+            CheckpointError: it is not one, or of another version.
+        """
+        try:
+            content = json.loads(data)
+            if content["format"] != FORMAT:
+                raise CheckpointError(
+                    f"the manifest is of format {str(content['format'])[:20]}, this swapper reads {FORMAT}"
+                )
+            chunks = [ChecksumChunk(*map(int, row)) for row in content["chunks"]]
+            tensors = {
+                str(key): [TensorPlace(str(name), int(offset), int(size)) for name, offset, size in rows]
+                for key, rows in content["tensors"].items()
+            }
+            return cls.make(chunks, nbytes, tensors)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+            raise CheckpointError(f"the manifest cannot be read ({type(error).__name__})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """The seal of a file: bytes [begin, end) have this CRC-32, and the rest of the file is the comment."""
+
+    begin: int
+    end: int
+    crc32: int
+
+
+def _seal_tail(tail: bytes, begin: int) -> bytes:
+    """Return `tail`, all bytes of a container from offset `begin` on, with a seal in the comment of its end record."""
+    end = tail.rindex(_END_SIGNATURE) + END_RECORD_BYTES
+    text_nbytes = len(_seal_text(0, 0))
+    comment_nbytes = len(tail) - end
+    if comment_nbytes < text_nbytes:
+        comment_nbytes += ALIGNMENT
+    body = tail[: end - 2] + comment_nbytes.to_bytes(2, "little")
+    return body + _seal_text(begin, zlib.crc32(body)).ljust(comment_nbytes, b"\0")
+
+
+def find_seal(last: bytes, file_nbytes: int) -> Seal | None:
+    """Return the seal of a file of `file_nbytes` bytes, of which `last` are the last MAX_END_BYTES (or all of them).
+
+    None if there is none: the file was never sealed, or its end is damaged.
+    """
+    at = last.rfind(_END_SIGNATURE)
+    if at < 0 or at + END_RECORD_BYTES > len(last):
+        return None
+    comment = last[at + END_RECORD_BYTES :]
+    match = _SEAL.fullmatch(comment)
+    if match is None or int.from_bytes(last[at + END_RECORD_BYTES - 2 : at + END_RECORD_BYTES], "little") != len(
+        comment
+    ):
+        return None  # some of its zeros may be missing, or others appended
+    end = file_nbytes - len(comment)
+    begin = int(match[1])
+    return Seal(begin, end, int(match[2], 16)) if begin < end else None
+
+
+def _seal_text(begin: int, crc32: int) -> bytes:
+    return b"swapper-seal from %020d crc32 %08x\n" % (begin, crc32)

@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from swapper.errors import CheckpointError
-from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES
+from swapper.formats.stored import MAX_DIMENSIONS, MAX_TENSOR_BYTES, are_sizes
+from swapper.formats.torch_zip.pickle_writer import LEGACY_STORAGES, QUANTIZED_STORAGES, span
 from swapper.formats.torch_zip.unpickling import BoundedUnpickler, Global, Opaque, name_of_key
 
 MAX_DEPTH = 1000
 """Nested containers. Python's own pickler writes no deeper nesting."""
 MAX_NAME_CHARS = 16384
 """Characters of the path of one tensor or value."""
-MAX_DIMENSIONS = 64  # torch's limit
-MAX_TENSOR_BYTES = 1 << 62  # below the largest file offset
 _MAX_ARGUMENTS = 16
 """Arguments of torch's functions that rebuild tensors."""
 _FREE_CHARS = 1_000_000
@@ -58,12 +57,11 @@ class TensorView:
     element_offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    requires_grad: bool
 
     @property
     def nbytes(self) -> int:
         """Bytes from the first element to the end of the last."""
-        return _span(self.shape, self.stride) * self.dtype.itemsize
+        return span(self.shape, self.stride) * self.dtype.itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -202,14 +200,9 @@ class _Reader(BoundedUnpickler):
 
 
 _STORAGE_DTYPES = {
-    **{kind.__name__: dtype for dtype, kind in LEGACY_STORAGES.items()},
+    **{kind.__name__: dtype for dtype, kind in (*LEGACY_STORAGES.items(), *QUANTIZED_STORAGES.items())},
     "UntypedStorage": torch.uint8,
     "TypedStorage": torch.uint8,
-    "QInt8Storage": torch.qint8,
-    "QUInt8Storage": torch.quint8,
-    "QInt32Storage": torch.qint32,
-    "QUInt4x2Storage": torch.quint4x2,
-    "QUInt2x4Storage": torch.quint2x4,
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -220,23 +213,35 @@ def _storage_dtype(kind: Any) -> torch.dtype | None:
     return _STORAGE_DTYPES.get(kind.name) if is_storage else None
 
 
-def _tensor_v2(made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, *rest: Any) -> Any:
-    _check_hooks(rest[0] if rest else None)
-    lazy = len(rest) > 1 and bool(rest[1])  # conjugate or negative bit
-    return Opaque(made) if lazy else _view(storage, storage.dtype, offset, size, stride, grad)
+def _tensor_v2(
+    made: Global,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any = False,
+    hooks: Any = None,
+    metadata: Any = None,
+    *rest: Any,
+) -> Any:
+    return _tensor_v3(made, storage, offset, size, stride, grad, hooks, storage.dtype, metadata)
 
 
 def _tensor_v3(
-    made: Global, storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, *rest: Any
+    made: Global,
+    storage: Any,
+    offset: Any,
+    size: Any,
+    stride: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    metadata: Any = None,  # of a lazy conjugate or negation
+    *rest: Any,
 ) -> Any:
-    _check_hooks(hooks)
-    lazy = len(rest) > 1 and bool(rest[1])
-    return Opaque(made) if lazy else _view(storage, rest[0], offset, size, stride, grad)
-
-
-def _check_hooks(hooks: Any) -> None:
     if hooks is not None and not isinstance(hooks, dict):
         raise CheckpointError("it has a tensor with invalid backward hooks")
+    return Opaque(made) if metadata else _view(storage, dtype, offset, size, stride)
 
 
 def _parameter(made: Global, data: Any, *rest: Any) -> Any:
@@ -259,20 +264,11 @@ _REBUILDS: dict[tuple[str, str], Any] = {
 }
 
 
-def are_sizes(values: Any) -> bool:
-    """Return True for possible sizes, strides or offsets of a tensor: a short sequence of integers, none negative."""
-    return (
-        isinstance(values, (tuple, list))
-        and len(values) <= MAX_DIMENSIONS
-        and all(type(value) is int and 0 <= value < MAX_TENSOR_BYTES for value in values)
-    )
-
-
-def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: Any) -> TensorView:
+def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> TensorView:
     sound = isinstance(storage, StorageId) and isinstance(dtype, torch.dtype) and are_sizes((offset,))
     if not sound or not are_sizes(size) or not are_sizes(stride) or len(size) != len(stride):
         raise CheckpointError("it has a tensor with impossible sizes, strides or offset")
-    view = TensorView(storage, dtype, offset, tuple(size), tuple(stride), bool(grad))
+    view = TensorView(storage, dtype, offset, tuple(size), tuple(stride))
     end = offset * dtype.itemsize + view.nbytes
     if view.nbytes and end > storage.nbytes:
         raise CheckpointError(
@@ -281,10 +277,3 @@ def _view(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, grad: A
     if math.prod(size) * dtype.itemsize >= MAX_TENSOR_BYTES:
         raise CheckpointError(f"a tensor of {dtype} {tuple(size)} has impossibly many bytes")
     return view
-
-
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the elements from the first to the last in memory, both included; 0 for none."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -12,7 +12,7 @@ import codecs
 import io
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -40,7 +40,13 @@ LEGACY_STORAGES: Mapping[torch.dtype, type] = {
 }
 """The storage class by which a checkpoint states a dtype; other dtypes are stated with an UntypedStorage."""
 
-_QUANTIZED_DTYPES = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+QUANTIZED_STORAGES: Mapping[torch.dtype, type] = {
+    torch.qint8: torch.QInt8Storage,
+    torch.quint8: torch.QUInt8Storage,
+    torch.qint32: torch.QInt32Storage,
+    torch.quint4x2: torch.QUInt4x2Storage,
+    torch.quint2x4: torch.QUInt2x4Storage,
+}
 
 
 def _rebuild_function(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -75,9 +81,7 @@ class Pickled:
     """The result of `pickle_state`."""
 
     data: bytes  # data.pkl
-    resident: Mapping[
-        str, torch.UntypedStorage
-    ]  # resident storages to write next to it, by key, in the order of the keys
+    resident: Mapping[str, torch.UntypedStorage]  # to write next to it, by key, in the order of the keys
     keys: tuple[str, ...]  # all keys, in the order in which a reader meets them
 
 
@@ -167,7 +171,7 @@ class _StatePickler(pickle.Pickler):
         if key is None:
             raise CheckpointError(f"there is no payload record {ref.key!r} for {_describe(tensor)}")
         nbytes = self._payload_nbytes[key]
-        end = (ref.element_offset + _span(tensor)) * tensor.element_size()
+        end = (ref.element_offset + span(tensor.size(), tensor.stride())) * tensor.element_size()
         if ref.element_offset < 0 or end > nbytes:
             raise CheckpointError(
                 f"{_describe(tensor)} at element {ref.element_offset} is not within the {nbytes} bytes "
@@ -205,7 +209,7 @@ class _StatePickler(pickle.Pickler):
 def _check_plain(tensor: torch.Tensor) -> None:
     if type(tensor) is not torch.Tensor:
         raise CheckpointError(f"{_name_of(tensor)} cannot be in a container: pass a plain tensor, as in state_dict()")
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in _QUANTIZED_DTYPES:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.dtype in QUANTIZED_STORAGES:
         raise CheckpointError(
             f"a tensor of {tensor.dtype} is sparse, nested or quantized: only dense ones can be in a container"
         )
@@ -213,11 +217,11 @@ def _check_plain(tensor: torch.Tensor) -> None:
         raise CheckpointError(f"{_describe(tensor)} is a lazy conjugate or negation: pass tensor.clone()")
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """Return the elements from the tensor's first to its last in storage, both included; 0 for an empty tensor."""
-    if tensor.numel() == 0:
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the elements from a tensor's first to its last in memory, both included; 0 for none."""
+    if 0 in shape:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _name_of(obj: Any) -> str:

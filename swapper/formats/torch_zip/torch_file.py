@@ -150,11 +150,11 @@ def _root(index: ZipIndex) -> str:
     return root
 
 
-def _content(index: ZipIndex, descriptor: int, name: str, most_bytes: int = _MAX_SETTING_BYTES) -> bytes | None:
+def _content(index: ZipIndex, descriptor: int, name: str, max_bytes: int = _MAX_SETTING_BYTES) -> bytes | None:
     record = index.records.get(name)
     if record is None:
         return None
-    if record.nbytes > most_bytes:
+    if record.nbytes > max_bytes:
         raise CheckpointError(f"{index.path}: {name} has {record.nbytes} bytes, more than such a record needs")
     if record.compressed:
         raise CheckpointError(f"{index.path}: {name} is compressed: unpack it and pack it again with `zip -0`")

@@ -150,7 +150,7 @@ class BoundedUnpickler(_Unpickler):  # type: ignore[misc]
             return Opaque(None)
         raise CheckpointError(f"it calls a {type(function).__name__}")
 
-    # --- opcodes ------------------------------------------------------------------------------------------------------
+    # --- opcodes
 
     def _instantiate(self, function: Any, arguments: list[Any]) -> None:  # of INST and OBJ
         self.append(self._call(function, tuple(arguments)))

@@ -14,14 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swapper.errors import CheckpointError, IoError
-from swapper.formats.torch_zip.zip_writer import ZIP64_LIMIT, payload_offset
+from swapper.errors import CheckpointError
+from swapper.formats.sources import read_at
+from swapper.formats.torch_zip.zip_writer import (
+    DIRECTORY_ENTRY,
+    END,
+    LOCAL_HEADER,
+    ZIP64_END,
+    ZIP64_LIMIT,
+    ZIP64_LOCATOR,
+    payload_offset,
+)
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # 4.3.7
-_DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")  # 4.3.12
-_ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
-_ZIP64_LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
-_END = struct.Struct("<4s4H2IH")  # 4.3.16
 _LONGEST_COMMENT = 0xFFFF  # bytes; its size is a u16
 _FLAGS_REFUSED = 0x2061
 """Encrypted, patch data, strongly encrypted, masked: torch refuses them too."""
@@ -54,9 +58,7 @@ class ZipIndex:
     """The records of one zip, by name, in the directory's order."""
 
     path: Path
-    nbytes: int
     records: Mapping[str, ZipRecord]
-    directory_offset: int  # no record reaches beyond it
 
     def read(self, descriptor: int, record: ZipRecord) -> bytes:
         """Return a record's bytes. For the small ones."""
@@ -128,35 +130,35 @@ def read_index(
             name: replace(record, header_offset=base + record.header_offset, offset=base + record.offset)
             for name, record in located.items()
         }
-    return ZipIndex(path, file_nbytes, located, base + begin)
+    return ZipIndex(path, located)
 
 
 def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
     """Return offset, bytes and number of entries of the central directory."""
-    longest = _END_BYTES if part.known else _END.size + _LONGEST_COMMENT + _ZIP64_LOCATOR.size
+    longest = _END_BYTES if part.known else END.size + _LONGEST_COMMENT + ZIP64_LOCATOR.size
     span = min(file_nbytes, longest)
     tail_offset = file_nbytes - span
     tail = part.read(tail_offset, span)
-    at = len(tail) - _END.size + 1
+    at = len(tail) - END.size + 1
     while True:
         at = tail.rfind(b"PK\x05\x06", 0, at + 3)
         if at < 0:
             raise _bad(part.path, "it has no end record: it is cut off, or no zip")
-        if at + _END.size <= len(tail):
-            end = _END.unpack_from(tail, at)
-            if at + _END.size + end[7] == len(tail):
+        if at + END.size <= len(tail):
+            end = END.unpack_from(tail, at)
+            if at + END.size + end[7] == len(tail):
                 break
     _, disk, first_disk, count_here, count, nbytes, begin, _ = end
     limit = tail_offset + at
-    locator_at = at - _ZIP64_LOCATOR.size
+    locator_at = at - ZIP64_LOCATOR.size
     if locator_at >= 0 and tail[locator_at : locator_at + 4] == b"PK\x06\x07":
-        _, locator_disk, end64_offset, disks = _ZIP64_LOCATOR.unpack_from(tail, locator_at)
+        _, locator_disk, end64_offset, disks = ZIP64_LOCATOR.unpack_from(tail, locator_at)
         if locator_disk or disks != 1:
             raise _bad(part.path, "it is a part of a zip of several parts")
-        if end64_offset > limit - _ZIP64_LOCATOR.size - _ZIP64_END.size:
+        if end64_offset > limit - ZIP64_LOCATOR.size - ZIP64_END.size:
             raise _bad(part.path, f"its zip64 end record is said to be at {end64_offset}, where it cannot be")
-        end64 = _ZIP64_END.unpack(part.read(end64_offset, _ZIP64_END.size))
-        if end64[0] != b"PK\x06\x06" or not _ZIP64_END.size - 12 <= end64[1] < 1 << 32:
+        end64 = ZIP64_END.unpack(part.read(end64_offset, ZIP64_END.size))
+        if end64[0] != b"PK\x06\x06" or not ZIP64_END.size - 12 <= end64[1] < 1 << 32:
             raise _bad(part.path, f"there is no zip64 end record at {end64_offset}, where one is said to be")
         _, _, _, _, disk, first_disk, count_here, count, nbytes, begin = end64
         limit = end64_offset
@@ -164,21 +166,21 @@ def _find_directory(part: _Part, file_nbytes: int) -> tuple[int, int, int]:
         raise _bad(part.path, "it is a part of a zip of several parts")
     if begin > limit or nbytes > limit - begin:
         raise _bad(part.path, f"its directory is said to be {nbytes} bytes at {begin}, which do not fit before {limit}")
-    if count * _DIRECTORY_ENTRY.size > nbytes:
+    if count * DIRECTORY_ENTRY.size > nbytes:
         raise _bad(part.path, f"its directory of {nbytes} bytes is said to have {count} entries")
     return begin, nbytes, count
 
 
 def _parse_entry(path: Path, listing: bytes, cursor: int, directory_offset: int) -> tuple[ZipRecord, int]:
     """Return the entry at `cursor`, its `offset` still unknown (0), and the offset of the next one."""
-    if cursor + _DIRECTORY_ENTRY.size > len(listing):
+    if cursor + DIRECTORY_ENTRY.size > len(listing):
         raise _bad(path, "its directory is cut off")
-    fields = _DIRECTORY_ENTRY.unpack_from(listing, cursor)
+    fields = DIRECTORY_ENTRY.unpack_from(listing, cursor)
     if fields[0] != b"PK\x01\x02":
         raise _bad(path, f"its directory is damaged at byte {cursor}")
     flags, method, crc32, packed, nbytes = fields[3], fields[4], fields[7], fields[8], fields[9]
     name_bytes, extra_bytes, comment_bytes, disk, header_offset = *fields[10:14], fields[16]
-    name_at = cursor + _DIRECTORY_ENTRY.size
+    name_at = cursor + DIRECTORY_ENTRY.size
     extra_at = name_at + name_bytes
     after = extra_at + extra_bytes + comment_bytes
     if after > len(listing):
@@ -252,10 +254,10 @@ def _locate(part: _Part, entry: ZipRecord, alignment: int | None) -> ZipRecord:
     if alignment is not None:
         offset = payload_offset(entry.header_offset, entry.name, entry.nbytes, alignment)
     else:
-        header = _LOCAL_HEADER.unpack(part.read(entry.header_offset, _LOCAL_HEADER.size))
+        header = LOCAL_HEADER.unpack(part.read(entry.header_offset, LOCAL_HEADER.size))
         if header[0] != b"PK\x03\x04":
             raise _bad(part.path, f"there is no header of {entry.name!r} at {entry.header_offset}, its stated offset")
-        offset = entry.header_offset + _LOCAL_HEADER.size + header[9] + header[10]
+        offset = entry.header_offset + LOCAL_HEADER.size + header[9] + header[10]
     return replace(entry, offset=offset)
 
 
@@ -281,17 +283,10 @@ def _name(path: Path, encoded: bytes) -> str:
 
 
 def _read_at(descriptor: int, path: Path, offset: int, nbytes: int) -> bytes:
-    parts = []
-    try:
-        while nbytes > 0:
-            part = os.pread(descriptor, nbytes, offset)
-            if not part:
-                raise _bad(path, f"it ends at {offset}, before what it says to have there")
-            parts.append(part)
-            offset, nbytes = offset + len(part), nbytes - len(part)
-    except OSError as error:
-        raise IoError("read", str(path), offset, nbytes, error.errno or 0) from error
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    data = read_at(descriptor, path, offset, nbytes)
+    if len(data) < nbytes:
+        raise _bad(path, f"it ends at {offset + len(data)}, before what it says to have there")
+    return data
 
 
 def _bad(path: Path, what: str) -> CheckpointError:

@@ -11,22 +11,22 @@ from __future__ import annotations
 import hashlib
 import struct
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 ROOT = "archive"
 """The folder in the zip that holds all records."""
-Content = TypeVar("Content")
 
+SERIALIZATION_ID_BYTES = 40
 ZIP64_LIMIT = 0xFFFFFFFF
 """Bytes. From this size or offset on, the 32-bit fields of a zip do not suffice (APPNOTE 4.4.1.4)."""
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")
-_ZIP64_END = struct.Struct("<4sQ2H2I4Q")
-_ZIP64_LOCATOR = struct.Struct("<4sIQI")
-_END = struct.Struct("<4s4H2IH")
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # 4.3.7
+DIRECTORY_ENTRY = struct.Struct("<4s6H3I5H2I")  # 4.3.12
+ZIP64_END = struct.Struct("<4sQ2H2I4Q")  # 4.3.14
+ZIP64_LOCATOR = struct.Struct("<4sIQI")  # 4.3.15
+END = struct.Struct("<4s4H2IH")  # 4.3.16
 
 _HAS_DESCRIPTOR = 0x0008  # general purpose bit 3: CRC and sizes follow the data
 _UTF8_NAME = 0x0800  # bit 11
@@ -45,7 +45,7 @@ class Entry:
     crc32: int
 
 
-def leading_records(pickled: Content, alignment: int) -> Iterator[tuple[str, Content | bytes]]:
+def leading_records(pickled: bytes, alignment: int) -> Iterator[tuple[str, bytes]]:
     """Yield the records that torch.save puts before the payloads: names and contents; data.pkl is `pickled`."""
     yield "data.pkl", pickled
     yield ".format_version", b"1"
@@ -63,7 +63,7 @@ def serialization_id(entries: Sequence[Entry]) -> bytes:
 
 def payload_offset(cursor: int, name: str, nbytes: int, alignment: int) -> int:
     """Return the file offset of the data whose local header begins at `cursor`; a multiple of `alignment`."""
-    unpadded = cursor + _LOCAL_HEADER.size + len(name.encode()) + len(_local_zip64(cursor, nbytes)) + 4
+    unpadded = cursor + LOCAL_HEADER.size + len(name.encode()) + len(_local_zip64(cursor, nbytes)) + 4
     return -(-unpadded // alignment) * alignment
 
 
@@ -74,10 +74,10 @@ def local_header(cursor: int, name: str, nbytes: int, alignment: int) -> bytes:
     """
     encoded = name.encode()
     zip64 = _local_zip64(cursor, nbytes)
-    start = cursor + _LOCAL_HEADER.size + len(encoded) + len(zip64) + 4
+    start = cursor + LOCAL_HEADER.size + len(encoded) + len(zip64) + 4
     padding = payload_offset(cursor, name, nbytes, alignment) - start
     extra = zip64 + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    fixed = _LOCAL_HEADER.pack(b"PK\x03\x04", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(encoded), len(extra))
+    fixed = LOCAL_HEADER.pack(b"PK\x03\x04", 0, _flags(nbytes), 0, 0, 0, 0, 0, 0, len(encoded), len(extra))
     return fixed + encoded + extra
 
 
@@ -106,14 +106,14 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
     """
     listing = b"".join(_directory_entry(entry) for entry in entries)
     count, end = len(entries), offset + len(listing)
-    zip64_end = _ZIP64_END.pack(
-        b"PK\x06\x06", _ZIP64_END.size - 12, _MADE_BY, _ZIP64_VERSION, 0, 0, count, count, len(listing), offset
+    zip64_end = ZIP64_END.pack(
+        b"PK\x06\x06", ZIP64_END.size - 12, _MADE_BY, _ZIP64_VERSION, 0, 0, count, count, len(listing), offset
     )
-    locator = _ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
-    file_nbytes = end + _ZIP64_END.size + _ZIP64_LOCATOR.size + _END.size
+    locator = ZIP64_LOCATOR.pack(b"PK\x06\x07", 0, end, 1)
+    file_nbytes = end + ZIP64_END.size + ZIP64_LOCATOR.size + END.size
     comment = bytes(-file_nbytes % alignment)
     short_count = min(count, 0xFFFF)
-    end_record = _END.pack(
+    end_record = END.pack(
         b"PK\x05\x06",
         0,
         0,
@@ -124,6 +124,38 @@ def directory(entries: Sequence[Entry], offset: int, alignment: int) -> bytes:
         len(comment),
     )
     return listing + zip64_end + locator + end_record + comment
+
+
+class RecordBytes:
+    """Small records under construction: the bytes of a file from offset `begin` on.
+
+    Attributes:
+        data: the bytes so far.
+        entries: of the records so far, for the directory; those before `begin` are passed.
+    """
+
+    def __init__(self, alignment: int, begin: int = 0, entries: Sequence[Entry] = ()) -> None:
+        self._alignment = alignment
+        self._begin = begin
+        self.data = bytearray()
+        self.entries = list(entries)
+
+    def add(self, name: str, content: bytes) -> None:
+        cursor = self._begin + len(self.data)
+        entry = Entry(f"{ROOT}/{name}", cursor, len(content), zlib.crc32(content))
+        self.data += local_header(cursor, entry.name, len(content), self._alignment)
+        self.data += content
+        self.data += descriptor(cursor, len(content), entry.crc32)
+        self.entries.append(entry)
+
+    def add_trailing(self) -> None:
+        """Add the records that torch.save puts after the payloads."""
+        self.add("version", b"3\n")
+        self.add(".data/serialization_id", serialization_id(self.entries))
+
+    def finish(self, alignment: int) -> bytes:
+        """Return all bytes with the directory, up to a file size that is a multiple of `alignment`."""
+        return bytes(self.data) + directory(self.entries, self._begin + len(self.data), alignment)
 
 
 def _needs_zip64(cursor: int, nbytes: int) -> bool:
@@ -154,7 +186,7 @@ def _directory_entry(entry: Entry) -> bytes:
     long_offset = [entry.header_offset] if entry.header_offset >= ZIP64_LIMIT else []
     extra = _zip64_extra(long_sizes + long_offset)
     nbytes = min(entry.nbytes, ZIP64_LIMIT)
-    fixed = _DIRECTORY_ENTRY.pack(
+    fixed = DIRECTORY_ENTRY.pack(
         b"PK\x01\x02",
         0,
         0,

@@ -11,8 +11,7 @@ from torch import nn
 
 from swapper.checkpoint.quantization import QuantizedLayout, layouts_of
 from swapper.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from swapper.formats.naming import Rename, renamed
-from swapper.formats.sources import Source
+from swapper.formats.sources import Rename, Source, renamed
 from swapper.formats.stored import ChunkedTensor, StoredTensor
 from swapper.modules.cold import is_cold
 from swapper.modules.groups import refuse_scripted

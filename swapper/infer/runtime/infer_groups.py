@@ -16,7 +16,7 @@ from torch import nn
 from swapper.device.copies import COPIES_IN_FLIGHT
 from swapper.device.device import Device
 from swapper.device.device_placement import DevicePlacement
-from swapper.device.image_layout import Span
+from swapper.device.device_storage import Span
 from swapper.device.tier import DeviceCopy, DeviceTier
 from swapper.errors import BudgetError
 from swapper.infer.mapping.adoption import Places, adopt, locate, view_of

@@ -15,8 +15,7 @@ from torch import nn
 from swapper.device.device import Device
 from swapper.device.device_placement import DeviceBudget
 from swapper.errors import ConfigError, StateError, UnsupportedError
-from swapper.formats.naming import Rename
-from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.sources import FileStamp, Rename, Source, open_source
 from swapper.formats.stored import ConcatenatedFile
 from swapper.infer.mapping.matching import Match, match
 from swapper.infer.planning.infer_placement import fit, fit_on_device

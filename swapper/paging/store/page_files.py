@@ -222,7 +222,7 @@ def _checked_status(path: Path, nbytes: int) -> FileStatus:
 
 
 def write_all(descriptor: int, data: bytes, offset: int) -> None:
-    """Write all of `data` at `offset`, in as many calls as the system needs."""
+    """Write `data` at `offset` of an open file."""
     view = memoryview(data)
     while view:
         done = os.pwrite(descriptor, view, offset)

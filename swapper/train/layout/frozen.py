@@ -13,9 +13,8 @@ from typing import Any
 from torch import nn
 
 from swapper.errors import CheckpointError
-from swapper.formats.naming import Rename, renamed
 from swapper.formats.read_plan import plan_runs
-from swapper.formats.sources import FileStamp, Source, open_source
+from swapper.formats.sources import FileStamp, Rename, Source, open_source, renamed
 from swapper.formats.stored import StoredTensor
 from swapper.options import ExternalWeights
 from swapper.paging.planning.layout import ExternalBytes, SectionPlan, Slot, TensorSpec

@@ -16,8 +16,7 @@ from swapper.durability.commit import (
     describe_plans,
 )
 from swapper.durability.directory import RunDirectory
-from swapper.durability.fallback import Commit
-from swapper.durability.recovery import follow_placement, page_bytes_of
+from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import find_tuning_of
 from swapper.runtime.stats import StepClock
@@ -182,8 +181,8 @@ class SessionFactory:
             members = names_by_group(request.optimizer, names)
             return CommitRecord(
                 step=step,
-                rank=directory.rank,
-                world_size=directory.world_size,
+                rank=directory.ranks.rank,
+                world_size=directory.ranks.size,
                 boot_id=boot_id(),
                 optimizer=request.kind,
                 placement=plan.places,

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
 from swapper.durability.directory import RunDirectory
-from swapper.durability.fallback import Commit, WayBack
-from swapper.durability.recovery import restore
+from swapper.durability.recovery import Commit, WayBack, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
 from swapper.durability.ticket import SnapshotTicket
