@@ -14,12 +14,18 @@ from e2e.processes import run_python, started_python
 from typer.testing import CliRunner
 
 from swapper.bench.corpus import Corpus
-from swapper.bench.drive import DriveSpeed, measure_drive
+from swapper.bench.drive import (
+    DriveSpeed,
+    StepLimit,
+    check_directory,
+    choose_directory,
+    measure_drive,
+    step_bytes,
+)
 from swapper.bench.gpt import Gpt, GptConfig, make_gpt
-from swapper.bench.limit import StepLimit, step_bytes
 from swapper.bench.plain import PlainTraining
 from swapper.cli import app
-from swapper.cli.place import check_directory, choose_directory, filesystem_of
+from swapper.cli.doctor import filesystem_of
 from swapper.errors import DirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]

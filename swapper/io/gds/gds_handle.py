@@ -20,7 +20,7 @@ from swapper.io.elements import byte_count, device_errors
 from swapper.io.files import Opened
 from swapper.io.gds.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.handle.aio import AioHandle
-from swapper.io.handle.locked import new_locked_tensor
+from swapper.io.handle.deepnvme import new_locked_tensor
 from swapper.io.handle.operation import TransferPart
 from swapper.io.staging import StagedTransfer, event_of
 
