@@ -26,7 +26,7 @@ from rich.table import Table
 from swapper import _C
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import read_record
-from swapper.io.engines import is_in_memory, open_engine
+from swapper.io.engines import is_in_memory, shared_engine
 from swapper.io.gds.cufile import open_cufile
 from swapper.io.tuning import find_tuning, tuning_path
 from swapper.options import parse_host_memory
@@ -213,10 +213,8 @@ def _drive(directory: Path) -> Iterator[Finding]:
     if tuning is None:
         yield Finding("Tuning", GOOD, f"none stored: the defaults are in force (swapper tune {directory})")
     else:
-        engine = open_engine([directory])
-        piece = engine.piece_bytes
-        in_force = f"in force: {format_bytes(int(piece))} x {engine.depth} by {engine.backend}"
-        engine.close()
+        engine = shared_engine(directory / "file")
+        in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
         yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
 
 

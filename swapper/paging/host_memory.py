@@ -66,7 +66,7 @@ class HostMemory:
             else:
                 window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
-        arena.take_the_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
+        arena.prefault_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ class Growth(Protocol):
     """What a pool needs of an arena (`swapper._C.Arena`) of which the system gives one part after the other."""
 
     @property
-    def taken_bytes(self) -> int: ...
-    def wait_taken(self, nbytes: int, /) -> None: ...
+    def populated_bytes(self) -> int: ...
+    def wait_populated(self, nbytes: int, /) -> None: ...
 
 
 class Pool:
@@ -70,12 +70,12 @@ class Pool:
             IoError: the system refuses it.
         """
         if self._growth is not None and self._missing:
-            self._growth.wait_taken(self.offset(self._missing[-1] + 1))
+            self._growth.wait_populated(self.offset(self._missing[-1] + 1))
 
     def _grow(self) -> None:
         """Take note of the memory that has come."""
-        taken_bytes = None if self._growth is None else self._growth.taken_bytes
-        while self._missing and (taken_bytes is None or self.offset(self._missing[-1] + 1) <= taken_bytes):
+        populated_bytes = None if self._growth is None else self._growth.populated_bytes
+        while self._missing and (populated_bytes is None or self.offset(self._missing[-1] + 1) <= populated_bytes):
             self._free.append(self._missing.pop())
         if self._growth is None:
             self._free.reverse()
