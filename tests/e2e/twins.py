@@ -141,6 +141,14 @@ class Twins:
         assert model is self.swapped
         self.written_at_start = self.manager.counters.bytes_written
 
+    def resume(self, model: nn.Module, make_optimizer: MakeOptimizer = adamw, **options: Any) -> None:
+        """Close the run, and go on with it in another model, as in another process; `options` replace some of the run's."""
+        self.close()
+        self.swapped, self.original = model, make_optimizer(model.parameters())
+        self.manager = swapper.SwapManager(self.directory, host_memory=self.budget or "64MiB", resume="auto")
+        options = {**self.options, **options}
+        _, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(options))
+
     def make_manager(self) -> swapper.SwapManager:
         budget = self.budget
         if budget is None:
