@@ -60,11 +60,32 @@ class Engine(Protocol):
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int: ...
-    def read(self, *arguments: Any, **options: Any) -> Transfer:
+    def read(
+        self,
+        file: _C.File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
+        expected: int | None = None,
+    ) -> Transfer:
         """See `swapper._C.Engine.read`."""
         ...
 
-    def write(self, *arguments: Any, **options: Any) -> Transfer:
+    def write(
+        self,
+        file: _C.File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
+    ) -> Transfer:
         """See `swapper._C.Engine.write`."""
         ...
 

@@ -20,7 +20,7 @@ import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, lose, on_device, short_of_memory
 from e2e.early import updated_early
 from e2e.models import Halves, Net, loss_of, tokens, train_step
-from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns
+from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 
 pytestmark = pytest.mark.large_table
 
@@ -59,7 +59,7 @@ def test_a_budget_smaller_than_the_model_is_kept_to(
 
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
     pair = deferred(Halves())
-    pair.train(halves_by_turns(pair), steps=5)
+    pair.train(alternating_halves(pair), steps=5)
     pair.finish(paged=False)
 
 
