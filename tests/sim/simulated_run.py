@@ -13,8 +13,8 @@ from typing import Any
 
 from kept_contents import KeptContents
 from simulated_engine import Arena, Engine, Faults, Growth, SimulationError, Window
+from simulated_spare import VictimCache
 from simulated_store import PAGE_BYTES, SimulatedStore, make_sections
-from simulated_victim_cache import VictimCache
 
 from swapper.errors import BudgetError, IoError
 from swapper.paging.pager import Pager
