@@ -128,10 +128,11 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
 
 def test_the_example_runs_as_it_is(tmp_path):
     size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
-    done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
-    assert done.returncode == 0, done.stdout + done.stderr
-    swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
-    assert swapped == plain
+    for _ in range(2):  # the second run takes the place of the first
+        done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
+        assert done.returncode == 0, done.stdout + done.stderr
+        swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
+        assert swapped == plain
 
 
 @pytest.mark.parametrize("parameters", [1_000_000, 50_000_000, 168_000_000, 1_300_000_000])
