@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/fsdp.py --directory /nvme/run
 
-Run it again with `--resume`, also after a kill: it continues with the newest step that all processes have committed. At the
-end they write one snapshot, a directory that plain torch.distributed.checkpoint reads.
+Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. At the
+end they write one snapshot, in place of that of an earlier run: a directory that plain torch.distributed.checkpoint reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -57,7 +58,11 @@ def main() -> None:
             optimizer.zero_grad()
             if rank == 0:
                 print(f"step {number + 1:3}  loss {loss.item():.3f}  {manager.stats().brief}")
-        manager.snapshot(options.directory / "snapshot")
+        snapshot = options.directory / "snapshot"
+        if rank == 0:
+            shutil.rmtree(snapshot, ignore_errors=True)  # of an earlier run; a snapshot never replaces anything
+        dist.barrier()
+        manager.snapshot(snapshot)
         if rank == 0:
             print(manager.stats())
     dist.destroy_process_group()

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 import swapper
-from swapper.checkpoint.exporting import export
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
         assert all(torch.equal(loaded["model"][name], tensor) for name, tensor in model.state_dict().items())
         assert torch.load(path, mmap=True)["step"] == 1  # plain torch reads it
 
-        export(path, Path(directory) / "model.safetensors", "safetensors")
+        swapper.checkpoint.export(path, Path(directory) / "model.safetensors", "safetensors")
         print(f"the model alone, as safetensors: {(Path(directory) / 'model.safetensors').stat().st_size / 1e6:.0f} MB")
 
 

@@ -3,7 +3,7 @@
     python examples/train.py --directory /nvme/run
 
 The model lives in the directory's swap files; within `--budget` host memory holds its gradients and the pages in use.
-At the end it writes a snapshot, and plain torch opens it.
+At the end it writes a snapshot, in place of that of an earlier run, and plain torch opens it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def main() -> None:
             loss = model(*corpus.batch(0, options.batch, options.context, validation=True))
             print(f"held out  loss {loss.item():.3f}")
         snapshot = options.directory / "snapshot.pt"
+        snapshot.unlink(missing_ok=True)  # a snapshot never replaces a file
         manager.snapshot(snapshot)
         print(manager.stats())
         moved = manager.counters

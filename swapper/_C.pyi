@@ -34,7 +34,7 @@ class Arena:
         If the system refuses to lock or has no huge pages, the arena works without; see `lock_reason`.
 
         Args:
-            head_bytes: bytes to populate now; `take_the_rest`, or a touch, populates the others. None: all.
+            head_bytes: bytes to populate now; `prefault_rest`, or a touch, populates the others. None: all.
             lock: lock the memory.
             huge_pages: use pages of 2 MiB.
             filled_once: no memory is read into again and again, so skip huge pages where they prove expensive.
@@ -44,14 +44,14 @@ class Arena:
             IoError: there is not enough address space, or the system refuses memory.
         """
 
-    def take_the_rest(self) -> None:
+    def prefault_rest(self) -> None:
         """Starts a thread of low priority that populates the memory beyond the head. Call it once."""
 
     @property
-    def taken_bytes(self) -> int:
+    def populated_bytes(self) -> int:
         """All bytes before this offset are populated."""
 
-    def wait_taken(self, nbytes: int) -> None:
+    def wait_populated(self, nbytes: int) -> None:
         """Waits until the first `nbytes` bytes are populated.
 
         Raises:
@@ -213,14 +213,6 @@ class File:
         """Addresses of direct transfers are multiples of this. The engine takes any."""
 
     @property
-    def granule(self) -> int:
-        """A write into a direct file should begin and end on a multiple of this: 4096 or a filesystem block.
-
-        The rest of a write, less than a granule at its head and at its tail, goes through the page cache and is flushed
-        at once.
-        """
-
-    @property
     def reason(self) -> str:
         """Why the file is direct or buffered."""
 
@@ -265,7 +257,7 @@ class Engine:
         piece_bytes: int = 1 << 20,
         arena: Arena | None = None,
         staging_bytes: int = 32 << 20,
-        stage: bool | None = None,
+        stage: bool = False,
         chaos: Mapping[str, float] | None = None,
         debug: bool = False,
     ) -> None:
@@ -279,9 +271,9 @@ class Engine:
             piece_bytes: bytes of one kernel call, a multiple of 4096 up to 1 GiB.
             arena: memory to register with the kernel, if the backend can and may. The engine keeps it alive.
             staging_bytes: maximum memory of the ring of slots, at least 256 KiB; none until it is needed.
-            stage: True stages every transfer of a direct file, unless its memory is an arena or a window. None stages
-                only where it is needed for safety: reads into other memory on kernels before 6.5, where a concurrent
-                fork could lose bytes.
+            stage: True stages every transfer of a direct file, unless its memory is an arena or a window; for tests.
+                False stages only where safety needs it: reads into other memory on kernels before 6.5, where a
+                concurrent fork could lose bytes.
             chaos: seed and rates of injected faults, each optional: "seed"; "short", "interrupt" (EINTR), "again"
                 (EAGAIN), "delay", "reorder", and the ones that fail operations, "eio" and "enospc", from 0 to 1.
                 Without this, the "chaos" backend has the first five at 0.1 and the others at 0, from seed 0. With it,

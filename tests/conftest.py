@@ -26,16 +26,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ["XDG_CONFIG_HOME"] = "/nonexistent"  # what somebody tuned on this machine is not under test
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False  # each of many processes would compile all of swapper, and the tests
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # a shell that starts this in the background has it so, and what tests start
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that starts this in the background sets it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # How long an example of a property takes says nothing on a shared machine.
 hypothesis.settings.register_profile("swapper", deadline=None, max_examples=examples(100))
 hypothesis.settings.load_profile("swapper")
 
 ROOM_BYTES = 6 << 30
-"""What the files of a whole run take at one time, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
+"""Bytes of the files of a whole run at any moment, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +52,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     free = shutil.disk_usage(directory).free if Path(directory).is_dir() else ROOM_BYTES
     if free < ROOM_BYTES and not config.option.file_or_dir:
         raise pytest.UsageError(
-            f"the tests' files take up to {ROOM_BYTES >> 30} GiB at one time, and {directory} has {free / 2**30:.1f} GiB "
+            f"the tests' files take up to {ROOM_BYTES >> 30} GiB, and {directory} has {free / 2**30:.1f} GiB "
             "free: delete what is old there, or set TMPDIR to a directory on another drive"
         )
 

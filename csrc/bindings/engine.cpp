@@ -205,7 +205,7 @@ std::uint32_t ticket_crc32(const TicketHandle& self) {
 }
 
 EngineOptions engine_options(const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
-                             const ArenaHandle* arena, std::uint64_t staging_bytes, std::optional<bool> stage,
+                             const ArenaHandle* arena, std::uint64_t staging_bytes, bool stage,
                              const std::optional<std::map<std::string, double>>& chaos, bool debug) {
   EngineOptions options;
   options.backend = backend;
@@ -264,7 +264,7 @@ void bind_engine(nb::module_& module) {
       .def(
           "__init__",
           [](EngineHandle* self, const std::string& backend, std::uint32_t depth, std::uint64_t piece_bytes,
-             const ArenaHandle* arena, std::uint64_t staging_bytes, std::optional<bool> stage,
+             const ArenaHandle* arena, std::uint64_t staging_bytes, bool stage,
              const std::optional<std::map<std::string, double>>& chaos, bool debug) {
             const EngineOptions options =
                 engine_options(backend, depth, piece_bytes, arena, staging_bytes, stage, chaos, debug);
@@ -274,7 +274,7 @@ void bind_engine(nb::module_& module) {
             new (self) EngineHandle{std::move(engine)};
           },
           nb::kw_only(), "backend"_a = "auto", "depth"_a = 32, "piece_bytes"_a = std::uint64_t{1} << 20,
-          "arena"_a = nb::none(), "staging_bytes"_a = std::uint64_t{32} << 20, "stage"_a = nb::none(),
+          "arena"_a = nb::none(), "staging_bytes"_a = std::uint64_t{32} << 20, "stage"_a = false,
           "chaos"_a = nb::none(), "debug"_a = false)
       .def_prop_ro("staging_bytes", [](const EngineHandle& self) { return self.engine->staging_bytes(); })
       .def_prop_ro("backend", [](const EngineHandle& self) { return self.engine->backend(); })

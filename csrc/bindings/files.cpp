@@ -28,7 +28,6 @@ void bind_file(nb::module_& module) {
       .def_prop_ro("alignment", [](const FileHandle& self) { return self.get("alignment")->alignment(); })
       .def_prop_ro("memory_alignment",
                    [](const FileHandle& self) { return self.get("memory_alignment")->memory_alignment(); })
-      .def_prop_ro("granule", [](const FileHandle& self) { return self.get("granule")->granule(); })
       .def_prop_ro("reason", [](const FileHandle& self) { return self.get("reason")->reason(); })
       .def_prop_ro("nbytes", [](const FileHandle& self) { return self.get("stat")->nbytes(); })
       .def(

@@ -180,13 +180,13 @@ void bind_memory(nb::module_& module) {
           },
           "nbytes"_a, nb::kw_only(), "head_bytes"_a = nb::none(), "lock"_a = true, "huge_pages"_a = true,
           "filled_once"_a = false)
-      .def("take_the_rest", [](const ArenaHandle& self) { self.get("take_the_rest")->prefault_rest(); })
-      .def_prop_ro("taken_bytes",
-                   [](const ArenaHandle& self) { return self.get("taken_bytes")->populated_bytes(); })
+      .def("prefault_rest", [](const ArenaHandle& self) { self.get("prefault_rest")->prefault_rest(); })
+      .def_prop_ro("populated_bytes",
+                   [](const ArenaHandle& self) { return self.get("populated_bytes")->populated_bytes(); })
       .def(
-          "wait_taken",
+          "wait_populated",
           [](const ArenaHandle& self, std::uint64_t nbytes) {
-            const auto arena = self.get("wait_taken");
+            const auto arena = self.get("wait_populated");
             wait_in_slices([&](Clock::duration patience) { return arena->wait_populated(nbytes, patience); });
           },
           "nbytes"_a)

@@ -140,13 +140,12 @@ void Engine::serve(Backend& backend) {
 }
 
 // Stages transfers whose alignment does not need it: all reads in debug mode (see watch.h), transfers into
-// memory that a fork may take away, and those that the user asked to stage.
+// memory that a fork may take away, and in tests all others.
 bool Engine::must_stage(const Request& request) const {
   const bool reading = request.direction == Direction::read;
   if (debug_ && reading) return true;
-  if (!request.file->direct()) return false;
-  if (!stage_.value_or(reading && !kernel_keeps_memory_at_fork())) return false;
-  return !request.owner;
+  if (!request.file->direct() || request.owner) return false;
+  return stage_ || (reading && !kernel_keeps_memory_at_fork());
 }
 
 std::shared_ptr<Op> Engine::prepare(Request request) {

@@ -27,7 +27,7 @@ struct EngineOptions {
   std::uint64_t piece_bytes = std::uint64_t{1} << 20;  // bytes of one kernel call
   std::shared_ptr<Arena> arena;
   std::uint64_t staging_bytes = std::uint64_t{32} << 20;
-  std::optional<bool> stage;  // see must_stage in engine.cpp
+  bool stage = false;  // see must_stage in engine.cpp
   std::optional<ChaosOptions> chaos;
   bool debug = false;
 };
@@ -74,7 +74,7 @@ class Engine {
   std::uint64_t piece_bytes_;
   StagingOptions staging_;
   std::atomic<std::uint64_t> staging_bytes_{0};
-  std::optional<bool> stage_;
+  bool stage_;
   bool debug_;
   std::string backend_;
   std::string reason_;

@@ -20,7 +20,6 @@ namespace swapper {
 namespace {
 
 constexpr char kAbandoned[] = "cancelled: the program ended";
-
 constexpr char kCancelled[] = "cancelled before it began";
 
 // Bytes that work() processes before it returns to the backend.

@@ -42,8 +42,8 @@ class Staging {
   std::atomic<std::uint64_t>& nbytes_;
   std::uint32_t free_;
   std::unique_ptr<Arena> memory_;
-  std::vector<std::byte*>
-      idle_;  // empty until the memory is allocated; last in, first out, as it is in the cache
+  // Empty until the memory is allocated; last in, first out, as it is in the cache.
+  std::vector<std::byte*> idle_;
 };
 
 }  // namespace swapper

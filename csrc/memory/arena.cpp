@@ -14,19 +14,20 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/process.h"
+
 namespace swapper {
 
 void advise_transfer_memory(std::byte* address, std::uint64_t nbytes, bool huge_pages) {
   const int result = ::madvise(address, nbytes, MADV_DONTFORK);
   SWAPPER_CHECK(result == 0, "MADV_DONTFORK on our own mapping failed");
-  if (huge_pages)
-    static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));  // fails where huge pages are switched off
+  // Fails where huge pages are switched off.
+  if (huge_pages) static_cast<void>(::madvise(address, nbytes, MADV_HUGEPAGE));
 }
 
 void release_memory(std::byte* address, std::uint64_t nbytes) {
-  static_cast<void>(::mmap(address, nbytes, PROT_NONE,
-                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
-                           0));  // fails for lack of mappings: then it goes with the arena
+  // Fails for lack of mappings: then it is released with the arena.
+  static_cast<void>(
+      ::mmap(address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0));
 }
 
 Arena::Arena(const ArenaOptions& options)

@@ -50,9 +50,9 @@ Ranges g_ranges;  // by first address; never destroyed: threads may fault until 
 std::atomic_flag g_lock = ATOMIC_FLAG_INIT;
 std::uint64_t g_changes = 0;  // numbers the changes of ranges and chunks
 std::atomic<std::uint64_t> g_writes{0};
-std::array<std::byte*, kMaxChunks> g_brought{};  // a ring of chunks that were faulted in
-std::size_t g_oldest = 0;                        // of these
-pid_t g_owner = 0;                               // a forked child does not have this memory
+std::array<std::byte*, kMaxChunks> g_faulted_in{};  // a ring of chunks that were faulted in
+std::size_t g_oldest = 0;                           // of these
+pid_t g_owner = 0;                                  // a forked child does not have this memory
 struct sigaction g_previous;
 
 class SpinLock {
@@ -153,7 +153,7 @@ Answer serve_absent(std::byte* begin, Range& range, std::uint64_t at) {
   const std::uint64_t nbytes = std::min(kChunkBytes, range.nbytes - from);
   if (chunk.change == 0) {
     if (!fault_in_chunk(range, from, begin + from, nbytes)) return Answer::kRefused;
-    drop_chunk(std::exchange(g_brought[g_oldest], begin + from));
+    drop_chunk(std::exchange(g_faulted_in[g_oldest], begin + from));
     g_oldest = (g_oldest + 1) % kMaxChunks;
   } else if (may_try_again(chunk.change)) {
     return Answer::kServed;
@@ -208,8 +208,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
       break;
     case Answer::kRefused:
       say("swapper: code past the guard of a parameter used it while its bytes were absent, and they could "
-          "not be "
-          "read. Use parameters inside `with manager.gather(...):`\n");
+          "not be read. Use parameters inside `with manager.gather(...):`\n");
       pass_on(signal, info, context);
       break;
     case Answer::kNotOurs:
@@ -229,10 +228,6 @@ void install() {
   sigemptyset(&action.sa_mask);
   ::sigaction(SIGSEGV, &action, &g_previous);
 }
-
-}  // namespace
-
-namespace {
 
 // Replaces the entry of `range` in the table if `remap` succeeds (returns 0, not an errno). `remap` gets the
 // old entry of the very same range, if any, and `range`. An empty range is only forgotten.

@@ -1,8 +1,11 @@
-"""Measures a drive: reads alone, writes alone, and both at once; direct, by plain threads.
+"""Chooses and measures a drive, and computes the limit that it sets to a training step.
 
-The engine is compared with it, so it does not use the engine. A training step reads and writes at the same time; some
-drives do both at full speed and some share one speed between them, so a step's limit needs all three (limit.py). Each
-direction keeps `THREADS` transfers of `PIECE_BYTES` in flight.
+Reads alone, writes alone, and both at once are measured, direct, by plain threads: the engine is compared with it, so it
+does not use the engine. Each direction keeps `THREADS` transfers of `PIECE_BYTES` in flight.
+
+A drive reads and writes at the same time as the processor computes, so a step cannot be shorter than the longest of the
+three (docs/internals.md). Some drives do both at full speed, and some share one speed between them: then a step cannot
+be shorter than all its bytes at that speed either.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import ctypes
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import time
@@ -19,12 +23,44 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper.errors import DirectoryError
+from swapper.io.engines import is_in_memory
+from swapper.runtime.sizes import format_bytes
+
 THREADS = 8  # transfers in flight each way: a choice
 PIECE_BYTES = 1 << 20  # a choice
 HUGE_PAGE_BYTES = 2 << 20  # of x86-64
 _Lane = tuple[Callable[[int, memoryview, int], int], int]
 """A transfer and its file."""
 START_S = 0.2  # not counted: threads start, and a cap lets its first slice through
+
+
+def choose_directory() -> Path:
+    """Return the first of the current directory and the temporary ones that is on a drive and writable.
+
+    Raises:
+        DirectoryError: none is.
+    """
+    tried = (Path.cwd(), Path(tempfile.gettempdir()), Path("/var/tmp"))
+    for directory in tried:
+        if directory.is_dir() and os.access(directory, os.W_OK | os.X_OK) and not is_in_memory(directory / "file"):
+            return directory
+    names = ", ".join(map(str, tried))
+    raise DirectoryError(f"none of {names} is a writable directory on a drive; name one with --directory")
+
+
+def check_directory(directory: Path, needed_bytes: int) -> None:
+    """Raise DirectoryError if `directory` is missing, not writable, or short of `needed_bytes`."""
+    if not directory.is_dir():
+        raise DirectoryError(f"{directory} is not a directory; make it, or name another with --directory")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise DirectoryError(f"{directory} cannot be written; name another with --directory")
+    free_bytes = shutil.disk_usage(directory).free
+    if free_bytes < needed_bytes:
+        raise DirectoryError(
+            f"{directory} has {format_bytes(free_bytes)} free and this needs {format_bytes(needed_bytes)}: "
+            "free some, name a directory on another drive with --directory, or lower --parameters"
+        )
 
 
 @dataclass(frozen=True)
@@ -164,3 +200,54 @@ def measure_read(path: Path, *, duration_s: float = 2.0) -> float:
         return _transfer([(_read, file)] * THREADS, path.stat().st_size, duration_s)
     finally:
         os.close(file)
+
+
+@dataclass(frozen=True)
+class StepLimit:
+    """Minimum seconds of a step, by cause. `compute_s` is 0 if it was not measured."""
+
+    read_s: float
+    write_s: float
+    both_s: float
+    compute_s: float
+
+    @classmethod
+    def of(cls, speed: DriveSpeed, read_bytes: float, written_bytes: float, compute_s: float) -> StepLimit:
+        """Return the limit of a step with these bytes on a drive of this speed."""
+        return cls(
+            read_bytes / speed.read_bytes_per_s,
+            written_bytes / speed.write_bytes_per_s,
+            (read_bytes + written_bytes) / speed.both_bytes_per_s,
+            compute_s,
+        )
+
+    @property
+    def seconds(self) -> float:
+        return max(self.by_cause.values())
+
+    @property
+    def cause(self) -> str:
+        """Return the cause of the limit."""
+        return max(self.by_cause, key=lambda cause: self.by_cause[cause])
+
+    @property
+    def by_cause(self) -> dict[str, float]:
+        return {
+            "reads": self.read_s,
+            "writes": self.write_s,
+            "reads and writes": self.both_s,
+            "compute": self.compute_s,
+        }
+
+
+def step_bytes(parameters: int, *, parameters_on_nvme: bool, masters: bool) -> tuple[int, int]:
+    """Return the bytes that one AdamW step (reads, writes) with the optimizer state on NVMe.
+
+    fp32 masters and two moments are 12 bytes a parameter each way, two fp32 moments 8. Parameters on NVMe are read in
+    forward and in backward and written once: 2 bytes each with fp32 masters, else 4, and then read by the update too.
+    """
+    state = 12 if masters else 8
+    if not parameters_on_nvme:
+        return state * parameters, state * parameters
+    width, uses = (2, 2) if masters else (4, 3)
+    return (state + uses * width) * parameters, (state + width) * parameters

@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 
 from swapper import _C
+from swapper.io.alignment import SECTOR_BYTES, round_up
 
 KINDS = ("read", "write", "both")
 OPERATIONS_AHEAD = 4
@@ -81,9 +82,10 @@ def measure_engine(pattern: Pattern, paths: dict[str, Path], backend: str = "aut
     span_bytes = min(pieces * pattern.piece_bytes, pattern.file_bytes // OPERATIONS_AHEAD)
     span_bytes = max(span_bytes // pattern.piece_bytes, 1) * pattern.piece_bytes
     slots = OPERATIONS_AHEAD // 2
-    arena = None if ordinary else _C.Arena(span_bytes * slots * lanes)
-    memory = torch.ones(span_bytes * slots * lanes + 4096, dtype=torch.uint8) if arena is None else None
-    address = arena.address if arena is not None else -(-memory.data_ptr() // 4096) * 4096  # type: ignore[union-attr]
+    nbytes = span_bytes * slots * lanes
+    memory = torch.ones(nbytes + SECTOR_BYTES if ordinary else 0, dtype=torch.uint8)
+    arena = None if ordinary else _C.Arena(nbytes)
+    address = round_up(memory.data_ptr(), SECTOR_BYTES) if arena is None else arena.address
     engine = _C.Engine(backend=backend, depth=pattern.depth, piece_bytes=pattern.piece_bytes, arena=arena)
     files = {kind: _C.File(paths[kind]) for kind in pattern.directions}
     moves = {"read": engine.read, "write": engine.write}

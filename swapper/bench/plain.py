@@ -1,11 +1,19 @@
 """Trains in plain torch, all in memory: the reference of a swapped run, bit for bit.
 
 Does not import swapper (see gpt.py). With `masters`, the optimizer updates fp32 copies of the parameters of a bf16 or
-fp16 model: gradients are upcast, the copies are updated, the parameters are rounded from them.
+fp16 model: gradients are upcast, the copies are updated, the parameters are rounded from them. As a script, in a process
+that never imports swapper, it continues from a snapshot:
+
+    python plain.py '{"snapshot": ..., "config": {...}, "dtype": "bfloat16", ...}'
+
+and prints JSON: the losses of the next `steps` steps, and the seconds of each.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,3 +66,31 @@ class PlainTraining:
         self.optimizer.zero_grad()
         self.model.zero_grad()
         return loss.item()
+
+
+def resume(task: dict[str, Any]) -> dict[str, list[float]]:
+    # Run by path, so this folder is on the path and these are the files in it, without the package.
+    from corpus import Corpus
+    from gpt import Gpt, GptConfig
+
+    torch.set_num_threads(task["threads"])
+    config = GptConfig(**task["config"])
+    with torch.device("meta"):
+        model = Gpt(config)
+    model = model.to(getattr(torch, task["dtype"])).to_empty(device="cpu")
+    saved = torch.load(task["snapshot"], mmap=True)
+    training = PlainTraining(model, task["learning_rate"], masters=task["masters"], saved=saved)
+    corpus = Corpus(config.vocabulary)
+    losses, times_s = [], []
+    for number in range(task["first_batch"], task["first_batch"] + task["steps"]):
+        tokens, targets = corpus.batch(number, task["batch"], config.context)
+        began_s = time.perf_counter()
+        losses.append(training.step(tokens, targets))
+        times_s.append(time.perf_counter() - began_s)
+    if "swapper" in sys.modules:
+        raise RuntimeError("this process must not use swapper")
+    return {"losses": losses, "times_s": times_s}
+
+
+if __name__ == "__main__":
+    print(json.dumps(resume(json.loads(sys.argv[1]))))

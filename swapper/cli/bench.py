@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from swapper.bench.drive import check_directory
 from swapper.bench.measure import (
     KINDS,
     Pattern,
@@ -26,8 +27,8 @@ from swapper.bench.measure import (
     measure_engine,
     measure_fio,
 )
-from swapper.cli.place import check_directory
-from swapper.errors import ConfigError, SwapperError
+from swapper.cli.command import reported
+from swapper.errors import ConfigError
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
 
@@ -62,7 +63,7 @@ def bench(
     depths: Annotated[str, typer.Option(help="Kernel calls in flight.")] = "1,8,32",
     file_size: Annotated[str, typer.Option(help="Size of each of the two files.")] = "512MiB",
     seconds: Annotated[float, typer.Option(min=0.05, help="For each measurement.")] = 1.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Measure in turns so often; medians are shown.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of all measurements; medians are shown.")] = 1,
     backend: Annotated[str, typer.Option(help="auto, uring, aio or threads.")] = "auto",
     peers: Annotated[bool, typer.Option(help="Run fio and DeepNVMe too, where installed.")] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures there; - prints them.")] = None,
@@ -70,7 +71,7 @@ def bench(
 ) -> None:
     """Measure the drive under a directory with swapper's engine."""
     console = Console(stderr=str(json_file) == "-")
-    try:
+    with reported(console):
         if chart is not None and chart.suffix not in (".png", ".html"):
             raise ConfigError(f"--chart {chart}: name a .png or .html file")
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 8) << 20
@@ -82,9 +83,6 @@ def bench(
             for depth in _depths(depths)
         ]
         rows = measure_all(directory, patterns, programs(backend) if peers else programs(backend, ()), rounds, console)
-    except (SwapperError, OSError) as error:
-        console.print(f"[red]Error:[/red] {error}", soft_wrap=True, highlight=False, markup=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     if str(json_file) == "-":
         print(json.dumps(as_json(rows), indent=2))
     else:
@@ -185,14 +183,14 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 def _page(labels: list[str], values: dict[str, list[float]]) -> str:
-    colours = ("#1f77b4", "#ff7f0e", "#2ca02c")
+    colors = ("#1f77b4", "#ff7f0e", "#2ca02c")
     most = max((value for found in values.values() for value in found), default=1) or 1
     lines = []
     for n, label in enumerate(labels):
         lines.append(f"<h3>{html.escape(label)}</h3>")
-        for colour, (name, found) in zip(colours, values.items(), strict=False):
+        for color, (name, found) in zip(colors, values.items(), strict=False):
             if found[n]:
-                bar = f"<div style='background:{colour};height:1em;width:{found[n] / most * 60:.1f}%'></div>"
+                bar = f"<div style='background:{color};height:1em;width:{found[n] / most * 60:.1f}%'></div>"
                 lines.append(f"<div class='row'><span>{html.escape(name)}</span>{bar}<b>{found[n]:.2f} GB/s</b></div>")
     style = "body{font-family:sans-serif;margin:2em}.row{display:flex;gap:1em;align-items:center}span{width:6em}"
     return f"<!doctype html><meta charset=utf-8><title>swapper bench</title><style>{style}</style>" + "\n".join(lines)

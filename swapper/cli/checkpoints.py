@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,31 +16,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from swapper.checkpoint.exporting import FORMATS, WHAT, select
+from swapper.checkpoint.exporting import export as run
+from swapper.checkpoint.inspecting import inspect as look
+from swapper.checkpoint.quantization import SCHEMES, Loss
+from swapper.cli.command import reported
 from swapper.durability.verify import Fault, Report
 from swapper.durability.verify import verify as verify_path
-from swapper.errors import ConfigError, SwapperError
 from swapper.options import parse_choice
 from swapper.runtime.sizes import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from swapper.checkpoint.quantization import Loss
-
-INTERRUPTED = 130  # exit code, 128 + SIGINT
-
-
-@contextmanager
-def reported() -> Iterator[None]:
-    """End the command with 2 for a wrong argument, 1 for every other error of ours, 130 for Ctrl-C."""
-    console = Console(stderr=True)
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print("Interrupted. Nothing is left behind.")
-        raise typer.Exit(INTERRUPTED) from None
-    except (SwapperError, OSError) as error:
-        text = escape(str(error) or type(error).__name__)
-        console.print(f"[red]Error:[/red] {text}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
 
 
 def inspect(
@@ -55,9 +38,7 @@ def inspect(
     Reads any file of torch.save (swapper's snapshots too), safetensors, Hugging Face directories and directories of
     torch.distributed.checkpoint. Runs no code of a file.
     """
-    with reported():
-        from swapper.checkpoint.inspecting import inspect as look
-
+    with reported(Console(stderr=True)):
         found = look(path)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
@@ -113,13 +94,9 @@ def verify(
     """
     console = Console(stderr=as_json)
     columns = (TextColumn("verifying"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    try:
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("verifying", total=None)
-            reports = verify_path(path, lambda done, total: bar.update(task, completed=done, total=total))
-    except (SwapperError, OSError) as error:
-        console.print(f"[red]Error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
+    with reported(console, failure_code=2), Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("verifying", total=None)
+        reports = verify_path(path, lambda done, total: bar.update(task, completed=done, total=total))
     if as_json:
         print(json.dumps([asdict(report) for report in reports], indent=2))
     else:
@@ -157,11 +134,11 @@ def export(
     target: Annotated[Path, typer.Argument(help="What to make: a file, or for huggingface and dcp a directory.")],
     to: Annotated[str, typer.Option(help="torch, safetensors, huggingface or dcp.")],
     what: Annotated[str, typer.Option(help="model, or all: the optimizer's state and the rest too.")] = "model",
-    shard: Annotated[str, typer.Option(help="The most that a file of a Hugging Face directory holds.")] = "5GB",
+    shard: Annotated[str, typer.Option(help="Maximum size of a file of a Hugging Face directory.")] = "5GB",
     quantize: Annotated[
-        str | None, typer.Option(help="int8 or int4: large matrices in as many bits, for swapper.load.")
+        str | None, typer.Option(help="int8 or int4: large matrices in 8 or 4 bits a weight, for swapper.load.")
     ] = None,
-    keep: Annotated[list[str] | None, typer.Option(help="Names (with * and ?) that are not quantised.")] = None,
+    keep: Annotated[list[str] | None, typer.Option(help="Names (with * and ?) that are not quantized.")] = None,
     report: Annotated[Path | None, typer.Option("--json", help="Write each tensor's error there.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing.")] = False,
@@ -173,11 +150,7 @@ def export(
     directories of torch.distributed.checkpoint. The result appears when it is complete, or not at all.
     """
     console = Console(stderr=True, quiet=quiet)
-    with reported(), _terminated_like_interrupted():
-        from swapper.checkpoint.exporting import FORMATS, WHAT, select
-        from swapper.checkpoint.exporting import export as run
-        from swapper.checkpoint.quantization import SCHEMES
-
+    with reported(Console(stderr=True)):
         parse_choice(to, "--to", FORMATS)
         parse_choice(what, "--what", WHAT)
         shard_bytes = parse_bytes(shard, "--shard")
@@ -239,17 +212,3 @@ def _bar(console: Console, title: str, nbytes: int) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True, disable=console.quiet) as bar:
         task = bar.add_task(escape(title), total=nbytes)
         yield lambda moved: bar.advance(task, moved)
-
-
-@contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Handle SIGTERM like Ctrl-C: nothing is left behind."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,40 +1,46 @@
 """Implements `swapper demo`: trains a byte-level GPT that lives on the drive, and shows the cost.
 
-This module has the options, the screen and the cleanup; demo_run.py does the work. The command's own directory is
-removed at the end, also on Ctrl-C.
+It trains swapped, writes a snapshot, continues from it in plain torch, and compares. Every number in the table is
+measured here, in the same run: the drive before and after, the memory throughout, the bytes by the manager. The
+command's own directory is removed at the end, also on Ctrl-C.
 """
 
 from __future__ import annotations
 
-import signal
+import json
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import median
+from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from swapper.cli.place import check_directory, choose_directory
-from swapper.errors import ConfigError, SwapperError
+import swapper
+from swapper.bench import plain
+from swapper.bench.corpus import Corpus
+from swapper.bench.drive import DriveSpeed, StepLimit, check_directory, choose_directory, measure_drive
+from swapper.bench.gpt import GptConfig, make_gpt
+from swapper.bench.memory import PeakMemory, pss_bytes
+from swapper.cli.command import reported
+from swapper.errors import CheckpointError, ConfigError
 from swapper.runtime.sizes import parse_bytes
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from swapper.bench.demo_run import DemoRecord, DemoTask
-
-INTERRUPTED = 130  # exit code, 128 + SIGINT
-STAGES = {
-    "drive": "measuring the drive",
-    "offload": "moving the model to the drive",
-    "train": "training",
-    "snapshot": "writing a snapshot",
-    "compare": "going on in plain torch",
-}
+LEARNING_RATE = 3e-4  # usual for AdamW, not tuned
+COMPARED_STEPS = 2  # the first compares the parameters, the second the optimizer state too
+TIMED_PLAIN_STEPS = 3  # the fastest of them counts
+FILES_OF_STATE = 3  # two alternating swap files, and the snapshot
+DRIVE_FILES_BYTES = 2 * (256 << 20)  # the two files of measure_drive
 
 
 def demo(
@@ -61,71 +67,26 @@ def demo(
     continues training: its losses must equal the swapped run's, bit for bit.
     """
     console = Console()
-    try:
-        with _terminated_like_interrupted():
-            task = _make_task(steps, _count(parameters), batch, context, precision, budget, drive_seconds)
-            record = _run(console, task, directory, snapshot)
-    except KeyboardInterrupt:
-        console.print("Interrupted. The swap files are removed.")
-        raise typer.Exit(INTERRUPTED) from None
-    except (SwapperError, OSError) as error:
-        console.print(
-            f"[red]Error:[/red] {escape(str(error) or type(error).__name__)}", soft_wrap=True, highlight=False
-        )
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    with reported(console):
+        masters = _has_masters(precision)
+        config = GptConfig.for_parameters(_count(parameters), vocabulary=256, context=context)
+        budget_bytes = parse_bytes(budget, "--budget") if budget else None
+        task = DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
+        record = _run(console, task, directory, snapshot)
     _show(console, record)
     if not record.is_equal:
         console.print("[red]Plain torch did not continue as the swapped run did.[/red] Please report this.")
         raise typer.Exit(1)
 
 
-def _make_task(
-    steps: int,
-    parameters: int,
-    batch: int,
-    context: int,
-    precision: str | None,
-    budget: str | None,
-    drive_seconds: float,
-) -> DemoTask:
-    from swapper.bench.demo_run import DemoTask
-    from swapper.bench.gpt import GptConfig
-
+def _has_masters(precision: str | None) -> bool:
     if precision is None:
-        precision = "bf16" if _is_fast_at_bf16() else "fp32"
+        # Without wide instructions for bf16 a step takes minutes, not seconds. Missing in a torch without oneDNN.
+        is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+        return is_fast is not None and bool(is_fast())
     if precision not in ("bf16", "fp32"):
         raise ConfigError(f"--precision {precision} is not known: use bf16 or fp32")
-    masters = precision == "bf16"
-    config = GptConfig.for_parameters(parameters, vocabulary=256, context=context)
-    # In fp32 the gradients alone are a third of the state, and they stay in host memory.
-    default_bytes = DemoTask.state_bytes_of(config, masters) // (4 if masters else 2)
-    budget_bytes = parse_bytes(budget, "--budget") if budget else default_bytes
-    return DemoTask(config, masters, steps, batch, budget_bytes, drive_seconds)
-
-
-def _is_fast_at_bf16() -> bool:
-    """Return True if torch multiplies bf16 with wide instructions: without them a step takes minutes, not seconds."""
-    import torch
-
-    is_fast = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # missing in a torch without oneDNN
-    return is_fast is not None and bool(is_fast())
-
-
-def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
-    from swapper.bench.demo_run import run_demo
-
-    place = choose_directory() if directory is None else directory
-    check_directory(place, task.disk_bytes)
-    if snapshot is not None and not snapshot.parent.is_dir():
-        raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
-    console.print(
-        f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
-        f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}, swapped under {escape(str(place))}",
-        soft_wrap=True,
-        highlight=False,
-    )
-    with tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch, _progress(console, task) as watch:
-        return run_demo(task, Path(scratch), snapshot or Path(scratch) / "snapshot.pt", watch)
+    return precision == "bf16"
 
 
 def _count(text: str) -> int:
@@ -140,23 +101,83 @@ def _count(text: str) -> int:
     return count
 
 
+@dataclass(frozen=True)
+class DemoTask:
+    """The training task. `masters`: a bf16 model with fp32 master weights; else fp32 throughout."""
+
+    config: GptConfig
+    masters: bool
+    steps: int
+    batch: int
+    given_budget_bytes: int | None
+    drive_s: float  # for each measurement of the drive
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.masters else torch.float32
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of parameters, masters and AdamW's two moments."""
+        return self.config.parameters * (2 + 4 + 8 if self.masters else 4 + 8)
+
+    @property
+    def budget_bytes(self) -> int:
+        """Return what was given, or a quarter of the state; in fp32 half of it: gradients in host memory are a third."""
+        return self.given_budget_bytes or self.state_bytes // (4 if self.masters else 2)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Return the bytes that the run needs on the drive."""
+        return FILES_OF_STATE * self.state_bytes + DRIVE_FILES_BYTES + (64 << 20)
+
+
+@dataclass
+class DemoRecord:
+    """The measurements. Lists have an entry for each step."""
+
+    task: DemoTask
+    drive: DriveSpeed
+    losses: list[float] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    read_bytes: list[int] = field(default_factory=list)
+    written_bytes: list[int] = field(default_factory=list)
+    validation_loss: float = 0.0
+    state_bytes: int = 0
+    growth_bytes: int = 0
+    torch_bytes: int = 0  # of it, torch's own memory at its first training step, for any model
+    snapshot_bytes: int = 0
+    snapshot_s: float = 0.0
+    next_losses: list[float] = field(default_factory=list)
+    plain_losses: list[float] = field(default_factory=list)
+    plain_step_s: float = 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.plain_losses) and self.next_losses == self.plain_losses
+
+
+Watch = Callable[[str, list[float]], None]
+"""Shows the stage, and the losses so far."""
+
+
+def _run(console: Console, task: DemoTask, directory: Path | None, snapshot: Path | None) -> DemoRecord:
+    place = choose_directory() if directory is None else directory
+    check_directory(place, task.disk_bytes)
+    if snapshot is not None and not snapshot.parent.is_dir():
+        raise ConfigError(f"--snapshot {snapshot}: the directory {snapshot.parent} is missing; make it first")
+    console.print(
+        f"A GPT of {task.config.parameters / 1e6:.0f} million parameters ({task.config.layers} layers, "
+        f"width {task.config.width}), {'bf16' if task.masters else 'fp32'}, swapped under {escape(str(place))}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with tempfile.TemporaryDirectory(prefix="swapper-demo-", dir=place) as scratch, _progress(console, task) as watch:
+        return _measure(task, Path(scratch), snapshot or Path(scratch) / "snapshot.pt", watch)
+
+
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """Handle SIGTERM and SIGHUP like Ctrl-C."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(console: Console, task: DemoTask) -> Iterator[Any]:
+def _progress(console: Console, task: DemoTask) -> Iterator[Watch]:
     """Show a bar over the steps, with the stage and the last loss."""
     columns = (
         SpinnerColumn(),
@@ -169,21 +190,115 @@ def _progress(console: Console, task: DemoTask) -> Iterator[Any]:
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting", total=task.steps, loss="")
 
-        def watch(stage: str, record: DemoRecord) -> None:
-            loss = f"loss {record.losses[-1]:.3f}" if record.losses else ""
-            progress.update(bar, description=STAGES[stage], completed=len(record.losses), loss=loss)
+        def watch(stage: str, losses: list[float]) -> None:
+            loss = f"loss {losses[-1]:.3f}" if losses else ""
+            progress.update(bar, description=stage, completed=len(losses), loss=loss)
 
         yield watch
 
 
+def _measure(task: DemoTask, directory: Path, snapshot: Path, watch: Watch) -> DemoRecord:
+    """Run the demo in `directory`, which exists and is empty, and leave the snapshot at `snapshot`."""
+    watch("measuring the drive", [])
+    record = DemoRecord(task, measure_drive(directory, duration_s=task.drive_s))
+    with PeakMemory() as memory:
+        _start_torch()
+        record.torch_bytes = pss_bytes() - memory.baseline_bytes
+        _train(task, directory, snapshot, watch, record)
+    record.growth_bytes = memory.growth_bytes
+    watch("continuing in plain torch", record.losses)
+    _compare(task, snapshot, record)
+    record.drive = record.drive.better(measure_drive(directory, duration_s=task.drive_s))
+    return record
+
+
+def _start_torch() -> None:
+    """Take one step of a tiny model, so that torch's imports, allocations and threads are not measured."""
+    config = GptConfig(vocabulary=256, context=8, layers=1, width=64)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    plain.PlainTraining(make_gpt(config, torch.bfloat16), LEARNING_RATE, masters=True).step(tokens, tokens)
+
+
+def _train(task: DemoTask, directory: Path, snapshot: Path, watch: Watch, record: DemoRecord) -> None:
+    corpus = Corpus(task.config.vocabulary)
+    watch("moving the model to the drive", [])
+    with swapper.SwapManager(directory / "run", host_memory=task.budget_bytes) as manager:
+        torch.manual_seed(0)
+        gpt = make_gpt(task.config, task.dtype)
+        model, optimizer = manager.offload(
+            gpt,
+            plain.make_optimizer(gpt.parameters(), LEARNING_RATE),
+            params="nvme",
+            optimizer_state="nvme",
+            gradients="host",
+            master_weights=torch.float32 if task.masters else None,
+        )
+
+        def step(number: int) -> float:
+            loss: torch.Tensor = model(*corpus.batch(number, task.batch, task.config.context))
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        counters = manager.counters
+        for number in range(task.steps):
+            read, written, began_s = counters.bytes_read, counters.bytes_written, time.perf_counter()
+            record.losses.append(step(number))
+            record.times_s.append(time.perf_counter() - began_s)
+            record.read_bytes.append(counters.bytes_read - read)
+            record.written_bytes.append(counters.bytes_written - written)
+            watch("training", record.losses)
+        record.state_bytes = counters.state_bytes
+        with torch.no_grad():
+            held_out = corpus.batch(0, task.batch, task.config.context, validation=True)
+            record.validation_loss = model(*held_out).item()
+        watch("writing a snapshot", record.losses)
+        began_s = time.perf_counter()
+        manager.snapshot(snapshot).result()
+        record.snapshot_s = time.perf_counter() - began_s
+        record.snapshot_bytes = snapshot.stat().st_size
+        record.next_losses = [step(task.steps + number) for number in range(COMPARED_STEPS)]
+
+
+def _compare(task: DemoTask, snapshot: Path, record: DemoRecord) -> None:
+    """Repeat the next steps from the snapshot: plain torch, in a process without swapper."""
+    order = {
+        "snapshot": str(snapshot.resolve()),
+        "config": asdict(task.config),
+        "dtype": str(task.dtype).removeprefix("torch."),
+        "masters": task.masters,
+        "learning_rate": LEARNING_RATE,
+        "threads": torch.get_num_threads(),
+        "first_batch": task.steps,
+        "batch": task.batch,
+        "steps": COMPARED_STEPS + TIMED_PLAIN_STEPS,
+    }
+    # -P or -I would remove the script's folder from the path; the script needs the other files in it.
+    command = [sys.executable, plain.__file__, json.dumps(order)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=snapshot.parent)
+    if done.returncode != 0:
+        raise CheckpointError(
+            f"plain torch cannot continue from {snapshot} (exit code {done.returncode}):\n{done.stderr.strip()}"
+        )
+    answer = json.loads(done.stdout)
+    record.plain_losses = answer["losses"][:COMPARED_STEPS]
+    record.plain_step_s = min(answer["times_s"][COMPARED_STEPS:])  # the fastest counts, as a limit must
+
+
+def _steady(values: Sequence[float]) -> float:
+    """Return the median step, without the first two: they record the order and make the optimizer's state."""
+    return median(values[2:] or values)
+
+
 def _show(console: Console, record: DemoRecord) -> None:
-    task, limit = record.task, record.limit
-    step_s = record.steady(record.times_s)
-    read, written = record.steady([*record.read_bytes]), record.steady([*record.written_bytes])
+    task, drive = record.task, record.drive
+    step_s, read, written = _steady(record.times_s), _steady(record.read_bytes), _steady(record.written_bytes)
+    limit = StepLimit.of(drive, read, written, record.plain_step_s)
     rest_bytes = max(record.growth_bytes - record.torch_bytes - task.budget_bytes, 0)
     kind = "bf16, with fp32 master weights" if task.masters else "fp32"
-    drive = record.drive
-    table = Table(show_header=False, title="Trained from the drive", title_justify="left")
+    rates = f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read or {drive.write_bytes_per_s / 1e9:.2f} written"
+    both = f"{drive.both_bytes_per_s / 1e9:.2f} both at once" + ("" if drive.direct else ", through the page cache")
     rows = [
         ("Parameters", f"{task.config.parameters / 1e6:,.1f} million, {kind}"),
         ("State on the drive", f"{_mb(record.state_bytes)}: parameters and optimizer state"),
@@ -195,22 +310,14 @@ def _show(console: Console, record: DemoRecord) -> None:
         ),
         ("Step", f"{step_s:.2f} s, {step_s / limit.seconds:.2f} times the limit, which is by {limit.cause}"),
         ("Limit", ", ".join(f"{cause} {seconds:.2f} s" for cause, seconds in limit.by_cause.items())),
+        ("Drive", f"{rates}, {both}"),
         ("Moved in a step", f"read {_mb(read)}, written {_mb(written)}"),
         ("Loss", f"{record.losses[0]:.3f} → {record.losses[-1]:.3f}, held out {record.validation_loss:.3f}"),
         ("Snapshot", f"{_mb(record.snapshot_bytes)} in {record.snapshot_s:.1f} s"),
         ("Next losses, swapped", "  ".join(f"{loss!r}" for loss in record.next_losses)),
         ("Next losses, plain torch", "  ".join(f"{loss!r}" for loss in record.plain_losses)),
     ]
-    if drive is not None:
-        rates = f"{drive.read_bytes_per_s / 1e9:.2f} GB/s read or {drive.write_bytes_per_s / 1e9:.2f} written"
-        rows.insert(
-            6,
-            (
-                "Drive",
-                f"{rates}, {drive.both_bytes_per_s / 1e9:.2f} both at once"
-                + ("" if drive.direct else ", through the page cache"),
-            ),
-        )
+    table = Table(show_header=False, title="Trained from the drive", title_justify="left")
     for name, value in rows:
         table.add_row(name, value)
     console.print(table)

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import torch
 import typer
 from rich.console import Console
@@ -23,10 +24,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from swapper import _C
-from swapper.cli.place import IN_MEMORY, filesystem_of
 from swapper.errors import SwapperError, UnsupportedError
 from swapper.io.drives import read_record
-from swapper.io.engines import open_engine
+from swapper.io.engines import is_in_memory, shared_engine
 from swapper.io.gds.cufile import open_cufile
 from swapper.io.tuning import find_tuning, tuning_path
 from swapper.options import parse_host_memory
@@ -162,7 +162,7 @@ def _directory(directory: Path) -> Iterator[Finding]:
         return
     kind = filesystem_of(directory)
     free = format_bytes(shutil.disk_usage(directory).free)
-    if kind in IN_MEMORY:
+    if is_in_memory(directory / "file"):
         yield Finding("Directory", SLOW, f"{directory.resolve()} is memory ({kind})", "name a directory on a drive")
     else:
         yield Finding("Directory", GOOD, f"{directory.resolve()}, {kind or 'unknown filesystem'}, {free} free")
@@ -176,6 +176,13 @@ def _directory(directory: Path) -> Iterator[Finding]:
             remedy = "use ext4, xfs or btrfs on a local drive; everything goes through the page cache here"
             yield Finding("Direct I/O", SLOW, file.reason, remedy)
         file.close()
+
+
+def filesystem_of(directory: Path) -> str:
+    """Return the type of the filesystem of `directory`: "ext4", "tmpfs"; "" if unknown."""
+    resolved = directory.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if resolved.is_relative_to(m.mountpoint)]
+    return max(mounts, key=lambda m: len(m.mountpoint)).fstype if mounts else ""
 
 
 def _drive(directory: Path) -> Iterator[Finding]:
@@ -206,10 +213,8 @@ def _drive(directory: Path) -> Iterator[Finding]:
     if tuning is None:
         yield Finding("Tuning", GOOD, f"none stored: the defaults are in force (swapper tune {directory})")
     else:
-        engine = open_engine([directory])
-        piece = engine.piece_bytes
-        in_force = f"in force: {format_bytes(int(piece))} x {engine.depth} by {engine.backend}"
-        engine.close()
+        engine = shared_engine(directory / "file")
+        in_force = f"in force: {format_bytes(engine.piece_bytes)} x {engine.depth} by {engine.backend}"
         yield Finding("Tuning", GOOD, f"kept in {tuning_path()}; {in_force}")
 
 

@@ -13,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from swapper.cli.command import reported
+from swapper.errors import ConfigError
 from swapper.runtime.trace import ENVIRONMENT
 
 
@@ -28,18 +30,15 @@ def trace(
     options after it.
     """
     console = Console(stderr=True)
-    if output.exists() or not output.absolute().parent.is_dir():
-        why = "exists already" if output.exists() else "is in no directory that exists"
-        console.print(
-            f"[red]Error:[/red] {escape(str(output))} {why}: choose another name", soft_wrap=True, highlight=False
-        )
-        raise typer.Exit(2)
-    words = [sys.executable, *command] if command[0].endswith(".py") else command
-    try:
-        child = subprocess.Popen(words, env={**os.environ, ENVIRONMENT: str(output.absolute())})
-    except OSError as error:
-        console.print(f"[red]Error:[/red] {escape(command[0])}: {error.strerror}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2) from None
+    with reported(console):
+        if output.exists() or not output.absolute().parent.is_dir():
+            why = "exists already" if output.exists() else "is in no directory that exists"
+            raise ConfigError(f"{output} {why}: choose another name")
+        words = [sys.executable, *command] if command[0].endswith(".py") else command
+        try:
+            child = subprocess.Popen(words, env={**os.environ, ENVIRONMENT: str(output.absolute())})
+        except OSError as error:
+            raise ConfigError(f"{command[0]}: {error.strerror}") from error
     signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the script too, which decides
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     code = child.wait()

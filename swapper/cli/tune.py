@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from swapper import _C
+from swapper.bench.drive import check_directory
 from swapper.bench.measure import Pattern, files_for, measure_engine
-from swapper.cli.place import check_directory
-from swapper.errors import ConfigError, SwapperError
+from swapper.cli.command import reported
 from swapper.io.tuning import Tuning, keep_tuning
 from swapper.runtime.sizes import format_bytes, parse_bytes
 
@@ -34,15 +34,12 @@ def tune(
 ) -> None:
     """Find and store the settings that suit a drive; print them as a DeepSpeed configuration."""
     console = Console(stderr=as_json)
-    try:
+    with reported(console):
         file_bytes = max(parse_bytes(file_size, "--file-size") >> 20, 32) << 20
         check_directory(directory, 2 * file_bytes)
         with console.status("measuring"):
             tuning = find(directory, file_bytes, seconds, backend)
         where = keep_tuning(directory, tuning) if keep else None
-    except (SwapperError, OSError) as error:
-        console.print(f"[red]Error:[/red] {error}", soft_wrap=True, highlight=False)
-        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     console.print(
         f"{format_bytes(tuning.piece_bytes)} x {tuning.depth} by {tuning.backend}: "
         f"{tuning.read_bytes_per_s / 1e9:.2f} GB/s read, {tuning.write_bytes_per_s / 1e9:.2f} GB/s written",

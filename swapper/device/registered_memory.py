@@ -97,7 +97,7 @@ class LockedMemory:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, SECTOR_BYTES)
         self._arena = _C.Arena(self.nbytes, head_bytes=min(self.nbytes, HEAD_BYTES))
-        self._arena.take_the_rest()
+        self._arena.prefault_rest()
         self._registration = Registration(device, self._arena, slabs(0, self.nbytes, SECTOR_BYTES))
         self._lock = SteadyLock()
         self._extents = Extents()
@@ -116,7 +116,7 @@ class LockedMemory:
                 self._extents.give(offset, nbytes)
                 return None
         try:
-            self._arena.wait_taken(offset + nbytes)
+            self._arena.wait_populated(offset + nbytes)
         except BaseException:
             self._given_back.append((offset, nbytes))
             raise

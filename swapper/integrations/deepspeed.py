@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -26,7 +27,7 @@ from swapper.errors import UnsupportedError
 from swapper.io import AioHandle, GdsHandle
 from swapper.io.files import Target
 from swapper.io.gds.cufile import open_cufile
-from swapper.io.handle.locked import free_locked_address, free_locked_tensor, is_locked, new_locked_tensor
+from swapper.io.handle.deepnvme import free_locked_address, free_locked_tensor, is_locked, new_locked_tensor
 
 logger = logging.getLogger("swapper.deepspeed")
 
@@ -61,10 +62,11 @@ def install() -> None:
         found = getattr(builders, name, None)
         if found is None:
             continue
-        if getattr(found, "NAME", None) == operator:
-            _patch(found, operator)
+        builder = _builder(operator)
+        if getattr(found, "NAME", None) == operator:  # overridden itself, as programs may have imported it
+            _set(found, "load", builder.load)
+            _set(found, "is_compatible", builder.is_compatible)
         else:  # DeepSpeed's stand-in for missing features of this accelerator, shared by several names
-            builder = _builder(operator)
             _replace(name, found, builder)
             _set_item(ALL_OPS, operator, builder())
     probed = vars(deepspeed.ops).get("__compatible_ops__")
@@ -89,13 +91,7 @@ def uninstall() -> None:
             setattr(thing, name, before)
 
 
-def _patch(builder: Any, operator: str) -> None:
-    """Override on the class itself, so that existing imports of it are affected too."""
-    _set(builder, "load", lambda self, verbose=False: _operator(operator))
-    _set(builder, "is_compatible", lambda self, verbose=False: _is_compatible(operator))
-
-
-def _builder(operator: str) -> type:
+def _builder(operator: str) -> Any:
     class SwapperBuilder:
         NAME = operator
 
@@ -135,7 +131,6 @@ def _is_compatible(operator: str) -> bool:
 
 
 # --- the operators
-# ------------------------------------------------------------------------------------------------------
 
 
 class _PinHandle:
@@ -154,32 +149,22 @@ class _PinHandle:
         return is_locked(buffer) or (torch.cuda.is_available() and buffer.is_pinned())
 
 
-def aio_read(
-    buffer: torch.Tensor,
-    filename: Target,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """DeepSpeed's module function: read at once, with a handle of its own. Returns 0."""
-    with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
-        return handle.read(buffer, filename, validate)
+def _at_once(kind: str) -> Callable[..., int]:
+    """Return DeepSpeed's module function that reads or writes at once, with a handle of its own. Returns 0."""
 
+    def transfer(
+        buffer: torch.Tensor,
+        filename: Target,
+        block_size: int,
+        queue_depth: int,
+        single_submit: bool,
+        overlap_events: bool,
+        validate: bool,
+    ) -> int:
+        with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
+            return (handle.read if kind == "read" else handle.write)(buffer, filename, validate)
 
-def aio_write(
-    buffer: torch.Tensor,
-    filename: Target,
-    block_size: int,
-    queue_depth: int,
-    single_submit: bool,
-    overlap_events: bool,
-    validate: bool,
-) -> int:
-    """DeepSpeed's module function: write at once. Returns 0."""
-    with AioHandle(block_size, queue_depth, single_submit, overlap_events) as handle:
-        return handle.write(buffer, filename, validate)
+    return transfer
 
 
 def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
@@ -193,7 +178,8 @@ def _operator(name: str) -> Any:
     if name == "pin_memory":
         operator.pin_handle = _PinHandle
         return operator
-    operator.aio_read, operator.aio_write, operator.deepspeed_memcpy = aio_read, aio_write, deepspeed_memcpy
+    operator.aio_read, operator.aio_write = _at_once("read"), _at_once("write")
+    operator.deepspeed_memcpy = deepspeed_memcpy
     if name == "gds":
         operator.gds_handle = GdsHandle
     else:

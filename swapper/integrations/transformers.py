@@ -20,13 +20,34 @@ from torch import nn
 
 from swapper.checkpoint.quantization import layouts_of
 from swapper.device.device import Device
-from swapper.errors import CheckpointError, UnsupportedError
+from swapper.errors import CheckpointError, ConfigError, UnsupportedError
 from swapper.formats.sources import Source, open_source
 from swapper.infer.mapping.adoption import MappedSource, Places
 from swapper.infer.mapping.matching import BufferPlace, Match, Weight, check_values
 from swapper.infer.mapping.tracing import Traced, recipe_of
 from swapper.infer.runtime.load_model import Budgets, load_matched
-from swapper.integrations.transformers_options import read_config, taken
+
+_BUDGETS = "weights are read as they are needed: say host_memory=, device= and device_memory="
+_QUANTIZED = "`swapper export --quantize int8` (or int4) makes weights that run quantized"
+_PATH = "give the path of the directory or file itself, in the form that is to be read"
+NOT_TAKEN = {
+    **dict.fromkeys(("device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers"), _BUDGETS),
+    **dict.fromkeys(("load_in_8bit", "load_in_4bit", "quantization_config"), _QUANTIZED),
+    **dict.fromkeys(("subfolder", "variant", "gguf_file"), _PATH),
+    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh"), "the model runs in one process, on one device"),
+    "output_loading_info": "what is missing and unexpected is in transformers' own report",
+    "state_dict": "weights are read from `path`; models with other weights are loaded by swapper.load",
+}
+"""Options of transformers' from_pretrained that make no sense here, and the alternatives."""
+FOR_LOADING = (
+    "attn_implementation",
+    "experts_implementation",
+    "ignore_mismatched_sizes",
+    "key_mapping",
+    "use_safetensors",
+    "weights_only",
+)
+"""Options that are not passed to the configuration, though it may have the name."""
 
 
 def from_pretrained(
@@ -132,9 +153,7 @@ class FirstValues:
             CheckpointError: the checkpoint has changed since.
         """
         self._source.check_unchanged()
-        mapped = MappedSource(
-            self._source
-        )  # a new one each time: pages read through a mapping stay in the process until it is closed
+        mapped = MappedSource(self._source)  # a new one each time: its pages stay in the process until it is closed
         for name, buffer in module._buffers.items():
             if buffer is not None and (id(module), name) in self._buffers:
                 buffer.copy_(mapped.made(self._buffers[id(module), name]))
@@ -147,9 +166,9 @@ def _traced_model(
     cls: Any, path: str | os.PathLike[str], source: Source, config: Any, dtype: Any, options: dict[str, Any]
 ) -> nn.Module:
     """Return the model that transformers makes of traced tensors."""
-    dtype = taken(options, dtype)
+    dtype = _taken(options, dtype)
     if config is None:
-        config, options = read_config(cls, path, options)
+        config, options = _read_config(cls, path, options)
     layouts = layouts_of(source.metadata, source.path)
     traced = {name: Traced.of(stored, layouts.get(name)) for name, stored in source.everything.items()}
     made = _model_class(cls, config).from_pretrained(None, config=config, state_dict=traced, dtype=dtype, **options)
@@ -157,6 +176,29 @@ def _traced_model(
     _read_generation_config(made, path)
     model: nn.Module = made
     return model
+
+
+def _taken(options: dict[str, Any], dtype: torch.dtype | str | None) -> torch.dtype | str:
+    """Refuse unsupported options; remove `torch_dtype`, the old name of `dtype`, and return the given dtype."""
+    for name, advice in NOT_TAKEN.items():
+        if options.pop(name, None) not in (None, False):
+            raise ConfigError(f"{name}= is not taken by swapper's from_pretrained: {advice}")
+    old = options.pop("torch_dtype", None)
+    if old is not None and dtype is not None and old != dtype:
+        raise ConfigError(f"dtype={dtype!r} and torch_dtype={old!r} are both given: pass dtype only")
+    return dtype or old or "auto"
+
+
+def _read_config(cls: Any, path: str | os.PathLike[str], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the configuration, changed by those of `options` that are its own, and the others."""
+    from transformers import AutoConfig
+
+    reader = getattr(cls, "config_class", None) or AutoConfig
+    own = {name: value for name, value in options.items() if name not in FOR_LOADING}
+    own["local_files_only"] = True
+    config, others = reader.from_pretrained(path, return_unused_kwargs=True, **own)
+    others.pop("local_files_only", None)
+    return config, {**{name: value for name, value in options.items() if name in FOR_LOADING}, **others}
 
 
 def _open(path: str | os.PathLike[str]) -> Source:

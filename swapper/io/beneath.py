@@ -13,7 +13,6 @@ import os
 import pwd
 import stat
 from pathlib import Path
-from typing import Any
 
 from swapper import _C
 from swapper.errors import DirectoryError
@@ -97,8 +96,8 @@ def create_file(path: Path, mode: int = 0o600) -> int:
         return open_file(path, flags, mode)
 
 
-def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> Any:
-    """Open a file for the engine; a `swapper._C.File`."""
+def open_for_transfers(path: Path, *, create: bool = False, read_only: bool = False) -> _C.File:
+    """Open a file for the engine."""
     return _C.File(str(path), create=create, read_only=read_only, at=_held.get(path.parent, -1))
 
 

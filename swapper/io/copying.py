@@ -11,12 +11,12 @@ import mmap
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from swapper import _C
 from swapper.errors import CheckpointError, IoError
+from swapper.io.engines import Engine, Transfer
 from swapper.io.waiting import drain
 
 PIECE_BYTES = 4 << 20  # a choice
@@ -29,7 +29,7 @@ COPY_BYTES = PIECES * PIECE_BYTES
 class CopyRange:
     """Bytes of a file to be copied into another one."""
 
-    source: Any  # swapper._C.File
+    source: _C.File
     offset: int  # bytes from the start of the target file
     nbytes: int
     crc32: int | None  # of their write; None: unknown
@@ -37,7 +37,7 @@ class CopyRange:
     shift: int = 0  # offset in the source minus offset in the target
 
 
-def copy(engine: Any, runs: Iterable[CopyRange], target: Any) -> dict[int, int]:
+def copy(engine: Engine, runs: Iterable[CopyRange], target: _C.File | None) -> dict[int, int]:
     """Copy `runs` into `target`, an open file; return the checksum of each by its offset when all is written.
 
     Raises:
@@ -59,7 +59,7 @@ def copy(engine: Any, runs: Iterable[CopyRange], target: Any) -> dict[int, int]:
     return checksums
 
 
-def checksums_of(engine: Any, runs: Iterable[CopyRange]) -> dict[int, int]:
+def checksums_of(engine: Engine, runs: Iterable[CopyRange]) -> dict[int, int]:
     """Read `runs` and return the checksum of each by its offset. Raises as `copy` does."""
     return copy(engine, runs, None)
 
@@ -68,7 +68,7 @@ Outcome = tuple[CopyRange, int | IoError]
 """A run with the CRC-32 of its bytes, or with the first error."""
 
 
-def stream(engine: Any, runs: Iterable[CopyRange], target: Any = None) -> Generator[Outcome, None, None]:
+def stream(engine: Engine, runs: Iterable[CopyRange], target: _C.File | None = None) -> Generator[Outcome, None, None]:
     """Yield the outcome of each nonempty run, once it is read, and written to `target` if that is a file.
 
     Closing it waits for all transfers.
@@ -76,7 +76,7 @@ def stream(engine: Any, runs: Iterable[CopyRange], target: Any = None) -> Genera
     memory = mmap.mmap(-1, COPY_BYTES)
     memory.madvise(mmap.MADV_DONTFORK)
     view = torch.frombuffer(memory, dtype=torch.uint8)
-    in_flight: deque[tuple[CopyRange, bool, int, Any, Any]] = deque()
+    in_flight: deque[tuple[CopyRange, bool, int, Transfer, Transfer]] = deque()
     free = [view.data_ptr() + number * PIECE_BYTES for number in range(PIECES)]
     checksum, failure = 0, None
 

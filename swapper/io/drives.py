@@ -62,16 +62,15 @@ def assign_to_drives(sizes: Sequence[int], weights: Sequence[float]) -> list[int
     if len(weights) == 1:
         return [0] * len(sizes)
     shares = [weight / sum(weights) for weight in weights]
-    given = [0] * len(weights)
-    total = 0
-    dealt = []
+    assigned_bytes = [0] * len(weights)
+    total_bytes = 0
+    drives = []
     for nbytes in sizes:
-        total += nbytes
-        behind = [share * total - had for share, had in zip(shares, given, strict=True)]
-        drive = behind.index(max(behind))
-        given[drive] += nbytes
-        dealt.append(drive)
-    return dealt
+        total_bytes += nbytes
+        behind = [share * total_bytes - has for share, has in zip(shares, assigned_bytes, strict=True)]
+        drives.append(behind.index(max(behind)))
+        assigned_bytes[drives[-1]] += nbytes
+    return drives
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,18 +57,35 @@ class Engine(Protocol):
     @property
     def reason(self) -> str: ...
     @property
-    def depth(self) -> int | str: ...
-    @property
-    def piece_bytes(self) -> int | str: ...
-    @property
     def bytes_read(self) -> int: ...
     @property
     def bytes_written(self) -> int: ...
-    def read(self, *arguments: Any, **options: Any) -> Transfer:
+    def read(
+        self,
+        file: _C.File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
+        expected: int | None = None,
+    ) -> Transfer:
         """See `swapper._C.Engine.read`."""
         ...
 
-    def write(self, *arguments: Any, **options: Any) -> Transfer:
+    def write(
+        self,
+        file: _C.File,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        keep: object = None,
+        after: Any = None,
+        checksum: bool = False,
+    ) -> Transfer:
         """See `swapper._C.Engine.write`."""
         ...
 
@@ -239,19 +256,11 @@ class EngineOfDrives:
 
     @property
     def backend(self) -> str:
-        return self._joined(lambda engine: engine.backend)
+        return ", ".join(dict.fromkeys(engine.backend for engine in self._engines))
 
     @property
     def reason(self) -> str:
-        return self._joined(lambda engine: engine.reason)
-
-    @property
-    def piece_bytes(self) -> str:
-        return self._joined(lambda engine: str(engine.piece_bytes))
-
-    @property
-    def depth(self) -> str:
-        return self._joined(lambda engine: str(engine.depth))
+        return ", ".join(dict.fromkeys(engine.reason for engine in self._engines))
 
     @property
     def bytes_read(self) -> int:
@@ -261,15 +270,12 @@ class EngineOfDrives:
     def bytes_written(self) -> int:
         return sum(engine.bytes_written for engine in self._engines)
 
-    def _joined(self, said: Callable[[_C.Engine], str]) -> str:
-        return ", ".join(dict.fromkeys(said(engine) for engine in self._engines))
-
     def drain(self) -> None:
         for engine in self._engines:
             engine.drain()
 
     def close(self) -> None:
-        """Close the engines, which finish transfers that wait for another engine's (`after`) without help."""
+        """Close the engines. Transfers that wait for another engine's (`after`) finish too."""
         for engine in self._engines:
             engine.close()
 

@@ -52,7 +52,7 @@ class Memory(Protocol):
 
     @property
     def address(self) -> int: ...
-    def wait_taken(self, nbytes: int, /) -> None: ...
+    def wait_populated(self, nbytes: int, /) -> None: ...
 
 
 class CudaRegistrar:
@@ -140,7 +140,7 @@ class Registration:
     def _work(self) -> None:
         for offset, nbytes in self._next():
             try:
-                self._memory.wait_taken(offset + nbytes)
+                self._memory.wait_populated(offset + nbytes)
                 reason = self._registrar.register(self._memory.address + offset, nbytes)
             except (IoError, RuntimeError) as error:
                 reason = str(error)

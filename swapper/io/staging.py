@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,18 +84,15 @@ class StagedTransfer:
         error = self._future.exception()
         return error if error is None or isinstance(error, Exception) else RuntimeError(repr(error))
 
-    def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is over, successful or not. Returns False if `timeout_s` seconds pass first."""
-        over = threading.Event()
-        self._future.add_done_callback(lambda _: over.set())
-        return over.wait(timeout_s)
-
     def on_done(self, act: Callable[[], None]) -> None:
         """Call `act` when it is over, from the thread that ends it, or at once."""
         self._future.add_done_callback(lambda _: act())
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        if not self.settle(timeout_s):
+        """Wait until it is over, and raise its error. Returns False if `timeout_s` seconds pass first."""
+        over = threading.Event()
+        self._future.add_done_callback(lambda _: over.set())
+        if not over.wait(timeout_s):
             return False
         if self.error is not None:
             raise self.error
@@ -146,7 +143,7 @@ class Staging:
     def _write(self, tensor: torch.Tensor, offset: int, move: Move, ready: Any) -> None:
         in_flight: deque[tuple[StagingSlot, StagingChunk]] = deque()
         free = deque(self._ring(tensor.device))
-        with _beside(tensor, ready):
+        with _on_own_stream(tensor, ready):
             try:
                 for start, stop in _chunks(tensor):
                     if not free:
@@ -159,7 +156,7 @@ class Staging:
                     at = offset + start * tensor.element_size()
                     in_flight.append((slot, StagingChunk(move(at, slot.address, flat.numel() * flat.element_size()))))
             finally:
-                _drain(in_flight)
+                _drain(chunk for _, chunk, *_ in in_flight)
         for _, ticket in in_flight:
             ticket.wait()
 
@@ -174,7 +171,7 @@ class Staging:
                 in_flight.append((slot, ticket, start, stop))
                 return
 
-        with _beside(tensor, ready):
+        with _on_own_stream(tensor, ready):
             try:
                 for slot in self._ring(tensor.device):
                     begin(slot)
@@ -184,7 +181,7 @@ class Staging:
                     copy_in(tensor, start, stop, _typed(slot, tensor.dtype, stop - start))
                     begin(slot)
             finally:
-                _drain(in_flight)
+                _drain(chunk for _, chunk, *_ in in_flight)
 
     def _ring(self, device: torch.device) -> list[StagingSlot]:
         if not self._slots:
@@ -210,16 +207,11 @@ def _typed(slot: StagingSlot, dtype: torch.dtype, elements: int) -> torch.Tensor
     return slot.memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
 
 
-def _drain(
-    in_flight: deque[tuple[StagingSlot, StagingChunk]] | deque[tuple[StagingSlot, StagingChunk, int, int]],
-) -> None:
+def _drain(chunks: Iterable[StagingChunk]) -> None:
     """Wait for all transfers, whatever their outcome: a slot must not be reused while the engine uses it."""
-    for entry in in_flight:
-        while not entry[1].done:
-            try:
-                entry[1].wait()
-            except IoError:
-                break
+    for chunk in chunks:
+        with suppress(Exception):
+            chunk.wait()
 
 
 # --- CUDA: a stream of the copying thread, ordered after the work queued at submission --------------------------------
@@ -234,7 +226,7 @@ def event_of(tensor: torch.Tensor) -> Any:
 
 
 @contextmanager
-def _beside(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
+def _on_own_stream(tensor: torch.Tensor, ready: Any) -> Iterator[None]:
     """Copy a CUDA tensor on a stream other than the user's, and wait for it; do nothing for other tensors."""
     if ready is None:
         yield

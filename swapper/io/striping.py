@@ -18,6 +18,7 @@ from pathlib import Path
 
 from swapper.errors import ConfigError, IoError
 from swapper.io import beneath
+from swapper.io.drives import assign_to_drives
 from swapper.io.files import OpenFile, OpenFiles, Segment
 from swapper.runtime import records
 
@@ -47,7 +48,8 @@ class StripeLayout:
     def by_weight(stripe_bytes: int, weights: Sequence[float]) -> StripeLayout:
         """Return the shortest pattern, of at most MAX_PATTERN stripes, that is nearest to the weights."""
         shares = [weight / sum(weights) for weight in weights]
-        patterns = [_dealt(shares, length) for length in range(len(weights), MAX_PATTERN + 1)]
+        lengths = range(len(weights), MAX_PATTERN + 1)
+        patterns = [tuple(assign_to_drives([1] * length, weights)) for length in lengths]
         whole = [pattern for pattern in patterns if len(set(pattern)) == len(weights)]
         return StripeLayout(
             stripe_bytes, min(whole, key=lambda pattern: (round(_error(pattern, shares), 6), len(pattern)))
@@ -86,15 +88,6 @@ class StripeLayout:
         index, within = divmod(part_bytes - 1, self.stripe_bytes)
         cycle, n = divmod(index, len(self._places[drive]))
         return (cycle * len(self.pattern) + self._places[drive][n]) * self.stripe_bytes + within + 1
-
-
-def _dealt(shares: Sequence[float], length: int) -> tuple[int, ...]:
-    """Assign each stripe to the drive that is furthest behind its share."""
-    pattern: list[int] = []
-    for n in range(1, length + 1):
-        behind = [share * n - pattern.count(drive) for drive, share in enumerate(shares)]
-        pattern.append(behind.index(max(behind)))
-    return tuple(pattern)
 
 
 def _error(pattern: Sequence[int], shares: Sequence[float]) -> float:

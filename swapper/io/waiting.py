@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+
+from swapper.io.engines import Transfer
 
 
-def wait_for_all(tickets: Iterable[Any]) -> None:
+def wait_for_all(tickets: Iterable[Transfer]) -> None:
     """Wait for every ticket, even after one has failed, since others may use their memory. Raises the first error."""
     failures: list[BaseException] = []
     for ticket in tickets:
@@ -24,12 +25,12 @@ def wait_for_all(tickets: Iterable[Any]) -> None:
 
 
 @contextlib.contextmanager
-def all_over() -> Iterator[list[Any]]:
+def all_over() -> Iterator[list[Transfer]]:
     """Yield a list for tickets. At the end of the context all are over, whatever happened. Raises the first error.
 
     For transfers whose memory others use next. (The engine itself keeps the memory alive until they are over.)
     """
-    tickets: list[Any] = []
+    tickets: list[Transfer] = []
     try:
         yield tickets
     except BaseException:
@@ -39,7 +40,7 @@ def all_over() -> Iterator[list[Any]]:
     wait_for_all(tickets)
 
 
-def drain(ticket: Any) -> None:
+def drain(ticket: Transfer) -> None:
     """Wait until the engine has released the ticket's memory, whatever its outcome."""
     while not ticket.done:
         with contextlib.suppress(Exception):

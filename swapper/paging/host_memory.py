@@ -70,7 +70,7 @@ class HostMemory:
             else:
                 window = arena.window(nbytes)
                 section.attach(torch.frombuffer(window, dtype=torch.uint8)[:nbytes], window)
-        arena.take_the_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
+        arena.prefault_rest()  # last: windows would wait for the process's map of addresses, which it keeps busy
         return arena, kept_bytes
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -113,8 +113,8 @@ class Growth(Protocol):
     """What a pool needs of an arena (`swapper._C.Arena`) that is populated part by part."""
 
     @property
-    def taken_bytes(self) -> int: ...
-    def wait_taken(self, nbytes: int, /) -> None: ...
+    def populated_bytes(self) -> int: ...
+    def wait_populated(self, nbytes: int, /) -> None: ...
 
 
 class Pool:
@@ -167,12 +167,12 @@ class Pool:
             IoError: the system has no memory for it.
         """
         if self._growth is not None and self._missing:
-            self._growth.wait_taken(self.offset(self._missing[-1] + 1))
+            self._growth.wait_populated(self.offset(self._missing[-1] + 1))
 
     def _grow(self) -> None:
         """Note the frames that were populated since."""
-        taken_bytes = None if self._growth is None else self._growth.taken_bytes
-        while self._missing and (taken_bytes is None or self.offset(self._missing[-1] + 1) <= taken_bytes):
+        populated_bytes = None if self._growth is None else self._growth.populated_bytes
+        while self._missing and (populated_bytes is None or self.offset(self._missing[-1] + 1) <= populated_bytes):
             self._free.append(self._missing.pop())
         if self._growth is None:
             self._free.reverse()

@@ -26,12 +26,12 @@ def test_the_head_is_there_at_once_and_the_rest_in_time(lock: bool, huge_pages: 
     nbytes = 50 * MIB + 4096
     others = descriptors()
     arena = _C.Arena(nbytes, head_bytes=3 * MIB, lock=lock, huge_pages=huge_pages)
-    assert 3 * MIB <= arena.taken_bytes <= 4 * MIB
-    arena.take_the_rest()
-    arena.wait_taken(20 * MIB)
-    assert arena.taken_bytes >= 20 * MIB
-    arena.wait_taken(nbytes)
-    assert arena.taken_bytes == nbytes
+    assert 3 * MIB <= arena.populated_bytes <= 4 * MIB
+    arena.prefault_rest()
+    arena.wait_populated(20 * MIB)
+    assert arena.populated_bytes >= 20 * MIB
+    arena.wait_populated(nbytes)
+    assert arena.populated_bytes == nbytes
     assert not any(memoryview(arena.view(0, nbytes)).tobytes())
     if arena.locked:
         (descriptor,) = descriptors() - others
@@ -48,8 +48,8 @@ def test_what_is_not_taken_yet_can_be_read_into(tmp_path: Path) -> None:
     arena = _C.Arena(16 * MIB, head_bytes=2 * MIB)
     engine = _C.Engine(arena=arena, piece_bytes=MIB)
     engine.read(_C.File(str(path)), 0, arena.address + MIB, 6 * MIB).wait()
-    arena.take_the_rest()
-    arena.wait_taken(16 * MIB)
+    arena.prefault_rest()
+    arena.wait_populated(16 * MIB)
     assert memoryview(arena.view(MIB, 6 * MIB)) == content
     engine.close()
 
@@ -59,17 +59,17 @@ def test_memory_that_the_system_refuses_is_named_with_a_remedy() -> None:
     arena = _C.Arena(40 * MIB, head_bytes=2 * MIB)
     (descriptor,) = descriptors() - others
     os.ftruncate(descriptor, 8 * MIB)  # from here on the kernel has no memory for it
-    arena.take_the_rest()
+    arena.prefault_rest()
     with pytest.raises(IoError, match=r"(?s)populate memory.*lower the budget \(host_memory=\)"):
-        arena.wait_taken(40 * MIB)
-    arena.wait_taken(2 * MIB)
-    assert arena.taken_bytes < 40 * MIB
+        arena.wait_populated(40 * MIB)
+    arena.wait_populated(2 * MIB)
+    assert arena.populated_bytes < 40 * MIB
 
 
 def test_an_arena_that_is_being_taken_can_be_let_go_and_forked() -> None:
     for _ in range(4):
         arena = _C.Arena(256 * MIB, head_bytes=2 * MIB)
-        arena.take_the_rest()
+        arena.prefault_rest()
         child = os.fork()
         if child == 0:
             del arena  # its threads do not exist here

@@ -126,7 +126,7 @@ def test_memory_that_cannot_be_registered_leaves_no_error_behind() -> None:
     class Nowhere:
         address = 4096
 
-        def wait_taken(self, nbytes: int, /) -> None: ...
+        def wait_populated(self, nbytes: int, /) -> None: ...
 
     registration = Registration(CudaRegistrar(), Nowhere(), [(0, 4096)])
     registration.wait()

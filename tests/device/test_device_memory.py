@@ -124,7 +124,7 @@ class Memory:
         self.most = most
         self.taken = []
 
-    def wait_taken(self, nbytes):
+    def wait_populated(self, nbytes):
         if self.most is not None and nbytes > self.most:
             raise IoError("take", "", 0, nbytes, 12)
         self.taken.append(nbytes)

@@ -67,6 +67,12 @@ def train_step(model: nn.Module, optimizer: Any, scheduler: Any, number: int, wo
     return loss.item()
 
 
+def plain_losses(steps: int) -> list[float]:
+    """Return the losses of the first steps in plain torch: those of a run that nothing harmed."""
+    model, optimizer, scheduler = make()
+    return [train_step(model, optimizer, scheduler, number) for number in range(steps)]
+
+
 class Batches(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return STEPS

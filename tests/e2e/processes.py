@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
+
+from swapper.errors import StateError
 
 LONG_S = 200
 """Nothing here takes this long, on the slowest machine: what does hangs."""
@@ -132,3 +134,16 @@ def run_python(*arguments: object, **variables: str) -> subprocess.CompletedProc
         output.seek(0)
         errors.seek(0)
         return subprocess.CompletedProcess([*arguments], code, output.read(), errors.read())
+
+
+def is_refused_in_a_fork(act: Callable[[], object]) -> bool:
+    """Return True if `act` raises a StateError in a forked child."""
+    child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except StateError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -19,7 +19,7 @@ import swapper
 from e2e.loops import never_zero
 from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import Counting
-from e2e.twins import Twins, assert_same, fail_in_the_middle, halves_by_turns
+from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 
 pytestmark = pytest.mark.large_table
 
@@ -62,7 +62,7 @@ def test_a_step_reads_the_parameters_once_less(twins: MakeTwins) -> None:
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
     """Steps that use one half of the layers each, in turns; what has no gradient is not updated, what has one always is."""
     pair = deferred(Halves(), partial(SGD, lr=1e-2, momentum=0.9))
-    pair.train(halves_by_turns(pair), steps=6)
+    pair.train(alternating_halves(pair), steps=6)
     pair.finish(paged=False)
 
 

@@ -13,7 +13,6 @@ from torch import nn
 
 import swapper
 from e2e.device_twins import MIB, MakeTwins, accumulate, on_device
-from e2e.keywords import for_offload
 from e2e.models import Net, train_step
 from e2e.twins import Twins, adamw
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
@@ -137,14 +136,9 @@ def test_what_comes_out_is_near_torchs(on_device: MakeTwins) -> None:
 def test_a_run_goes_on_with_it(on_device: MakeTwins, tmp_path: Path) -> None:
     pair = with_kernel(on_device, seed=3, commit_every=1, optimizer_state="nvme")
     pair.train(train_step, steps=2)
-    pair.close()
-    pair.swapped = Net().to(torch.bfloat16)
-    pair.original = adamw(pair.swapped.parameters())
-    with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
-        options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
-        pair.train(train_step, steps=2)
-        pair.finish(paged=False)
+    pair.resume(Net().to(torch.bfloat16), device=HostDevice("late"))
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
 
 
 def test_the_plan_says_so(on_device: MakeTwins) -> None:

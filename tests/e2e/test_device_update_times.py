@@ -19,9 +19,8 @@ from torch import nn
 import swapper
 from e2e.device_twins import MIB, MakeTwins, assert_can_be_closed, lose, on_device, short_of_memory
 from e2e.early import updated_early
-from e2e.keywords import for_offload
 from e2e.models import Halves, Net, loss_of, tokens, train_step
-from e2e.twins import Twins, adamw, assert_same, fail_in_the_middle, halves_by_turns
+from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 
 pytestmark = pytest.mark.large_table
 
@@ -60,7 +59,7 @@ def test_a_budget_smaller_than_the_model_is_kept_to(
 
 def test_what_a_forward_does_not_reach_is_updated_before_the_next_gradients_come(deferred: MakeTwins) -> None:
     pair = deferred(Halves())
-    pair.train(halves_by_turns(pair), steps=5)
+    pair.train(alternating_halves(pair), steps=5)
     pair.finish(paged=False)
 
 
@@ -120,14 +119,9 @@ def test_whoever_looks_sees_the_whole_step(deferred: MakeTwins, tmp_path: Path, 
 def test_a_run_that_is_closed_goes_on(on_device: MakeTwins, update: str, update_on: str) -> None:
     pair = on_device(update=update, update_on=update_on, device_memory=8 * MIB)
     pair.train(train_step, steps=3)
-    pair.close()
-    pair.swapped = Net()
-    pair.original = adamw(pair.swapped.parameters())
-    with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
-        options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
-        pair.train(train_step, steps=2)
-        pair.finish(paged=False)
+    pair.resume(Net(), device=HostDevice("late"))
+    pair.train(train_step, steps=2)
+    pair.finish(paged=False)
 
 
 def test_between_backward_and_step_nothing_can_be_looked_at(backward: MakeTwins, tmp_path: Path) -> None:
@@ -213,14 +207,9 @@ def test_a_step_in_backward_that_is_never_taken_is_undone(backward: MakeTwins) -
     pair.train(train_step, steps=2)
     loss_of(pair.swapped, tokens()).backward()
     assert updated_early(pair)
-    pair.close()
-    pair.swapped = Net()
-    pair.original = adamw(pair.swapped.parameters())
-    with swapper.SwapManager(pair.directory, host_memory="64MiB", resume="auto") as pair.manager:
-        options = {**pair.options, "device": HostDevice("late")}
-        _, pair.optimizer = pair.manager.offload(pair.swapped, pair.original, **for_offload(options))
-        pair.train(train_step, steps=1)
-        pair.finish(paged=False)
+    pair.resume(Net(), device=HostDevice("late"))
+    pair.train(train_step, steps=1)
+    pair.finish(paged=False)
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])

@@ -26,11 +26,6 @@ PART = "rank-0-of-1"
 STEPS = 5
 
 
-def expected_losses(steps: int = STEPS) -> list[float]:
-    model, optimizer, scheduler = killed_run.make()
-    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
-
-
 def go(directories: Any, until: int, snapshot: Path | None = None, **options: Any) -> list[float]:
     """Begin or go on with the run in `directories` until step `until`; returns the losses of the steps taken."""
     model, optimizer, scheduler = killed_run.make()
@@ -85,11 +80,11 @@ def test_bytes_are_dealt_by_weight(tmp_path: Path, second_drive: Path, monkeypat
     monkeypatch.setattr("swapper.manager.weigh", lambda directories: [3.0, 1.0])
     (tmp_path / "first").mkdir()
     drives = [tmp_path / "first", second_drive]
-    assert go(drives, 2) == expected_losses(2)
+    assert go(drives, 2) == killed_run.plain_losses(2)
     first, second = taken_bytes(drives[0]), taken_bytes(drives[1])
     assert 0.2 < second / (first + second) < 0.3
     monkeypatch.setattr("swapper.manager.weigh", lambda directories: [1.0, 1.0])  # tuned again: the run stays as it is
-    assert go(drives, STEPS) == expected_losses()[2:]
+    assert go(drives, STEPS) == killed_run.plain_losses(STEPS)[2:]
 
 
 def test_the_state_dict_shows_state_of_both_drives(twins: MakeTwins, second_drive: Path) -> None:
@@ -138,7 +133,10 @@ def test_a_snapshot_is_byte_for_byte_that_of_a_run_on_one_drive(pair_of_drives: 
 
 def test_training_goes_on_after_snapshots_and_their_files_go(pair_of_drives: list[Path], tmp_path: Path) -> None:
     for step in range(1, STEPS + 1):
-        assert go(pair_of_drives, step, snapshot=tmp_path / f"{step}.pt") == expected_losses()[step - 1 : step]
+        assert (
+            go(pair_of_drives, step, snapshot=tmp_path / f"{step}.pt")
+            == killed_run.plain_losses(STEPS)[step - 1 : step]
+        )
         assert verify(tmp_path / f"{step}.pt")[0].faults == []
     assert verify(pair_of_drives[0] / PART)[0].faults == []
     # Two are written in turns; one is the last snapshot's, and one the commit before still names.
@@ -163,7 +161,7 @@ def test_verify_finds_what_was_changed_on_the_second_drive(pair_of_drives: list[
 
 
 def test_a_closed_run_goes_on_exactly(pair_of_drives: list[Path]) -> None:
-    assert go(pair_of_drives, 2) + go(pair_of_drives, 4) + go(pair_of_drives, STEPS) == expected_losses()
+    assert go(pair_of_drives, 2) + go(pair_of_drives, 4) + go(pair_of_drives, STEPS) == killed_run.plain_losses(STEPS)
 
 
 def test_a_run_goes_on_where_its_drives_have_other_names(pair_of_drives: list[Path], tmp_path: Path) -> None:
@@ -173,13 +171,13 @@ def test_a_run_goes_on_where_its_drives_have_other_names(pair_of_drives: list[Pa
     pair_of_drives[1].mkdir()  # what its fixture removes
     losses += go([pair_of_drives[0], moved], 4)
     assert verify(pair_of_drives[0] / PART)[0].faults == []
-    assert losses + go([pair_of_drives[0], moved], STEPS) == expected_losses()
+    assert losses + go([pair_of_drives[0], moved], STEPS) == killed_run.plain_losses(STEPS)
 
 
 def test_without_commits_it_begins_anew(pair_of_drives: list[Path]) -> None:
     go(pair_of_drives, 2, commit_every=None)
     assert all(list(directory.rglob("*.swap")) for directory in pair_of_drives)
-    assert go(pair_of_drives, 1, commit_every=None) == expected_losses(1)
+    assert go(pair_of_drives, 1, commit_every=None) == killed_run.plain_losses(1)
 
 
 def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_a_missing_drive_is_named(pair_of_drives: list[Path], tmp_path: Path) ->
             swapper.DirectoryError, match=f"{second}.* holds a part of the run in {first}.*: give all .* in their order"
         ):
             go(wrong, 2)
-    assert go(pair_of_drives, 2) == expected_losses(2)[1:]
+    assert go(pair_of_drives, 2) == killed_run.plain_losses(2)[1:]
     next(iter(second.rglob("*.swap"))).unlink()
     with pytest.raises(swapper.CheckpointError, match=rf"{second}.*\.swap, a swap file of the run, is missing"):
         go(pair_of_drives, 3)
@@ -225,7 +223,7 @@ def test_another_runs_directory_is_not_taken(pair_of_drives: list[Path], tmp_pat
             swapper.SwapManager([other, pair_of_drives[1]], host_memory=killed_run.BUDGET, resume=resume)
     with pytest.raises(swapper.DirectoryError, match="holds a part of the run in"):
         go([other, pair_of_drives[0]], 1)
-    assert go(pair_of_drives, 2) == expected_losses(2)[1:], "nothing of it was touched"
+    assert go(pair_of_drives, 2) == killed_run.plain_losses(2)[1:], "nothing of it was touched"
     with swapper.SwapManager([other, pair_of_drives[1]], host_memory=killed_run.BUDGET, resume="discard") as manager:
         assert manager.step == 0
     assert not list(pair_of_drives[1].rglob("*.swap"))
@@ -264,10 +262,10 @@ def test_a_drive_that_is_full_fails_the_snapshot_alone(tmp_path: Path, small_tmp
         with pytest.raises(swapper.IoError, match=f"allocate .*{small_tmpfs}.*No space left"):
             ticket.result()
         losses.append(killed_run.train_step(model, optimizer, scheduler, 1))
-    assert losses == expected_losses(2)
+    assert losses == killed_run.plain_losses(2)
     assert not (tmp_path / "a.pt").exists()
     losses = go([first, small_tmpfs], 3)
-    assert losses == expected_losses(3)[2:]
+    assert losses == killed_run.plain_losses(3)[2:]
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import SGD
 
 import swapper
-from e2e.keywords import for_offload
 from e2e.models import finish_step
 from e2e.twins import Twins, send_away
 from swapper import _C
@@ -220,12 +219,7 @@ def test_what_is_written_is_in_all_that_is_made_of_the_model(make: MakeTwins, tm
             with pair.manager.gather(parameter):
                 found[name] = parameter.detach().clone()
     else:
-        pair.close()
-        pair.optimizer = pair.original
-        pair.manager = swapper.SwapManager(pair.directory, host_memory=pair.budget or "64MiB", resume="auto")
-        pair.swapped = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-        optimizer = torch.optim.AdamW(pair.swapped.parameters(), lr=1e-3)
-        pair.manager.offload(pair.swapped, optimizer, **for_offload(pair.options))
+        pair.resume(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12))))
         found = {name: value.clone() for name, value in pair.swapped.state_dict().items()}
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     pair.close()

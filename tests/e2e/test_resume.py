@@ -20,11 +20,6 @@ from swapper.durability.commit import encode_commit, publish_commit, read_commit
 STEPS = 5
 
 
-def expected_losses(steps: int = STEPS) -> list[float]:
-    model, optimizer, scheduler = killed_run.make()
-    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
-
-
 def go(directory: Path, until: int, **options: Any) -> list[float]:
     """Begin or go on with the run in `directory` until step `until`; returns the losses of the steps taken."""
     manager_options = {key: options.pop(key) for key in ("commit_every", "fsync", "host_memory") if key in options}
@@ -41,27 +36,27 @@ def go(directory: Path, until: int, **options: Any) -> list[float]:
 
 
 def test_a_closed_run_goes_on_exactly_with_its_scheduler(tmp_path: Path) -> None:
-    assert go(tmp_path, 2) + go(tmp_path, 4) + go(tmp_path, STEPS) == expected_losses()
+    assert go(tmp_path, 2) + go(tmp_path, 4) + go(tmp_path, STEPS) == killed_run.plain_losses(STEPS)
 
 
 @pytest.mark.parametrize("options", [{"fsync": True}, {"params": "host", "commit_every": 1}, {"commit_every": 2}])
 def test_every_way_to_commit_is_gone_on_from_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
-    assert go(tmp_path, 2, **options) + go(tmp_path, STEPS, **options) == expected_losses()
+    assert go(tmp_path, 2, **options) + go(tmp_path, STEPS, **options) == killed_run.plain_losses(STEPS)
 
 
 def test_a_run_may_go_on_with_a_larger_budget(tmp_path: Path) -> None:
-    assert go(tmp_path, 2) + go(tmp_path, STEPS, host_memory="40MiB") == expected_losses()
+    assert go(tmp_path, 2) + go(tmp_path, STEPS, host_memory="40MiB") == killed_run.plain_losses(STEPS)
 
 
 def test_only_what_was_committed_is_gone_on_from(tmp_path: Path) -> None:
     go(tmp_path, 3, commit_every=2)
-    assert go(tmp_path, 3, commit_every=2) == expected_losses(3)[2:]
+    assert go(tmp_path, 3, commit_every=2) == killed_run.plain_losses(3)[2:]
 
 
 def test_without_commits_a_run_begins_anew(tmp_path: Path) -> None:
     go(tmp_path, 2, commit_every=None)
     assert len(list(tmp_path.rglob("*.swap"))) == 1
-    assert go(tmp_path, 1, commit_every=None) == expected_losses(1)
+    assert go(tmp_path, 1, commit_every=None) == killed_run.plain_losses(1)
 
 
 def test_parameters_in_memory_are_not_committed_for_free(tmp_path: Path) -> None:
@@ -185,13 +180,13 @@ def test_after_a_restart_of_the_system_an_undamaged_run_goes_on(tmp_path: Path) 
     record = read_commit(run)
     assert record is not None
     publish_commit(run, encode_commit(dataclasses.replace(record, boot_id="another")), durable=True)
-    assert losses + go(tmp_path, STEPS) == expected_losses()
+    assert losses + go(tmp_path, STEPS) == killed_run.plain_losses(STEPS)
 
 
 def test_a_run_goes_on_from_a_copy_of_its_directory(tmp_path: Path) -> None:
     losses = go(tmp_path, 2)
     shutil.copytree(tmp_path / "rank-0-of-1", tmp_path / "copy" / "rank-0-of-1")
-    assert losses + go(tmp_path / "copy", STEPS) == expected_losses()
+    assert losses + go(tmp_path / "copy", STEPS) == killed_run.plain_losses(STEPS)
 
 
 def test_what_cannot_be_kept_is_refused_when_it_is_registered(tmp_path: Path) -> None:

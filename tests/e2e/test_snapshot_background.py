@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 import swapper
 from e2e import killed_run
-from e2e.processes import run_python
+from e2e.processes import is_refused_in_a_fork, run_python
 from e2e.test_snapshot_sharing import Run
 from swapper import _C
 from swapper.durability.verify import verify
@@ -254,14 +253,7 @@ def test_a_ticket_is_refused_in_a_forked_child(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(1)
     ticket = run.manager.snapshot(tmp_path / "a.pt")
-    child = os.fork()
-    if child == 0:
-        try:
-            ticket.wait()
-        except swapper.StateError:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert is_refused_in_a_fork(ticket.wait)
     run.manager.close()
 
 

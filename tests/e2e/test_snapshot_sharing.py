@@ -53,11 +53,6 @@ class Run:
         return sorted(file.name for file in self.swap_files.glob("*.swap"))
 
 
-def losses_of_an_unharmed_run(steps: int) -> list[float]:
-    model, optimizer, scheduler = killed_run.make()
-    return [killed_run.train_step(model, optimizer, scheduler, number) for number in range(steps)]
-
-
 def test_it_is_a_swap_file_under_another_name_and_nothing_paged_is_written(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.train(2)
@@ -98,7 +93,7 @@ def test_a_run_that_goes_on_after_it_does_not_change_it(tmp_path: Path) -> None:
     losses += second.train(3)
     second.manager.close()
     assert digest(path) == before
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def test_frozen_parameters_stay_in_it_and_its_truncation_is_noticed(tmp_path: Path) -> None:
@@ -173,7 +168,7 @@ def test_a_changed_snapshot_costs_a_run_nothing_that_has_all_it_needs(
     losses += run.train(2)
     run.manager.close()
     assert "was changed from outside" in caplog.text
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def harm(path: Path, how: str) -> None:
@@ -200,7 +195,7 @@ def test_a_changed_snapshot_costs_a_run_that_goes_on_at_most_one_step(
     losses[3:] = second.train(3)
     second.manager.close()
     assert len(second.names()) == 2
-    assert losses == losses_of_an_unharmed_run(6)
+    assert losses == killed_run.plain_losses(6)
 
 
 @pytest.mark.parametrize("how", ["cut off", "overwritten"])
@@ -223,7 +218,7 @@ def test_a_snapshot_that_is_changed_under_a_run_costs_it_at_most_one_step(tmp_pa
     assert step in (3, 6)
     losses[step:] = second.train(7 - step)
     second.manager.close()
-    assert losses == losses_of_an_unharmed_run(7)
+    assert losses == killed_run.plain_losses(7)
 
 
 def test_a_snapshot_that_is_whole_costs_no_step_and_the_way_back_stays(tmp_path: Path) -> None:
@@ -240,7 +235,7 @@ def test_a_snapshot_that_is_whole_costs_no_step_and_the_way_back_stays(tmp_path:
     assert third.manager.step == 3
     losses[3:] = third.train(2)
     third.manager.close()
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def test_a_damaged_record_of_the_commit_before_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +250,7 @@ def test_a_damaged_record_of_the_commit_before_stops_no_run(tmp_path: Path, capl
     losses += second.train(1)
     second.manager.close()
     assert not (second.swap_files / FALLBACK_NAME).exists()
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def test_where_the_commit_before_cannot_be_kept_the_snapshot_fails_and_not_the_run(tmp_path: Path) -> None:
@@ -267,7 +262,7 @@ def test_where_the_commit_before_cannot_be_kept_the_snapshot_fails_and_not_the_r
     assert not (tmp_path / "a.pt").exists()
     losses += run.train(2)
     run.manager.close()
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def test_the_commit_before_goes_with_the_next_commit(tmp_path: Path) -> None:
@@ -334,7 +329,7 @@ def test_a_full_drive_fails_the_snapshot_and_not_the_run(small_drive: Path) -> N
     assert [entry.name for entry in small_drive.iterdir()] == ["rank-0-of-1"]
     losses += run.train(3)
     run.manager.close()
-    assert losses == losses_of_an_unharmed_run(5)
+    assert losses == killed_run.plain_losses(5)
 
 
 def test_on_another_filesystem_it_is_copied(tmp_path: Path, mount: Callable[..., Path]) -> None:

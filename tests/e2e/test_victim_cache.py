@@ -10,19 +10,11 @@ import pytest
 import torch
 from torch.optim import AdamW
 
+from e2e.loops import zero_before_backward
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, penalty_of
 
 MakeTwins = Callable[..., Twins]
-
-
-def zero_late(model: Any, optimizer: Any) -> torch.Tensor:
-    """The gradients of the step before are there while the forward runs: their memory is in use."""
-    loss = loss_of(model, tokens())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def param_bytes_a_step(pair: Twins, run: Callable[[Any, Any], Any]) -> float:
@@ -40,7 +32,7 @@ def test_parameters_are_not_read_again_for_backward(twins: MakeTwins, update: st
     early, late = make(), make()
     expected = 1.0 if update == "step" else 0.0  # the forward reads them, or has just made them
     assert param_bytes_a_step(early, train_step) <= expected + 0.1
-    assert param_bytes_a_step(late, zero_late) >= expected + 0.3
+    assert param_bytes_a_step(late, zero_before_backward) >= expected + 0.3
     early.finish()
     late.finish()
 

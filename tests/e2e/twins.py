@@ -141,6 +141,14 @@ class Twins:
         assert model is self.swapped
         self.written_at_start = self.manager.counters.bytes_written
 
+    def resume(self, model: nn.Module, make_optimizer: MakeOptimizer = adamw, **options: Any) -> None:
+        """Close the run, and go on with it in another model, as in another process; `options` replace some of the run's."""
+        self.close()
+        self.swapped, self.original = model, make_optimizer(model.parameters())
+        self.manager = swapper.SwapManager(self.directory, host_memory=self.budget or "64MiB", resume="auto")
+        options = {**self.options, **options}
+        _, self.optimizer = self.manager.offload(self.swapped, self.original, **for_offload(options))
+
     def make_manager(self) -> swapper.SwapManager:
         budget = self.budget
         if budget is None:
@@ -173,7 +181,7 @@ class Twins:
         return expected
 
     def train(self, run: Callable[[Any, Any], Any], steps: int) -> list[Any]:
-        """Call `both(run)` so many times, checking the pager after each."""
+        """Call `both(run)` `steps` times, checking the pager after each."""
         results = []
         for _ in range(steps):
             results.append(self.both(run))
@@ -283,7 +291,7 @@ def named_budget(error: swapper.BudgetError) -> int:
 
 
 def send_away(manager: swapper.SwapManager) -> None:
-    """Evict every page: what is not gathered or gone for by a module is not in memory by chance either."""
+    """Evict every page, so that none is in memory by chance."""
     pager = manager.current.run.pager
     pager.flush()
     while any(page.residency is not Residency.COLD for page in pager._pages):
@@ -319,7 +327,7 @@ def assert_same(actual: Any, expected: Any, where: str = "result") -> None:
 def assert_same_state(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     """Assert that an optimizer's state is what plain torch has.
 
-    A parameter that has never had a gradient has no state in plain torch, and zeros here: torch goes on from either alike.
+    A parameter that has never had a gradient has no state in plain torch, and zeros here: both continue alike.
     """
     assert_same(actual["param_groups"], expected["param_groups"], "param_groups")
     for number, state in actual["state"].items():
@@ -354,7 +362,7 @@ def scalers_of(pair: Twins, init_scale: float) -> dict[int, torch.amp.GradScaler
     }
 
 
-def halves_by_turns(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
+def alternating_halves(pair: Twins) -> Callable[[Any, Any], torch.Tensor]:
     """Return a step that uses one half of the layers of `Halves`, each time the other one."""
     turns = {id(pair.plain): 0, id(pair.swapped): 0}
 

@@ -8,8 +8,8 @@ import transformers
 from safetensors.torch import save_file
 
 import swapper
-from infer import test_cut as wide
 from infer import test_experts as mixture
+from infer import test_row_partitioned as wide
 from infer.host_device import HostDevice
 from infer.small import TOKENS, make, on_meta
 from infer.test_transformers_inference import ARCHITECTURES, GENERATING, folders, tensors

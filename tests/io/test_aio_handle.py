@@ -97,10 +97,10 @@ def test_locked_tensors(handle: AioHandle, path: Path) -> None:
 
 
 def test_a_locked_tensor_that_nobody_has_gives_its_memory_back() -> None:
-    from swapper.io.handle import locked
+    from swapper.io.handle import deepnvme
 
     with AioHandle() as handle:
-        before = len(locked._locked_bytes)
+        before = len(deepnvme._locked_bytes)
         tensor = handle.new_cpu_locked_tensor(5000, torch.empty(0))
         view = tensor[10:]
         del tensor
@@ -108,7 +108,7 @@ def test_a_locked_tensor_that_nobody_has_gives_its_memory_back() -> None:
         assert handle.is_pinned(view)
         del view
         gc.collect()
-        assert len(locked._locked_bytes) == before
+        assert len(deepnvme._locked_bytes) == before
 
 
 def test_validation_finds_other_bytes(handle: AioHandle, path: Path) -> None:

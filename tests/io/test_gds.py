@@ -149,7 +149,7 @@ def test_pieces_that_have_begun_keep_the_file_when_the_rest_cannot_begin(
         threads.submit(may_go_on.wait)
         file = cufile.open(str(path), writing=False)
         with pytest.raises(RuntimeError, match="no thread for 808 bytes at 8192"):
-            begin_pieces(threads, file, "read", back, None, 0, stage)
+            list(begin_pieces(threads, file, "read", back, None, 0, stage))
         file.close()
         assert library.registered_files() == 1, "the piece that waits for the thread uses it"
         may_go_on.set()

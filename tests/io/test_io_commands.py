@@ -59,6 +59,13 @@ def test_bench_names_a_wrong_option(tmp_path: Path, arguments: list[str]) -> Non
     assert arguments[0] in done.output
 
 
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
+    done = runner.invoke(app, [command, "/missing[/red]"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert "/missing[/red] is not a directory" in done.output
+
+
 def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
     done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
     assert done.exit_code == 0, done.output

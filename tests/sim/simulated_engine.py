@@ -69,18 +69,18 @@ class Growth:
     def __init__(self, nbytes: int, random: Random) -> None:
         self._random = random
         self._nbytes = nbytes
-        self._taken_bytes = random.choice([0, nbytes, nbytes])
+        self._populated_bytes = random.choice([0, nbytes, nbytes])
 
     @property
-    def taken_bytes(self) -> int:
+    def populated_bytes(self) -> int:
         if self._random.random() < 0.2:
-            self._taken_bytes = min(self._nbytes, self._taken_bytes + self._random.randrange(self._nbytes // 2))
-        return self._taken_bytes
+            self._populated_bytes = min(self._nbytes, self._populated_bytes + self._random.randrange(self._nbytes // 2))
+        return self._populated_bytes
 
-    def wait_taken(self, nbytes: int) -> None:
+    def wait_populated(self, nbytes: int) -> None:
         if nbytes > self._nbytes:
             raise SimulationError(f"somebody waits for {nbytes} bytes of an arena of {self._nbytes}")
-        self._taken_bytes = max(self._taken_bytes, nbytes)
+        self._populated_bytes = max(self._populated_bytes, nbytes)
 
 
 class Window:

@@ -14,12 +14,18 @@ from e2e.processes import run_python, started_python
 from typer.testing import CliRunner
 
 from swapper.bench.corpus import Corpus
-from swapper.bench.drive import DriveSpeed, measure_drive
+from swapper.bench.drive import (
+    DriveSpeed,
+    StepLimit,
+    check_directory,
+    choose_directory,
+    measure_drive,
+    step_bytes,
+)
 from swapper.bench.gpt import Gpt, GptConfig, make_gpt
-from swapper.bench.limit import StepLimit, step_bytes
 from swapper.bench.plain import PlainTraining
 from swapper.cli import app
-from swapper.cli.place import check_directory, choose_directory, filesystem_of
+from swapper.cli.doctor import filesystem_of
 from swapper.errors import DirectoryError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,10 +128,11 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
 
 def test_the_example_runs_as_it_is(tmp_path):
     size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
-    done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
-    assert done.returncode == 0, done.stdout + done.stderr
-    swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
-    assert swapped == plain
+    for _ in range(2):  # the second run takes the place of the first
+        done = run_python(ROOT / "examples" / "train.py", "--directory", tmp_path / "run", *size)
+        assert done.returncode == 0, done.stdout + done.stderr
+        swapped, plain = re.findall(r"held out  loss ([\d.]+)", done.stdout)
+        assert swapped == plain
 
 
 @pytest.mark.parametrize("parameters", [1_000_000, 50_000_000, 168_000_000, 1_300_000_000])

@@ -11,15 +11,15 @@ FRAME = 4096
 
 
 class Arena:
-    def __init__(self, taken_bytes: int) -> None:
-        self.taken_bytes = taken_bytes
+    def __init__(self, populated_bytes: int) -> None:
+        self.populated_bytes = populated_bytes
         self.waited: list[int] = []
 
-    def wait_taken(self, nbytes: int) -> None:
+    def wait_populated(self, nbytes: int) -> None:
         self.waited.append(nbytes)
         if nbytes > 3 * FRAME:
             raise IoError("populate memory", "arena", 0, nbytes, 12)
-        self.taken_bytes = nbytes
+        self.populated_bytes = nbytes
 
 
 def test_frames_are_handed_out_in_the_order_of_memory() -> None:
@@ -47,7 +47,7 @@ def test_frames_without_memory_are_waited_for() -> None:
     assert pool.take() == 1
     with pytest.raises(IoError):
         pool.wait_for_growth()
-    arena.taken_bytes = 100 + 4 * FRAME
+    arena.populated_bytes = 100 + 4 * FRAME
     assert sorted(pool.take() for _ in range(2)) == [2, 3]
     assert not pool.has_free()
     assert not pool.is_growing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +20,7 @@ from swapper.io.elements import byte_count, device_errors
 from swapper.io.files import Opened
 from swapper.io.gds.cufile import CuFile, CuFileFile, open_cufile
 from swapper.io.handle.aio import AioHandle
-from swapper.io.handle.locked import new_locked_tensor
+from swapper.io.handle.deepnvme import new_locked_tensor
 from swapper.io.handle.operation import TransferPart
 from swapper.io.staging import StagedTransfer, event_of
 
@@ -169,12 +169,12 @@ class GdsHandle(AioHandle):
                 return address
         return None
 
-    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> TransferPart:
-        if self._threads is None or not self._is_device_run(tensor) or len(opened.files) > 1:
-            return self._stage(kind, tensor, offset, opened)
-        file = self._registered(kind, opened)
-        if file is None:
-            return self._stage(kind, tensor, offset, opened)
+    def _staged_parts(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Iterator[TransferPart]:
+        is_direct = self._threads is not None and self._is_device_run(tensor) and len(opened.files) == 1
+        file = self._registered(kind, opened) if is_direct else None
+        if self._threads is None or file is None:
+            yield from super()._staged_parts(kind, tensor, offset, opened)
+            return
         flat = tensor.detach().view(-1).view(torch.uint8)
 
         def stage(begin: int, nbytes: int) -> StagedTransfer:
@@ -182,7 +182,7 @@ class GdsHandle(AioHandle):
 
         try:
             registered = self._registered_memory(flat)
-            return GdsTransfer(begin_pieces(self._threads, file, kind, flat, registered, offset, stage))
+            yield from begin_pieces(self._threads, file, kind, flat, registered, offset, stage)
         finally:
             file.close()  # pieces in flight use it until they are over
 
@@ -233,8 +233,9 @@ def begin_pieces(
     registered: int | None,
     offset: int,
     stage: Stage,
-) -> list[StagedTransfer]:
-    """Begin to transfer `flat`, bytes on a device, from or to file offset `offset`, after its stream's queued work.
+) -> Iterator[StagedTransfer]:
+    """Begin to transfer `flat`, bytes on a device, from or to file offset `offset`, after its stream's queued work; yield
+    the pieces as they begin.
 
     `registered` is the address of the registered memory that contains it, if any. Each piece uses `file` until it is
     over.
@@ -250,54 +251,17 @@ def begin_pieces(
             ready.synchronize()
             file.transfer(kind, address + begin, offset + begin, nbytes, registered)
 
-    def pieces() -> Iterator[StagedTransfer]:
-        begin, end = whole_sectors(offset, flat.numel())
-        for at in range(begin, end, PIECE_BYTES):
-            nbytes = min(PIECE_BYTES, end - at)
-            file.use()
-            try:
-                piece = StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
-            except BaseException:  # it has not begun: the threads are gone
-                file.close()
-                raise
-            piece.on_done(file.close)
-            yield piece
-        for edge, stop in ((0, begin), (end, flat.numel())):
-            if edge < stop:
-                yield stage(edge, stop - edge)
-
-    return list(pieces())
-
-
-class GdsTransfer:
-    """A part of an operation that has parts of its own."""
-
-    def __init__(self, pieces: Sequence[StagedTransfer]) -> None:
-        self._pieces = pieces
-
-    @property
-    def done(self) -> bool:
-        return all(piece.done for piece in self._pieces)
-
-    @property
-    def cancelled(self) -> bool:
-        return any(piece.cancelled for piece in self._pieces)
-
-    @property
-    def error(self) -> Exception | None:
-        return next((piece.error for piece in self._pieces if piece.error is not None), None)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        for piece in self._pieces:
-            if not piece.settle(timeout_s):
-                return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def cancel(self) -> bool:
-        return all(piece.cancel() for piece in self._pieces)
-
-    def notify(self, fd: int) -> None:
-        for piece in self._pieces:
-            piece.notify(fd)
+    begin, end = whole_sectors(offset, flat.numel())
+    for at in range(begin, end, PIECE_BYTES):
+        nbytes = min(PIECE_BYTES, end - at)
+        file.use()
+        try:
+            piece = StagedTransfer(threads.submit(move, at, nbytes), (kind, file.path, offset + at, nbytes))
+        except BaseException:  # it has not begun: the threads are gone
+            file.close()
+            raise
+        piece.on_done(file.close)
+        yield piece
+    for edge, stop in ((0, begin), (end, flat.numel())):
+        if edge < stop:
+            yield stage(edge, stop - edge)

@@ -118,7 +118,6 @@ class AioHandle(DeepNvmeMethods):
         )
 
     # --- properties
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def backend(self) -> str:
@@ -138,7 +137,6 @@ class AioHandle(DeepNvmeMethods):
         return self._engines.bytes_written
 
     # --- operations as futures
-    # -------------------------------------------------------------------------------------------
 
     def submit_read(self, tensor: torch.Tensor, path: Target, file_offset: int | None = None) -> Operation:
         """Begin to read `tensor`'s bytes from `path`.
@@ -197,7 +195,6 @@ class AioHandle(DeepNvmeMethods):
         return self._submit("write", tensors, path, file_offset)
 
     # --- closing
-    # ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish transfers in flight, then end the thread. May be called again.
@@ -238,7 +235,6 @@ class AioHandle(DeepNvmeMethods):
             logger.error("closing a dropped %s: %s", type(self).__name__, failure)
 
     # --- implementation
-    # --------------------------------------------------------------------------------------------------
 
     def _check_open(self, op: str) -> None:
         if self._process != os.getpid():
@@ -321,19 +317,19 @@ class AioHandle(DeepNvmeMethods):
                 yield from move(begin, address, nbytes)
                 nbytes = 0
             if place is None:
-                yield self._part(kind, tensor, offset, opened)
+                yield from self._staged_parts(kind, tensor, offset, opened)
             else:
                 begin, address, nbytes = offset, place, byte_count(tensor)
         if nbytes:
             yield from move(begin, address, nbytes)
 
     def _run_address(self, tensor: torch.Tensor) -> int | None:
-        """Return the address of a tensor that the engine can use directly; None for one that `_part` stages."""
+        """Return the address of a tensor that the engine can use directly; None for one of `_staged_parts`."""
         return run_address(tensor)
 
-    def _part(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> TransferPart:
+    def _staged_parts(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> Iterator[TransferPart]:
         """Begin a tensor that the engine cannot use directly."""
-        return self._stage(kind, tensor, offset, opened)
+        yield self._stage(kind, tensor, offset, opened)
 
     def _stage(self, kind: str, tensor: torch.Tensor, offset: int, opened: Opened) -> StagedTransfer:
         with self._lock:

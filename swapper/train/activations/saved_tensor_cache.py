@@ -461,7 +461,7 @@ class SpillFile:
 
     def read(self, engine: Engine, offset: int, memory: torch.Tensor) -> Transfer:
         """Begin to read into `memory`, uint8, from a written place. Returns the ticket."""
-        return engine.read(self._file, offset, memory.data_ptr(), memory.nbytes, keep=memory)
+        return engine.read(self._open(), offset, memory.data_ptr(), memory.nbytes, keep=memory)
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free a place. Requires that no transfer of it is in flight."""

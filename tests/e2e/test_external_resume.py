@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import swapper
-from e2e.lent_files import found_in, frozen, half_frozen, saved, trained
+from e2e.external_files import found_in, frozen, half_frozen, saved, trained
 from e2e.models import train_step
 from swapper.durability.verify import verify
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import swapper
 from e2e.cold_operations import cold
-from e2e.lent_files import FORMS, bytes_of, found_in, frozen, half_frozen, lent_pages, saved, shifted, trained
+from e2e.external_files import FORMS, bytes_of, found_in, frozen, half_frozen, lent_pages, saved, shifted, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import Twins, adamw, assert_same, send_away, smallest_budget
 from swapper import ExternalWeights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import swapper
-from e2e.lent_files import half_frozen, saved, trained
+from e2e.external_files import half_frozen, saved, trained
 from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import adamw, send_away, smallest_budget
 from swapper import ExternalWeights

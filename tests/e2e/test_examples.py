@@ -1,0 +1,60 @@
+"""The scripts in examples/ run as they are printed, on a model that is small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e.processes import run_python
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A directory with a small causal language model and its tokenizer, as save_pretrained leaves it."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "the", "quick", "brown", "fox"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    wrapped = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", pad_token="</s>")
+    wrapped.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run(name: str, *arguments: object) -> str:
+    done = run_python(EXAMPLES / name, *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+def test_a_state_is_saved_loaded_and_exported(tmp_path: Path) -> None:
+    assert "the model alone, as safetensors" in run("save_load.py", "--directory", tmp_path, "--width", 64)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_text_is_generated(model: Path) -> None:
+    assert " 3 tokens in " in run("generate.py", model, "the quick", "--host-memory", "64MiB", "--tokens", 3)
+
+
+@pytest.mark.parametrize("adapters", [(), ("--lora", 2)], ids=["all parameters", "adapters"])
+def test_a_model_is_fine_tuned_and_resumed(model: Path, tmp_path: Path, adapters: tuple[object, ...]) -> None:
+    pytest.importorskip("accelerate")
+    if adapters:
+        pytest.importorskip("peft")
+    text = tmp_path / "lines.txt"
+    text.write_text("the quick brown fox\nthe fox\n" * 4)
+    command = ("--model", model, "--text", text, "--directory", tmp_path / "run", "--budget", "64MiB", *adapters)
+    assert "step   2 " in run("finetune.py", *command, "--steps", 2)
+    resumed = run("finetune.py", *command, "--steps", 3)
+    assert "step   3 " in resumed and "step   2 " not in resumed
+    assert list((tmp_path / "run" / "result").glob("*.safetensors"))
