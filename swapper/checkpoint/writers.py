@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from swapper import _C
-from swapper.checkpoint.dcp.items import Item
 from swapper.checkpoint.relay import Checksum, Relay
 from swapper.errors import CheckpointError
+from swapper.formats.dcp_items import Item
 from swapper.formats.safetensors import DTYPES
 from swapper.formats.stored import Box, ChunkedTensor, StoredTensor
 from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state

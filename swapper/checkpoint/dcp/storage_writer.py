@@ -15,7 +15,6 @@ import pickle
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config
 
-from swapper.checkpoint.dcp.items import Item
 from swapper.checkpoint.stream import BLOCK_BYTES, StreamWriter
 from swapper.errors import CheckpointError, ConfigError, IoError
 from swapper.formats.dcp_directory import METADATA_NAME, read_directory
+from swapper.formats.dcp_items import item_of
 from swapper.io import beneath
 from swapper.io.engines import open_for, reserve, shared_engine
 
@@ -218,13 +217,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (lazy or tensor.is_quantized)
 
 
-@lru_cache(maxsize=4096)
-def _item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
-    return Item.of(dtype, shape)
-
-
 def _write_tensor(writer: StreamWriter, tensor: torch.Tensor) -> tuple[int, int]:
-    item = _item_of(tensor.dtype, tuple(tensor.shape))
+    item = item_of(tensor.dtype, tuple(tensor.shape))
     if item.nbytes >= BLOCK_BYTES // 4:
         writer.append(bytes(item.head_gap(writer.position)))
     offset = writer.position

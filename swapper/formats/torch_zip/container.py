@@ -38,6 +38,7 @@ from swapper.io.elements import device_errors
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
 
+ITEMS_NAME = "swapper/items"
 _ROOT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -109,6 +110,8 @@ class PreparedTail:
         locate: the place of a tensor in the payload records. Tensors for which it returns None are resident: their
             whole storages are copied now, shared ones once. Of located tensors only shape, stride, dtype, layout and
             requires_grad are read. All tensors of one record must have one dtype.
+        items: makes one more record, of items of torch.distributed.checkpoint (formats/dcp_items.py). It gets the
+            record's offset in the file and the directory's entries of the payloads by key.
 
     Raises:
         CheckpointError: the default torch.load could not read `obj`, or a tensor is not at the place that `locate`
@@ -116,9 +119,14 @@ class PreparedTail:
     """
 
     def __init__(
-        self, layout: ContainerLayout, obj: object, locate: Callable[[torch.Tensor], StorageRef | None]
+        self,
+        layout: ContainerLayout,
+        obj: object,
+        locate: Callable[[torch.Tensor], StorageRef | None],
+        items: Callable[[int, Mapping[str, Entry]], bytes] | None = None,
     ) -> None:
         self._layout = layout
+        self._items = items
         pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
         self._data = pickled.data
         self._in_file_order = _in_file_order(pickled)
@@ -155,6 +163,8 @@ class PreparedTail:
         for name, content in leading_records(self._data, ALIGNMENT):
             if name != ".format_version" or self._in_file_order:
                 tail.add(name, content)
+        if self._items is not None:
+            tail.add(ITEMS_NAME, self._items(tail.next_offset(ITEMS_NAME), tail.payloads))
         tail.add("version", b"3\n")
         tail.add(".data/serialization_id", serialization_id(tail.entries))
         if pieces is None:
@@ -178,8 +188,13 @@ class _Tail:
         if self.entries:  # the last payload's descriptor; the others are in the header chunks
             last = self.entries[-1]
             self._bytes += descriptor(last.header_offset, last.nbytes, last.crc32)
+        self.payloads = {record.key: entry for record, entry in zip(layout.records, self.entries, strict=True)}
         absent = {_name(layout.root, key) for key in left_out}
         self.entries = [entry for entry in self.entries if entry.name not in absent]
+
+    def next_offset(self, name: str) -> int:
+        """Return the offset in the file of the content of a record that is added next, of less than 4 GiB."""
+        return payload_offset(self._begin + len(self._bytes), f"{self._root}/{name}", 0, ALIGNMENT)
 
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self._bytes)

@@ -1,0 +1,159 @@
+"""Makes items of torch.distributed.checkpoint: a single tensor as torch.save writes it, at some offset of a file.
+
+Everything except the payload is made here, so that the payload can be transferred directly. Inside, offsets count from
+the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` finds a beginning that aligns the payload
+in the file.
+
+[Note: items of a container] A tensor that lies in a payload record of a container is an item without a copy of it: the
+bytes from 0 to the end of a small zip directory of its own, which lists the payload record where it is and a data.pkl
+of this tensor alone. These directories are a record of the container's tail. torch's own reader loads the whole payload
+record for each item; `swapper.checkpoint.dcp.StorageReader` reads the tensor's bytes alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from swapper.formats.torch_zip.pickle_writer import StorageRef, pickle_state
+from swapper.formats.torch_zip.zip_writer import (
+    ROOT,
+    Entry,
+    descriptor,
+    directory,
+    leading_records,
+    local_header,
+    serialization_id,
+)
+
+_ALIGNMENT = 64  # bytes; torch's own
+_FILE_ALIGNMENT = 4096  # bytes; suits direct I/O on every drive
+
+
+@dataclass(frozen=True)
+class Item:
+    """The item of one contiguous tensor of `nbytes` bytes: `head`, the payload, `tail(crc32)`."""
+
+    head: bytes
+    nbytes: int
+    tail_nbytes: int
+    _entries: tuple[Entry, ...]
+    _cursor: int  # offset of the payload's local header
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool = False) -> Item:
+        stand_in = torch.empty(shape, dtype=dtype, device="meta")
+        if requires_grad:
+            stand_in.requires_grad_()
+        nbytes = stand_in.numel() * dtype.itemsize
+        pickled = pickle_state(stand_in, {"0": nbytes}, lambda tensor: StorageRef("0", 0)).data
+        head = bytearray()
+        entries = []
+        for name, content in leading_records(pickled, _ALIGNMENT):
+            entries.append(_append(head, f"{ROOT}/{name}", content))
+        cursor = len(head)
+        head += local_header(cursor, f"{ROOT}/data/0", nbytes, _ALIGNMENT)
+        item = cls(bytes(head), nbytes, 0, tuple(entries), cursor)
+        return cls(bytes(head), nbytes, len(item.tail(0)), tuple(entries), cursor)
+
+    def tail(self, crc32: int) -> bytes:
+        """Return the bytes after a payload with this CRC-32. Their length is always the same."""
+        begin = len(self.head) + self.nbytes
+        payload = Entry(f"{ROOT}/data/0", self._cursor, self.nbytes, crc32)
+        tail = bytearray(descriptor(self._cursor, self.nbytes, crc32))
+        entries = [*self._entries, payload]
+        for name, content in (("version", b"3\n"), (".data/serialization_id", serialization_id(entries))):
+            entries.append(_append(tail, f"{ROOT}/{name}", content, begin))
+        return bytes(tail) + directory(entries, begin + len(tail), 1)
+
+    def head_gap(self, position: int) -> int:
+        """Return the bytes to skip at `position` of the file so that the payload lies at a multiple of 4096."""
+        return -(position + len(self.head)) % _FILE_ALIGNMENT
+
+    @property
+    def total_nbytes(self) -> int:
+        return len(self.head) + self.nbytes + self.tail_nbytes
+
+
+@lru_cache(maxsize=4096)
+def item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
+    return Item.of(dtype, shape)
+
+
+class ContainerItems:
+    """The items of a container, as a record of its tail. See [Note: items of a container].
+
+    Attributes:
+        places: (offset, nbytes) in the file of each item, by the index that `add` was given. Filled by `build`.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[Any, bytes | tuple[str, bytes]] = {}
+        self.places: dict[Any, tuple[int, int]] = {}
+
+    def add(self, index: Any, value: object, place: StorageRef | None, record_nbytes: int) -> None:
+        """Add an item.
+
+        Args:
+            value: a plain tensor, or bytes that torch.load reads.
+            place: of the tensor in a payload record of `record_nbytes` bytes; None copies it.
+        """
+        if isinstance(value, bytes):
+            self._contents[index] = value
+        elif place is None:
+            self._contents[index] = _saved(value)
+        else:
+            self._contents[index] = (
+                place.key,
+                pickle_state(value, {place.key: record_nbytes}, lambda tensor: place).data,
+            )
+
+    def build(self, begin: int, payloads: Mapping[str, Entry]) -> bytes:
+        """Return the record's content, which begins at offset `begin` of the file.
+
+        Args:
+            payloads: directory entries of the payload records, by key.
+        """
+        data = bytearray()
+        for index, content in self._contents.items():
+            at = begin + len(data)
+            if isinstance(content, bytes):
+                data += content
+                self.places[index] = at, len(content)
+                continue
+            key, pickled = content
+            entries = [payloads[key]]
+            for name, record in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+                entries.append(_append(data, f"{ROOT}/{name}", record, begin))
+            data += directory(entries, begin + len(data), 1)
+            self.places[index] = 0, begin + len(data)
+        return bytes(data)
+
+
+def _saved(value: Any) -> bytes:
+    """Return the item of a tensor, made of a copy."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue()
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    item = item_of(value.dtype, tuple(value.shape))
+    payload = ctypes.string_at(flat.data_ptr(), item.nbytes) if item.nbytes else b""
+    return item.head + payload + item.tail(zlib.crc32(payload))
+
+
+def _append(data: bytearray, name: str, content: bytes, begin: int = 0) -> Entry:
+    cursor = begin + len(data)
+    entry = Entry(name, cursor, len(content), zlib.crc32(content))
+    data += local_header(cursor, name, len(content), _ALIGNMENT)
+    data += content
+    data += descriptor(cursor, len(content), entry.crc32)
+    return entry
