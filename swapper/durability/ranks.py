@@ -190,9 +190,7 @@ class Ranks:
             return self
         if self._background is None:
             with _explained("the first snapshot"):
-                self._background = Ranks(
-                    self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout())
-                )
+                self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
         return self._background
 
     def settle(self, what: str, find: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
@@ -242,8 +240,8 @@ class Ranks:
         others = [f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None and rank != self.rank]
         if failure is None:
             raise StateError(
-                f"{what} failed on another rank, so no rank takes it ({'; '.join(others)}). Catch this error on all ranks and repeat "
-                "the step, or end all and restart with resume='auto'"
+                f"{what} failed on another rank, so no rank takes it ({'; '.join(others)}). Catch this error on all ranks and "
+                "repeat the step, or end all and restart with resume='auto'"
             )
 
     def explain(self, failure: BaseException) -> None:
@@ -256,7 +254,7 @@ class Ranks:
         self.has_failed = True
         keys = [f"swapper/{self._group.group_name}/failure of rank {rank}" for rank in range(self.size)]
         with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
-            store = dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+            store = dist.distributed_c10d._get_default_store()
             reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
             for rank, reason in reasons.items():
                 log.error("rank %d ended first: %s", rank, reason)

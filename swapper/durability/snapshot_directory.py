@@ -46,7 +46,7 @@ class SnapshotDirectory:
     """
 
     def __init__(self, path: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint import DefaultSavePlanner
+        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         self.path = path
         self._ranks = ranks

@@ -1,10 +1,10 @@
-"""A job of several ranks that is killed again and again, as a program: they train by DDP or FSDP2, some are killed, all begin again.
+"""A job of several ranks that is killed again and again, as a program: DDP or FSDP2; some are killed, all begin again.
 
-Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch imported and
-forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
+Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch
+imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
 of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and end.
 One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
-snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch's DDP or FSDP2 that nobody killed.
+snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations

@@ -336,7 +336,9 @@ class TrainingSession:
             if len(set(told)) > 1:
                 directory.give_up()
                 named = "; ".join(f"rank {rank} {name} of step {step}" for rank, (name, step) in enumerate(told))
-                raise StateError(f"ranks are about to take different snapshots ({named}): pass the same directory on all")
+                raise StateError(
+                    f"ranks are about to take different snapshots ({named}): pass the same directory on all"
+                )
             snapshot = self.publisher.capture_part(directory, local_parts(content), step, start)
             try:
                 self.pager.write_back()
