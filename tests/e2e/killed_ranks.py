@@ -1,10 +1,10 @@
 """A job of several ranks that is killed again and again, as a program: DDP or FSDP2; some are killed, all begin again.
 
 Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch
-imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
-of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and end.
-One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
-snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch that nobody killed.
+imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After
+a random number of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and
+end. One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between
+steps; snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ def check(directory: Path, size: int, engine: str) -> None:
         assert [report.faults for report in verify(path) if report.faults] == [], path
 
 
-def run_and_kill(directory: Path, size: int, chance: random.Random, **options: Any) -> bool:
-    """Start all ranks and kill some of them after some ticks. Returns True if one was killed, False if all came to their end."""
+def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, **options: Any) -> bool:
+    """Start all ranks and kill some of them after so many ticks. Returns True if one was killed, False if all came to their end."""
     reader, writer = os.pipe()
     meeting = directory / f"meeting-{chance.random()}"
     ranks = []
@@ -179,7 +179,6 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, **options: A
 
         ranks.append(fork(work))
     os.close(writer)
-    after = chance.randrange(1, 250)
     while after > 0 and (seen := os.read(reader, after)):
         after -= len(seen)
     os.close(reader) if after else None
@@ -204,8 +203,9 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, **options: A
 
 def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:
     torch.set_num_threads(1)
-    for module in ("swapper.manager", "torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
         importlib.import_module(module)  # here and not in every child: DDP does
+    swapper.SwapManager  # noqa: B018  # as well
     plain_ranks = [
         fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory, engine))) for r in range(size)
     ]
@@ -217,7 +217,15 @@ def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "d
         place.mkdir()
         snapshots = chance.choice(("none", "first", "all"))
         updates = ("step", "deferred") if engine == "ddp" else ("step",)
-        while run_and_kill(place, size, chance, engine=engine, update=chance.choice(updates), snapshots=snapshots):
+        while run_and_kill(
+            place,
+            size,
+            chance,
+            chance.randrange(1, 250) if killed < kills else 1 << 20,  # then the job comes to its end
+            engine=engine,
+            update=chance.choice(updates),
+            snapshots=snapshots,
+        ):
             killed += 1
         check(place, size, engine)
         shutil.rmtree(place)

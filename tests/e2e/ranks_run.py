@@ -5,13 +5,14 @@ steps (how many more to take), resume, ranks, memory, every, snapshot (a path), 
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
-the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says so, and
-tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
+the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says
+so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import resource
 import signal
@@ -24,8 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
@@ -135,6 +134,9 @@ def cut_off_files(directory: Path, rank: int) -> None:
 
 def wrapped_by(orders: Orders, model: Net) -> Any:
     if orders.is_said("sharded"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
@@ -197,6 +199,10 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
 
 def main(directory: Path, size: int, given: list[str]) -> None:
     torch.set_num_threads(1)
+    swapper.SwapManager  # noqa: B018  # imported here and not in every rank, as what follows
+    if "sharded" in given:
+        importlib.import_module("torch.distributed.fsdp")
+        importlib.import_module("torch.distributed.checkpoint.state_dict")
     with tempfile.TemporaryDirectory() as scratch:
         meeting = Path(scratch) / "meeting"
         ranks = [fork(lambda rank=rank: work(rank, size, directory, meeting, given)) for rank in range(size)]

@@ -18,23 +18,46 @@ BUDGET = "memory=4MiB"
 
 
 def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:
-    done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 2, 2, "fsdp")
+    done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
 
-def test_a_step_that_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
-    for name, orders in (("failed", ["full=1:3", "retries"]), ("well", [])):
-        (tmp_path / name).mkdir()
-        said = launch(tmp_path / name, "steps=4", "sharded", BUDGET, f"snapshot={tmp_path / name / 'end'}", *orders)
-        assert "rank 0: began at 0, ended at 4" in said and "rank 1: began at 0, ended at 4" in said
-        if name == "failed":
-            assert any("rank 1: IoError at 2" in line and "File too large" in line for line in said)
-            assert any("rank 0: StateError at 2: step 3 failed on another rank" in line for line in said)
-            assert any("(rank 1: IoError: write of" in line for line in said)
+def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
+    """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    existing, taken, end = (failing / name for name in ("existing", "taken", "end"))
+    (failing / ".end.partial").mkdir(parents=True)  # of a run that was killed
+    (failing / ".end.partial" / "rank-0.pt").touch()
+    existing.mkdir()
+    well.mkdir()
+    paths = [existing, f"0:{failing / 'other'}", f"1:{failing / 'another'}", taken, end]
+    orders = ["full=1:3", f"taken=1:{taken}", "retries", *(f"snapshot={path}" for path in paths)]
+    said = launch(failing, "steps=4", "sharded", BUDGET, *orders)
+    first, second = ([line for line in said if line.startswith(f"rank {rank}: ")] for rank in range(2))
+    assert len(first) == len(second) == 5, said
+    expected = [
+        (
+            "StateError at 2: step 3 failed on another rank, so no rank takes it (rank 1: IoError",
+            "IoError at 2: write of",
+        ),
+        (f"CheckpointError: {existing} exists already", f"CheckpointError: {existing} exists already"),
+        (
+            "StateError: ranks are about to take different snapshots",
+            "StateError: ranks are about to take different snap",
+        ),
+        (f"StateError: the snapshot {taken} was not taken: it failed on rank 1: CheckpointError", "CheckpointError: "),
+        ("began at 0, ended at 4", "began at 0, ended at 4"),
+    ]
+    for texts, lines in zip(zip(*expected, strict=True), (first, second), strict=True):
+        for text in texts:
+            assert any(text in line for line in lines), (text, lines)
+    assert {path.name for path in failing.iterdir()} == {"existing", "end", "rank-0-of-2", "rank-1-of-2"}
+    launch(well, "steps=4", "sharded", BUDGET, f"snapshot={well / 'end'}")
     for rank in range(2):
-        failed, well = (torch.load(tmp_path / name / "end" / f"rank-{rank}.pt") for name in ("failed", "well"))
-        assert_same(failed, well)
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+    assert [report.faults for report in verify(end)] == [[]] * 3
 
 
 def assert_same(one: Any, other: Any) -> None:
@@ -49,15 +72,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 def test_the_reason_of_the_rank_that_ended_first_is_told_on_the_others(tmp_path: Path) -> None:
     """Its peers learn from gloo only that it has closed its connection."""
-    done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=3", "sharded", BUDGET, "torn=1:3")
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=1", "sharded", BUDGET, "torn=1:1")
     assert "rank 1: ChecksumError" in done.stdout
     assert "rank 1 ended first: ChecksumError" in done.stderr and "turn-" in done.stderr
-
-
-def test_a_budget_that_one_rank_cannot_open_is_refused_on_all(tmp_path: Path) -> None:
-    said = launch(tmp_path, "memory=1:64KiB", "sharded", ok=False)
-    assert "StateError" in said[0] and "could not manager.offload" in said[0] and "rank 1: host_memory" in said[0]
-    assert "BudgetError" in said[1]
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------
@@ -77,26 +94,3 @@ def test_a_snapshot_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_snapshots_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
     reshard(tmp_path, 2, 1, 3, 4)
-
-
-def test_a_snapshot_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    existing, other, taken, well = (tmp_path / name for name in ("existing", "other", "taken", "well"))
-    existing.mkdir()
-    (tmp_path / ".well.partial").mkdir()  # of a run that was killed
-    (tmp_path / ".well.partial" / "rank-0.pt").touch()
-    paths = [existing, f"0:{other}", f"1:{other}-1", taken, well]
-    said = launch(
-        tmp_path, "steps=1", "sharded", "retries", f"taken=1:{taken}", *(f"snapshot={path}" for path in paths)
-    )
-    lines = {rank: [line for line in said if line.startswith(f"rank {rank}: ")] for rank in range(2)}
-    for rank in range(2):
-        text = "\n".join(lines[rank])
-        assert len(lines[rank]) == 4, text
-        assert f"{existing} exists already" in text
-        assert "different snapshots" in text and "other-1" in text
-        assert f"rank {rank}: began at 0, ended at 1" in text
-    assert any("CheckpointError" in line and "appeared while the snapshot was written" in line for line in lines[1])
-    assert any("StateError" in line and "rank 1: CheckpointError" in line for line in lines[0])
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"existing", "well", "rank-0-of-2", "rank-1-of-2"}
-    assert [report.faults for report in verify(well)] == [[]] * 3
