@@ -23,7 +23,7 @@ from swapper.durability.directory import RESUME_CHOICES
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
 from swapper.durability.recovery import begin_run
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import ConfigError, StateError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
@@ -330,8 +330,11 @@ class SwapManager:
         Of ranks that are together each has one of its own: the first has `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
         path that has "rank-1", "rank_1" or "rank1" in it already is taken as it is. `ticket.path` says it.
 
+        Of a model that fully_shard has sharded the snapshot is a directory, which all ranks name: torch.distributed.checkpoint.load
+        reads it, on any number of ranks. All ranks must call this. See docs/snapshots.md.
+
         Args:
-            path: the file; must not exist. Its directory must.
+            path: the file, or the directory of a sharded model; must not exist. The directory that it is in must.
             extra: values of the user's own, beside those of `manager.extra`.
             keep: remove the oldest snapshots that this run published with `keep` under names like this one, different in
                 digits only ("step-90.pt", "step-100.pt"), until so many are left. Other files are never touched.
@@ -342,17 +345,24 @@ class SwapManager:
         Raises:
             CheckpointError: `path` exists, its directory does not, or something cannot be kept in such a file.
             ConfigError: `keep` or `frozen` is not known.
+            UnsupportedError: `keep` or `frozen` with a sharded model.
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed and nobody was told yet. What goes wrong with this one is the ticket's error.
         """
         self.current.check()
         run = self.current.running("snapshot")
-        target = self._ranks.own_name(Path(path).absolute())
+        target = Path(path).absolute()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
-        ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
+        if run.is_sharded:
+            if keep is not None or frozen != "include":
+                raise UnsupportedError("keep= and frozen= do not go with a sharded model's snapshot: leave them out")
+            ticket = run.snapshot_directory(target, content, self._finish_snapshots)
+        else:
+            target = self._ranks.own_name(target)
+            ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
         if not is_off("atexit"):
             atexit.unregister(self.close)
             atexit.register(self.close)  # where a program ends without closing, the snapshot still gets its name
@@ -473,5 +483,7 @@ class SwapManager:
     def __enter__(self) -> SwapManager:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._ranks.explain(error)
         self.close()

@@ -45,6 +45,7 @@ from swapper.train.parameters.state_loading import state_dict_of
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_guard import Callbacks, SessionGuard
 from swapper.train.sharded.shard_hooks import ShardHooks
+from swapper.train.sharded.sharded_state import checkpoint_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
@@ -369,6 +370,8 @@ class OffloadedModel:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections: look at their place, not at their data."""
+        if isinstance(self.model, Shards):
+            return checkpoint_of(self.model, self._optimizer, self.optimizer_state.at_its_place())
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {
