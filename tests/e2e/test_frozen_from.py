@@ -368,12 +368,12 @@ def test_a_snapshot_of_a_file_that_changes_meanwhile_is_none(
     pair.train(train_step, steps=1)
     before = path.stat()
 
-    def bring_over(self: Publication, file: Any) -> None:
+    def copy_other_files(self: Publication, file: Any) -> None:
         os.utime(path, ns=(1, 1))
         original(self, file)
 
-    original = Publication._bring_over
-    monkeypatch.setattr(Publication, "_bring_over", bring_over)
+    original = Publication._copy_other_files
+    monkeypatch.setattr(Publication, "_copy_other_files", copy_other_files)
     assert pair.manager is not None
     ticket = pair.manager.snapshot(tmp_path / "x.pt")
     with pytest.raises(swapper.CheckpointError, match=r"base.safetensors was changed while frozen parameters"):
