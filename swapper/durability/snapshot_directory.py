@@ -33,6 +33,7 @@ class SnapshotDirectory:
 
     Args:
         path: of the directory; must not exist.
+        hidden: its name until it is whole, on the same file system. What a killed run left there is removed.
         ranks: with a group that only snapshots use.
         has_failed: returns True if this rank ends with an error, and must not wait for others.
         state: the result of loading: nested dicts and lists with DTensors.
@@ -45,13 +46,15 @@ class SnapshotDirectory:
         CheckpointError: `path` exists, its parent does not, or two entries of `state` have the same name.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]
+    ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         self.path = path
         self._ranks = ranks
         self.has_failed = has_failed
-        self._hidden = path.with_name(f".{path.name}.partial")
+        self._hidden = hidden
         self.file = self._hidden / f"rank-{ranks.rank}.pt"
         self._items = ContainerItems()
         self._planner = DefaultSavePlanner()
