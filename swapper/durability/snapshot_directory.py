@@ -90,6 +90,7 @@ class SnapshotDirectory:
                 tensor = local_part(self._planner.state_dict[item.index.fqn])
                 place = locate(tensor) if tensor.numel() else None
                 self._items.add(item.index, tensor, place, 0 if place is None else record_bytes[place.key])
+        self._planner.state_dict = {}  # its tensors are the run's memory, and the ticket may outlive that
         return self._items.build
 
     def complete(self, failure: BaseException | None) -> BaseException | None:
@@ -108,7 +109,7 @@ class SnapshotDirectory:
             reasons = self._ranks.gather(
                 None if failure is None else describe_failure(failure), f"the snapshot {self.path}"
             )
-        except StateError as error:  # a rank has ended
+        except Exception as error:  # a rank has ended
             failure = failure or error
         else:
             failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
@@ -146,10 +147,10 @@ class SnapshotDirectory:
             _sync(self.path.parent)
         except OSError as error:
             return IoError("publish", str(self.path), 0, 0, error.errno or 0)
-        except ValueError as error:
-            return CheckpointError(f"the ranks' parts of the snapshot {self.path} do not fit together: {error}")
         except CheckpointError as error:
             return error
+        except Exception as error:  # of torch's planner
+            return CheckpointError(f"the ranks' parts of the snapshot {self.path} do not fit together: {error}")
         return None
 
 
@@ -162,7 +163,7 @@ class DirectoryTicket(SnapshotTicket):
     """
 
     def __init__(
-        self, directory: SnapshotDirectory, step: int, hurry: Callable[[], None], previous: SnapshotTicket | None
+        self, directory: SnapshotDirectory, step: int, hurry: Callable[[], None], previous: DirectoryTicket | None
     ) -> None:
         super().__init__(directory.path, step, hurry)
         self._directory = directory
@@ -179,6 +180,7 @@ class DirectoryTicket(SnapshotTicket):
                 self._complete(error)
 
     def join(self) -> None:
+        """Wait for the other ranks, if this one's file is published or failed, unless this rank ends with an error."""
         if self._is_ending.locked() and not self._directory.has_failed():
             self._over.wait()
 
