@@ -16,9 +16,10 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from durations import Durations
-from sampling import Case, choose, runs_a_sample, seed_of_commit
+from sampling import Case, choose, examples, runs_a_sample, seed_of_commit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -29,7 +30,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell that starts this in the background has it so, and what tests start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
+# How long an example of a property takes says nothing on a shared machine.
+hypothesis.settings.register_profile("swapper", deadline=None, max_examples=examples(100))
+hypothesis.settings.load_profile("swapper")
 
 ROOM_BYTES = 6 << 30
 """What the files of a whole run take at one time, and half of it more (4.0 GiB, three processes, 2026-11-22)."""
@@ -45,7 +48,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if hasattr(config, "workerinput") or config.option.collectonly:
         return
-    cases = "a sample of large tables" if runs_a_sample() else "all cases of what is named"
+    cases = "a sample of each test's cases" if runs_a_sample() else "all cases of what is named"
     config.get_terminal_writer().line(f"{cases}, SWAPPER_TEST_SEED={os.environ['SWAPPER_TEST_SEED']}")
     directory = config.option.basetemp or tempfile.gettempdir()
     free = shutil.disk_usage(directory).free if Path(directory).is_dir() else ROOM_BYTES
@@ -57,40 +60,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave some of what is marked `large_table` or `slow`: see tools/test and sampling.py."""
+    """Keep a sample, if that is asked for: of a test's n cases the root of n; of what is marked `slow` a third."""
     if not runs_a_sample():
         return
-    tables: dict[object, dict[str, Case]] = {}
+    tables: dict[str, dict[str, Case]] = {}
     for item in items:
-        if (table := table_of(item)) is not None:
-            tables.setdefault(table, {})[item.nodeid] = case_of(item)
+        table = "slow" if item.get_closest_marker("slow") else item.nodeid.partition("[")[0]
+        tables.setdefault(table, {})[item.nodeid] = case_of(item)
     kept: set[str] = set()
     for table, cases in tables.items():
-        count = len(cases) // 3 if table == "slow" else math.isqrt(len(cases) - 1) + 1
+        count = len(cases) // 3 if table == "slow" else round(math.sqrt(len(cases)))
         kept |= choose(cases, count, os.environ["SWAPPER_TEST_SEED"])
-    left_out = [item for item in items if table_of(item) is not None and item.nodeid not in kept]
-    items[:] = [item for item in items if item not in set(left_out)]
-    config.hook.pytest_deselected(items=left_out)
-
-
-def table_of(item: pytest.Item) -> object:
-    """Return what a test is one of many of, or None."""
-    if item.get_closest_marker("slow") is not None:
-        return "slow"
-    if item.get_closest_marker("large_table") is not None:
-        return item.nodeid.partition("[")[0]
-    return None
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
 
 
 def case_of(item: pytest.Item) -> Case:
     """Return what a case has: of each parameter its value, or what is in it, or its number where it has no short name."""
     found: list[tuple[str, object]] = []
     for name, value in item.callspec.params.items() if hasattr(item, "callspec") else ():
-        if isinstance(value, dict):
-            found += value.items()
-        else:
-            is_short = isinstance(value, str | int | float | None)
-            found.append((name, value if is_short else f"number {item.callspec.indices[name]}"))
+        named = value if isinstance(value, dict) else {name: value}
+        for part, one in named.items():
+            is_short = isinstance(one, str | int | float | None)
+            found.append((part, one if is_short else f"number {item.callspec.indices[name]}"))
     return frozenset(found)
 
 

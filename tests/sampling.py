@@ -1,6 +1,6 @@
-"""Which cases of large tables are run: few of them, others with each commit, and with each value of each parameter if they can.
+"""Which cases of a test are run: few of them, others with each commit, and with each value of each parameter if they can.
 
-A table is the cases of one test. A case is what it has: pairs of a parameter's name and its value.
+A case is what it has: pairs of a parameter's name and its value.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seed_of_commit() -> str:
 
 
 def choose(cases: Mapping[str, Case], count: int, seed: str) -> set[str]:
-    """Choose `count` of a table's cases, by their names: always the one next that has most of what none before it has."""
+    """Choose `count` of a test's cases, by their names: always the one next that has most of what none before it has."""
     left = sorted(cases, key=lambda name: zlib.crc32(f"{seed} {name}".encode()))
     seen: set[tuple[str, Any]] = set()
     chosen: set[str] = set()
