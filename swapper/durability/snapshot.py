@@ -127,7 +127,8 @@ class Publisher:
         self, directory: SnapshotDirectory, content: dict[str, Any], step: int, hurry: Callable[[], None]
     ) -> Snapshot:
         """Capture this rank's part of the snapshot `directory`. See `capture`; failures are the ticket's too."""
-        ticket = DirectoryTicket(directory, step, hurry, self._tickets[-1] if self._tickets else None)
+        previous = [ticket for ticket in self._tickets if isinstance(ticket, DirectoryTicket)]
+        ticket = DirectoryTicket(directory, step, hurry, previous[-1] if previous else None)
         self._tickets.append(ticket)
         try:
             locate = _locator(self._sections, self._layout)
@@ -182,7 +183,8 @@ class Publisher:
         for publication in self._publications:
             publication.join()
         for ticket in self._tickets:
-            ticket.join()
+            if isinstance(ticket, DirectoryTicket):
+                ticket.join()
         self.settle()
 
     def raise_failure(self) -> None:

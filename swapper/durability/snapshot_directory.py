@@ -33,6 +33,7 @@ class SnapshotDirectory:
 
     Args:
         path: of the directory; must not exist.
+        hidden: its name until it is whole, on the same file system. What a killed run left there is removed.
         ranks: with a group that only snapshots use.
         has_failed: returns True if this rank ends with an error, and must not wait for others.
         state: the result of loading: nested dicts and lists with DTensors.
@@ -45,13 +46,15 @@ class SnapshotDirectory:
         CheckpointError: `path` exists, its parent does not, or two entries of `state` have the same name.
     """
 
-    def __init__(self, path: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, hidden: Path, ranks: Ranks, has_failed: Callable[[], bool], state: dict[str, Any]
+    ) -> None:
         from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
         self.path = path
         self._ranks = ranks
         self.has_failed = has_failed
-        self._hidden = path.with_name(f".{path.name}.partial")
+        self._hidden = hidden
         self.file = self._hidden / f"rank-{ranks.rank}.pt"
         self._items = ContainerItems()
         self._planner = DefaultSavePlanner()
@@ -87,6 +90,7 @@ class SnapshotDirectory:
                 tensor = local_part(self._planner.state_dict[item.index.fqn])
                 place = locate(tensor) if tensor.numel() else None
                 self._items.add(item.index, tensor, place, 0 if place is None else record_bytes[place.key])
+        self._planner.state_dict = {}  # its tensors are the run's memory, and the ticket may outlive that
         return self._items.build
 
     def complete(self, failure: BaseException | None) -> BaseException | None:
@@ -105,7 +109,7 @@ class SnapshotDirectory:
             reasons = self._ranks.gather(
                 None if failure is None else describe_failure(failure), f"the snapshot {self.path}"
             )
-        except StateError as error:  # a rank has ended
+        except Exception as error:  # a rank has ended
             failure = failure or error
         else:
             failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
@@ -143,10 +147,10 @@ class SnapshotDirectory:
             _sync(self.path.parent)
         except OSError as error:
             return IoError("publish", str(self.path), 0, 0, error.errno or 0)
-        except ValueError as error:
-            return CheckpointError(f"the ranks' parts of the snapshot {self.path} do not fit together: {error}")
         except CheckpointError as error:
             return error
+        except Exception as error:  # of torch's planner
+            return CheckpointError(f"the ranks' parts of the snapshot {self.path} do not fit together: {error}")
         return None
 
 
@@ -159,7 +163,7 @@ class DirectoryTicket(SnapshotTicket):
     """
 
     def __init__(
-        self, directory: SnapshotDirectory, step: int, hurry: Callable[[], None], previous: SnapshotTicket | None
+        self, directory: SnapshotDirectory, step: int, hurry: Callable[[], None], previous: DirectoryTicket | None
     ) -> None:
         super().__init__(directory.path, step, hurry)
         self._directory = directory
@@ -176,6 +180,7 @@ class DirectoryTicket(SnapshotTicket):
                 self._complete(error)
 
     def join(self) -> None:
+        """Wait for the other ranks, if this one's file is published or failed, unless this rank ends with an error."""
         if self._is_ending.locked() and not self._directory.has_failed():
             self._over.wait()
 

@@ -95,9 +95,6 @@ class SnapshotTicket:
             self._error = error
             self._over.set()
 
-    def join(self) -> None:
-        """Wait for what is left to do when this rank's file is published: nothing, unless other ranks have theirs."""
-
     def unreported_error(self) -> BaseException | None:
         """Return the error that nobody has seen yet, and mark it as reported."""
         if self._error is None or self._is_reported:

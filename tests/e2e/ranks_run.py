@@ -119,7 +119,8 @@ def take_snapshot(rank: int, orders: Orders, manager: Any, path: Path) -> None:
     try:
         ticket = manager.snapshot(path)
         if orders.one("taken") == str(path):
-            (path.parent / f".{path.name}.partial" / f"rank-{rank}.pt").touch()
+            (hidden,) = path.parent.glob(f".{path.name}.*partial")
+            (hidden / f"rank-{rank}.pt").touch()
         ticket.result()
     except swapper.SwapperError as error:
         if not orders.is_said("retries"):

@@ -27,9 +27,7 @@ def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: P
     """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
     failing, well = tmp_path / "failing", tmp_path / "well"
     existing, taken, end = (failing / name for name in ("existing", "taken", "end"))
-    (failing / ".end.partial").mkdir(parents=True)  # of a run that was killed
-    (failing / ".end.partial" / "rank-0.pt").touch()
-    existing.mkdir()
+    existing.mkdir(parents=True)
     well.mkdir()
     paths = [existing, f"0:{failing / 'other'}", f"1:{failing / 'another'}", taken, end]
     orders = ["full=1:3", f"taken=1:{taken}", "retries", *(f"snapshot={path}" for path in paths)]

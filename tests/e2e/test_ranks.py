@@ -143,6 +143,11 @@ def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:
     ]
 
 
+def test_a_sharded_model_of_ranks_that_are_alone_is_refused(tmp_path: Path) -> None:
+    for said in launch(tmp_path, "ranks=alone", "sharded", ok=False):
+        assert "ConfigError" in said and "leave out ranks='alone'" in said
+
+
 def test_distributed_that_is_initialized_too_late_is_refused(tmp_path: Path) -> None:
     for said in launch(tmp_path, "late", ok=False):
         assert "StateError" in said and "call init_process_group first" in said

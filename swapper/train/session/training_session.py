@@ -324,20 +324,28 @@ class TrainingSession:
     ) -> SnapshotTicket:
         """As `snapshot`, of a sharded model: all ranks call it with the same directory. See snapshot_directory.py."""
         step, ranks = self._counters.step, self._directory.ranks
+        made: list[SnapshotDirectory] = []
 
-        def begin() -> tuple[SnapshotDirectory, dict[str, Any]]:
+        def begin() -> dict[str, Any]:
             content = self._content(more, step)
-            return SnapshotDirectory(path, background, lambda: ranks.has_failed, content), content
+            hidden = path.with_name(f".{path.name}{self._directory.job and '.'}{self._directory.job}.partial")
+            made.append(SnapshotDirectory(path, hidden, background, lambda: ranks.has_failed, content))
+            return content
 
         with self._manager.session_guard.turns.turn(), defer_sigint:
             background = ranks.in_background()
-            (directory, content), told = ranks.settle("take a snapshot", begin, lambda found: (str(path), step))
-            if len(set(told)) > 1:
-                directory.give_up()
-                named = "; ".join(f"rank {rank} {name} of step {step}" for rank, (name, step) in enumerate(told))
-                raise StateError(
-                    f"ranks are about to take different snapshots ({named}): pass the same directory on all"
-                )
+            try:
+                content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
+                if len(set(told)) > 1:
+                    named = "; ".join(f"rank {rank} {name} of step {of}" for rank, (name, of) in enumerate(told))
+                    raise StateError(
+                        f"ranks are about to take different snapshots ({named}): pass the same directory on all"
+                    )
+            except BaseException:
+                for directory in made:
+                    directory.give_up()
+                raise
+            (directory,) = made
             snapshot = self.publisher.capture_part(directory, local_parts(content), step, start)
             try:
                 self.pager.write_back()
