@@ -23,7 +23,7 @@ from swapper.durability.directory import RESUME_CHOICES
 from swapper.durability.ranks import RANKS_CHOICES, Ranks
 from swapper.durability.recovery import begin_run
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import ConfigError, StateError
+from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import weigh
 from swapper.options import Accelerator, CommitPolicy, ExternalWeights, parse_choice, parse_host_memory
 from swapper.runtime.counters import Counters
@@ -327,8 +327,11 @@ class SwapManager:
         With ranks together each has its own file: the first `path`, and rank 1 of 2 "x.rank-1-of-2.pt" for "x.pt". A
         path that contains "rank-1", "rank_1" or "rank1" is used as it is. `ticket.path` has the name.
 
+        Of a model that fully_shard has sharded the snapshot is a directory, which all ranks name: torch.distributed.checkpoint.load
+        reads it, on any number of ranks. All ranks must call this. See docs/snapshots.md.
+
         Args:
-            path: the file; must not exist. Its directory must.
+            path: the file, or the directory of a sharded model; must not exist. Its parent directory must.
             extra: values of the user in addition to `manager.extra`.
             keep: maximum number of snapshots that this run published with `keep` under names that differ from this one
                 in digits only ("step-90.pt", "step-100.pt"): the oldest are deleted. Other files are never touched.
@@ -338,17 +341,24 @@ class SwapManager:
         Raises:
             CheckpointError: `path` exists, its directory does not, or such a file cannot contain a value.
             ConfigError: `keep` or `frozen` is unknown.
+            UnsupportedError: `keep` or `frozen` with a sharded model.
             StateError: parameters are gathered, or the manager cannot be used.
             IoError: an earlier snapshot failed, which was not reported yet. Errors of this one are the ticket's.
         """
         self.current.check()
         run = self.current.running("snapshot")
-        target = self._ranks.own_name(Path(path).absolute())
+        target = Path(path).absolute()
         if keep is not None and (type(keep) is not int or keep < 1):
             raise ConfigError(f"keep={keep!r} is not known: use the number of snapshots to keep, at least 1, or None")
         parse_choice(frozen, "frozen", ("include", "reference"))
         content = partial(self._user.in_snapshot, extra or {})
-        ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
+        if run.is_sharded:
+            if keep is not None or frozen != "include":
+                raise UnsupportedError("keep= and frozen= do not go with a sharded model's snapshot: leave them out")
+            ticket = run.snapshot_directory(target, content, self._finish_snapshots)
+        else:
+            target = self._ranks.own_name(target)
+            ticket = run.snapshot(target, content, keep, frozen == "include", self._finish_snapshots)
         if not is_off("atexit"):
             atexit.unregister(self.close)
             atexit.register(self.close)  # a program that ends without closing still publishes the snapshot
@@ -467,5 +477,7 @@ class SwapManager:
     def __enter__(self) -> SwapManager:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._ranks.explain(error)
         self.close()

@@ -34,7 +34,9 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
             for tensor in directory.tensors.values()
             for chunk in tensor.chunks
         ]
-        return _summary(source, "dcp", tensors, {}, step=None)
+        first = source / "rank-0.pt"  # of a sharded model's snapshot
+        step = _step(read_torch_file(first)) if first.exists() else None
+        return _summary(source, "dcp", tensors, {}, step=step)
     opened = open_source(source)
     tensors = [_describe(tensor) for tensor in opened.tensors.values()]
     if opened.kind != "torch":

@@ -6,7 +6,7 @@ of the next step, it waits until all ranks have announced their last commit (`co
 same for all, it is the agreed one from then on, and the previous one is dropped, since its pages are about to be
 overwritten; if not, the previous one stays, with its files. So at every instant there is a whole commit that all ranks
 have. On a restart the ranks compare their commits (`choose`) and take the newest common one; a rank that is ahead
-returns to it.
+returns to it. After its update each rank tells the others whether it succeeded (`agree`): if not on all, all undo it.
 
 [Note: a group of its own] Ranks communicate through swapper's own gloo group, on the CPU: its calls never mix with
 those of the user's groups, whose order is the user's.
@@ -15,6 +15,7 @@ those of the user's groups, whose order is the user's.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import socket
@@ -27,6 +28,8 @@ import torch
 import torch.distributed as dist
 
 from swapper.errors import DirectoryError, StateError, SwapperError
+
+log = logging.getLogger("swapper")
 
 RANKS_CHOICES = ("together", "alone")
 
@@ -105,13 +108,18 @@ class Ranks:
         rank, size: the place, and the number of ranks.
         group: of torch.distributed, over all ranks; None: this process is independent, whatever its number.
         is_early: torch.distributed is not initialized yet, if it will be.
+
+    Attributes:
+        has_failed: this rank ends with an error, and does not wait for others any more.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, *, is_early: bool = False) -> None:
         self.rank = rank
         self.size = size
+        self.has_failed = False
         self._is_early = is_early
         self._group = group
+        self._background: Ranks | None = None
 
     @classmethod
     def find(cls, how: str = "together") -> Ranks:
@@ -167,6 +175,24 @@ class Ranks:
             dist.all_gather_object(found, mine, group=self._group)
         return found
 
+    def gather_at_first(self, mine: T, what: str) -> list[T] | None:
+        """As `gather`, but return it on rank 0 only; None on others."""
+        if self._group is None:
+            return [mine]
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        with _explained(what):
+            dist.gather_object(mine, found, dst=0, group=self._group)
+        return found
+
+    def in_background(self) -> Ranks:
+        """Return the same ranks with a group for a thread's use. All ranks must call the first one."""
+        if self._group is None:
+            return self
+        if self._background is None:
+            with _explained("the first snapshot"):
+                self._background = Ranks(self.rank, self.size, dist.new_group(backend="gloo", timeout=_users_timeout()))
+        return self._background
+
     def settle(self, what: str, find: Callable[[], T], tell: Callable[[T], Any]) -> tuple[T, list[Any]]:
         """Call `find` on all ranks. If it fails on one, it fails on all, and nobody waits for that one.
 
@@ -199,12 +225,54 @@ class Ranks:
             dist.all_gather(found, mine, group=self._group)
         return [tuple(each.tolist()) for each in found]
 
+    def agree(self, failure: BaseException | None, what: str) -> None:
+        """Raise StateError if `what` failed on another rank. All ranks must call it.
+
+        Args:
+            failure: the reason why it failed here, if it did.
+        """
+        if self._group is None:
+            return
+        end = f"the end of {what}"
+        if not any(has_failed for (has_failed,) in self.compare([failure is not None], end)):
+            return
+        reasons = enumerate(self.gather(None if failure is None else describe_failure(failure), end))
+        others = [f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None and rank != self.rank]
+        if failure is None:
+            raise StateError(
+                f"{what} failed on another rank, so no rank takes it ({'; '.join(others)}). Catch this error on all ranks and "
+                "repeat the step, or end all and restart with resume='auto'"
+            )
+
+    def explain(self, failure: BaseException) -> None:
+        """Note that this rank ends with `failure`. Log the reasons of the ranks that ended first, or leave its own for others.
+
+        A rank in a collective of the user's learns only that another has closed its connection.
+        """
+        if self._group is None or not _is_initialized():
+            return
+        self.has_failed = True
+        keys = [f"swapper/{self._group.group_name}/failure of rank {rank}" for rank in range(self.size)]
+        with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+            store = dist.distributed_c10d._get_default_store()
+            reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
+            for rank, reason in reasons.items():
+                log.error("rank %d ended first: %s", rank, reason)
+            if not reasons:
+                store.set(keys[self.rank], describe_failure(failure))
+
     def close(self) -> None:
         """Release the group. Idempotent."""
+        if self._background is not None and not self.has_failed:  # else a thread may wait in it
+            self._background.close()
         group, self._group = self._group, None
         if group is not None and _is_initialized():
             with contextlib.suppress(ValueError, RuntimeError):  # destroyed with the user's own
                 dist.destroy_process_group(group)
+
+
+def describe_failure(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"
 
 
 def host_name() -> str:

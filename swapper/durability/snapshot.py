@@ -32,6 +32,7 @@ import torch
 
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
+from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, TensorPlace
@@ -122,6 +123,22 @@ class Publisher:
         self._tickets.append(ticket)
         return Snapshot(path, tail, keep, left_out, ticket)
 
+    def capture_part(
+        self, directory: SnapshotDirectory, content: dict[str, Any], step: int, hurry: Callable[[], None]
+    ) -> Snapshot:
+        """Capture this rank's part of the snapshot `directory`. See `capture`; failures are the ticket's too."""
+        previous = [ticket for ticket in self._tickets if isinstance(ticket, DirectoryTicket)]
+        ticket = DirectoryTicket(directory, step, hurry, previous[-1] if previous else None)
+        self._tickets.append(ticket)
+        try:
+            locate = _locator(self._sections, self._layout)
+            items = directory.items(locate, {record.key: record.nbytes for record in self._layout.records})
+            tail = PreparedTail(self._layout, content, locate, items)
+            return Snapshot(directory.file, tail, None, frozenset(), ticket)
+        except BaseException as error:
+            ticket.finish(error)
+            raise
+
     def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:
         places = _Places([self._sections[number] for number in left_out])
         absent = [n for n, t in content["model"].items() if places.find(t) is not None]
@@ -165,6 +182,9 @@ class Publisher:
         """Wait for every publication that was started."""
         for publication in self._publications:
             publication.join()
+        for ticket in self._tickets:
+            if isinstance(ticket, DirectoryTicket):
+                ticket.join()
         self.settle()
 
     def raise_failure(self) -> None:

@@ -28,8 +28,9 @@ from swapper import _C
 from swapper.durability.commit import CommitRecord, files_of, read_commit
 from swapper.durability.directory import COMMIT_NAME
 from swapper.errors import CheckpointError, IoError
+from swapper.formats.dcp_directory import MAX_METADATA_BYTES, METADATA_NAME, metadata_is_whole, read_directory
 from swapper.formats.safetensors import read as read_safetensors
-from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at
+from swapper.formats.sources import PICKLE_MAGIC, ZIP_MAGIC, opened, read_at, read_whole
 from swapper.formats.torch_zip.container import (
     MANIFEST_NAME,
     MAX_END_BYTES,
@@ -111,13 +112,16 @@ class _Part:
 
 
 def verify(path: str | os.PathLike[str], progress: Progress = lambda done, total: None) -> list[Report]:
-    """Verify a snapshot, a run's directory (or the directory that the manager was given), or a torch checkpoint.
+    """Verify a snapshot (a file, or the directory of a sharded model's), a run's directory (or the directory that the
+    manager was given), or a torch checkpoint.
 
     Raises:
         CheckpointError: it cannot be checked: it has no checksums, swapper cannot read it, or a run is in use.
         IoError: it cannot be opened.
     """
     place = Path(path)
+    if (place / METADATA_NAME).exists():
+        return [_verify_metadata(place), *(_verify_file(file, progress) for file in sorted(place.glob("rank-*.pt")))]
     if place.is_dir():
         runs = (
             [place] if (place / COMMIT_NAME).exists() else sorted(p.parent for p in place.glob(f"rank-*/{COMMIT_NAME}"))
@@ -222,6 +226,28 @@ def _find_manifest(tail: bytes, seal: Seal) -> Manifest | None:
         return Manifest.decode(tail[data:end], seal.begin)
     except CheckpointError:
         return None
+
+
+# --- a directory of several ranks
+
+
+def _verify_metadata(directory: Path) -> Report:
+    path = directory / METADATA_NAME
+    data = read_whole(path, MAX_METADATA_BYTES)
+    whole = metadata_is_whole(data)
+    if whole is None:
+        raise CheckpointError(
+            f"{path} has no checksum, so {directory} is not a snapshot of swapper's, or its end is damaged: it cannot be checked"
+        )
+    report = Report(str(path), "snapshot", len(data), len(data))
+    try:
+        what = "" if whole else "it does not have the CRC-32 of its write"
+        read_directory(directory)
+    except (CheckpointError, IoError) as error:
+        what = what or f"the ranks' files are not as it says: {error}"
+    if what:
+        report.faults.append(Fault(str(path), 0, len(data), what))
+    return report
 
 
 # --- a checkpoint without a seal

@@ -7,6 +7,8 @@ file.
 
 from __future__ import annotations
 
+import re
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from swapper.formats.torch_zip.torch_file import read_item
 from swapper.formats.torch_zip.unpickling import Opaque
 
 METADATA_NAME = ".metadata"
+_SEAL = re.compile(rb"swapper-seal crc32 ([0-9a-f]{8})\n\Z")
 MAX_METADATA_BYTES = 1 << 30  # of a sane file; it is read whole
 
 
@@ -32,6 +35,17 @@ class DcpDirectory:
     tensors: dict[str, ChunkedTensor]
     others: tuple[str, ...]  # names of entries that are not tensors
     stamps: dict[Path, FileStamp]
+
+
+def seal_metadata(pickled: bytes) -> bytes:
+    """Return the content of a `.metadata` with a checksum. It is behind the pickle, where no reader looks."""
+    return pickled + b"swapper-seal crc32 %08x\n" % zlib.crc32(pickled)
+
+
+def metadata_is_whole(data: bytes) -> bool | None:
+    """Return whether the content of a `.metadata` is as `seal_metadata` made it; None if it has no checksum."""
+    found = _SEAL.search(data)
+    return None if found is None else zlib.crc32(data[: found.start()]) == int(found[1], 16)
 
 
 def read(path: Path) -> Source:

@@ -3,12 +3,23 @@
 Everything except the payload is made here, so that the payload can be transferred directly. Inside, offsets count from
 the item's own beginning and torch's alignment of 64 bytes holds; `head_gap` finds a beginning that aligns the payload
 in the file.
+
+[Note: items of a container] A tensor that lies in a payload record of a container is an item without a copy of it: the
+bytes from 0 to the end of a small zip directory of its own, which lists the payload record where it is and a data.pkl
+of this tensor alone. These directories are a record of the container's tail. torch's own reader loads the whole payload
+record for each item; `swapper.checkpoint.dcp.StorageReader` reads the tensor's bytes alone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import io
+import sys
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -62,3 +73,65 @@ class Item:
 @lru_cache(maxsize=4096)
 def item_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Item:
     return Item.of(dtype, shape)
+
+
+class ContainerItems:
+    """The items of a container, as a record of its tail. See [Note: items of a container].
+
+    Attributes:
+        places: (offset, nbytes) in the file of each item, by the index that `add` was given. Filled by `build`.
+    """
+
+    def __init__(self) -> None:
+        self._contents: dict[Any, bytes | tuple[str, bytes]] = {}
+        self.places: dict[Any, tuple[int, int]] = {}
+
+    def add(self, index: Any, value: object, place: StorageRef | None, record_nbytes: int) -> None:
+        """Add an item.
+
+        Args:
+            value: a plain tensor, or bytes that torch.load reads.
+            place: of the tensor in a payload record of `record_nbytes` bytes; None copies it.
+        """
+        if isinstance(value, bytes):
+            self._contents[index] = value
+        elif place is None:
+            self._contents[index] = _saved(value)
+        else:
+            self._contents[index] = (
+                place.key,
+                pickle_state(value, {place.key: record_nbytes}, lambda tensor: place).data,
+            )
+
+    def build(self, begin: int, payloads: Mapping[str, Entry]) -> bytes:
+        """Return the record's content, which begins at offset `begin` of the file.
+
+        Args:
+            payloads: directory entries of the payload records, by key.
+        """
+        data = bytearray()
+        for index, content in self._contents.items():
+            at = begin + len(data)
+            if isinstance(content, bytes):
+                data += content
+                self.places[index] = at, len(content)
+                continue
+            key, pickled = content
+            item = RecordBytes(_ALIGNMENT, at, [payloads[key]])
+            for name, record in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
+                item.add(name, record)
+            data += item.finish(1)
+            self.places[index] = 0, begin + len(data)
+        return bytes(data)
+
+
+def _saved(value: Any) -> bytes:
+    """Return the item of a tensor, made of a copy."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_quantized:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue()
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    item = item_of(value.dtype, tuple(value.shape))
+    payload = ctypes.string_at(flat.data_ptr(), item.nbytes) if item.nbytes else b""
+    return item.head + payload + item.tail(zlib.crc32(payload))

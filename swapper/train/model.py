@@ -41,6 +41,7 @@ from swapper.train.parameters.pass_lifecycle import PassLifecycle
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import Callbacks, SessionGuard
 from swapper.train.sharded.shard_hooks import ShardHooks
+from swapper.train.sharded.sharded_state import checkpoint_of
 from swapper.train.sharded.shards import Shards
 from swapper.train.updates.at_step import Updates
 from swapper.train.updates.deferred import DeferredStep
@@ -364,6 +365,8 @@ class OffloadedModel:
 
     def checkpoint(self) -> dict[str, Any]:
         """Return the state in the form of a checkpoint. Its tensors alias the sections, whose data may be cold."""
+        if isinstance(self.model, Shards):
+            return checkpoint_of(self.model, self._optimizer, self.optimizer_state.at_its_place())
         placed = None if self._on_device is None else self._placed
         content: dict[str, Any] = {"model": state_dict_of(self.model, placed)}
         masters = {

@@ -216,7 +216,7 @@ def look_and_load(manager: Any, swapped: Any, optimizer: Any, plain: Any, plain_
     same(norms[0], norms[1], "norms")
     same_state(swapped, optimizer, plain, plain_optimizer, "clipped")
     for call in (
-        lambda: manager.snapshot("x.pt"),
+        lambda: manager.snapshot("x", keep=1),
         lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     ):
         try:

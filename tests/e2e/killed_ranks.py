@@ -1,10 +1,10 @@
-"""A job of several ranks that is killed again and again, as a program: they train by DDP, some are killed, all begin again.
+"""A job of several ranks that is killed again and again, as a program: DDP or FSDP2; some are killed, all begin again.
 
-Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS]. As killed_run.py, whose model it trains: the parent has torch imported and
-forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After a random number
-of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and end.
-One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between steps;
-snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch's DDP that nobody killed.
+Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch
+imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After
+a random number of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and
+end. One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between
+steps; snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
 from e2e.killed_run import BUDGET, LONGEST_DELAY_S, WORDS, batch, fork, make
+from swapper.durability.snapshot_directory import local_parts
 from swapper.durability.verify import verify
 
 STEPS = 9
@@ -48,10 +52,18 @@ class Model(nn.Module):
         return logits + self.sometimes(logits) if self.number % 2 else logits
 
 
-def prepare(rank: int) -> tuple[Model, nn.Module, torch.optim.Optimizer]:
+def prepare(rank: int, engine: str) -> tuple[Model, nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Model()
-    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    wrapped: nn.Module = model
+    if engine == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model.usual, model.sometimes):
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     torch.manual_seed(100 + rank)  # dropout is each rank's own
     return model, wrapped, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -79,25 +91,29 @@ def joined(rank: int, size: int, meeting: Path, work: Callable[[], None]) -> Non
     dist.destroy_process_group()
 
 
-def plain(directory: Path) -> None:
-    model, wrapped, optimizer = prepare(dist.get_rank())
+def plain(directory: Path, engine: str) -> None:
+    model, wrapped, optimizer = prepare(dist.get_rank(), engine)
     losses = []
     for number in range(STEPS):
         losses.append(step(model, wrapped, optimizer, number))
         if number + 1 in CHANGED_STEPS:
             change(model)
-    torch.save((losses, model.state_dict(), optimizer.state_dict()), directory / f"plain-{dist.get_rank()}.pt")
+    states = get_state_dict(model, optimizer) if engine == "fsdp" else (model.state_dict(), optimizer.state_dict())
+    torch.save((losses, *local_parts([*states])), directory / f"plain-{dist.get_rank()}.pt")
 
 
-def run(directory: Path, tick: Callable[[], Any], update: str, snapshots: str) -> None:
+def run(directory: Path, tick: Callable[[], Any], engine: str, update: str, snapshots: str) -> None:
     """Train to the end, from wherever the ranks can."""
     rank = dist.get_rank()
-    model, wrapped, optimizer = prepare(rank)
+    model, wrapped, optimizer = prepare(rank, engine)
+
+    def passed(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        tick()
+        output.register_hook(lambda _: tick() and None)
+
     for module in model.modules():
         if not list(module.children()):
-            module.register_forward_hook(lambda *_: tick() and None)
-    for parameter in model.parameters():
-        parameter.register_hook(lambda _: tick() and None)
+            module.register_forward_hook(passed)
     with swapper.SwapManager(directory, host_memory=BUDGET, resume="auto", rng=True) as manager:
         _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme", update=update)
         tick()
@@ -107,26 +123,28 @@ def run(directory: Path, tick: Callable[[], Any], update: str, snapshots: str) -
                     with manager.gather(model, write=True):
                         change(model)
                     manager.extra["changed"] = manager.step
-                takes = snapshots == "all" or (snapshots == "first" and rank == 0)
+                takes = snapshots == "all" or (snapshots == "first" and rank == 0 and engine == "ddp")
                 if takes and manager.step in SNAPSHOT_STEPS:
-                    try:
-                        manager.snapshot(directory / f"step-{manager.step}.pt")
-                    except swapper.CheckpointError as error:
-                        assert "exists already" in str(error)
+                    take_snapshot(manager, directory / f"step-{manager.step}.pt")
                 tick()
                 if manager.step == STEPS:
                     break
                 number = manager.step
                 log.write(f"{number} {step(model, wrapped, optimizer, number).hex()}\n")
                 log.flush()
-        try:
-            manager.snapshot(directory / "final.pt")
-        except swapper.CheckpointError as error:
-            assert "exists already" in str(error)
+        take_snapshot(manager, directory / "final.pt")
 
 
-def check(directory: Path, size: int) -> None:
+def take_snapshot(manager: swapper.SwapManager, path: Path) -> None:
+    try:
+        manager.snapshot(path)
+    except (swapper.CheckpointError, swapper.StateError) as error:  # on this rank, or on the first one
+        assert "exists already" in str(error)
+
+
+def check(directory: Path, size: int, engine: str) -> None:
     """Assert that the ranks, which have come to their end, are where plain torch is."""
+    prefix = "module." if engine == "ddp" else ""
     for rank in range(size):
         losses, model, optimizer = torch.load(directory.parent / f"plain-{rank}.pt", weights_only=True)
         seen = [line.split() for line in (directory / f"losses-{rank}").read_text().splitlines()]
@@ -134,19 +152,21 @@ def check(directory: Path, size: int) -> None:
             assert float.fromhex(loss) == losses[int(number)], f"rank {rank}: step {number} differs after a kill"
         assert {int(number) for number, _ in seen} == set(range(STEPS))
         name = "final.pt" if rank == 0 else f"final.rank-{rank}-of-{size}.pt"
+        if engine == "fsdp":
+            name = f"final.pt/rank-{rank}.pt"
         final = torch.load(directory / name, weights_only=True)
         assert final["swapper"]["step"] == STEPS
         for key, value in model.items():
-            assert torch.equal(final["model"][f"module.{key}"], value), f"rank {rank}: {key} differs after kills"
+            assert torch.equal(final["model"][prefix + key], value), f"rank {rank}: {key} differs after kills"
         for index, state in optimizer["state"].items():
             for key, value in state.items():
                 assert torch.equal(final["optimizer"]["state"][index][key], value), f"rank {rank}: {key} differs"
     for path in directory.glob("*.pt"):
-        assert verify(path)[0].faults == [], path
+        assert [report.faults for report in verify(path) if report.faults] == [], path
 
 
-def run_and_kill(directory: Path, size: int, chance: random.Random, **options: Any) -> bool:
-    """Start all ranks and kill some of them after some ticks. Returns True if one was killed, False if all came to their end."""
+def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, **options: Any) -> bool:
+    """Start all ranks and kill some of them after so many ticks. Returns True if one was killed, False if all came to their end."""
     reader, writer = os.pipe()
     meeting = directory / f"meeting-{chance.random()}"
     ranks = []
@@ -159,7 +179,6 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, **options: A
 
         ranks.append(fork(work))
     os.close(writer)
-    after = chance.randrange(1, 250)
     while after > 0 and (seen := os.read(reader, after)):
         after -= len(seen)
     os.close(reader) if after else None
@@ -182,12 +201,13 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, **options: A
     return bool(victims)
 
 
-def main(directory: Path, seed: int, kills: int, size: int = 2) -> None:
+def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:
     torch.set_num_threads(1)
-    for module in ("swapper.manager", "torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor"):
+    for module in ("torch._dynamo.distributed", "torch.distributed.nn", "torch._inductor") if engine == "ddp" else ():
         importlib.import_module(module)  # here and not in every child: DDP does
+    swapper.SwapManager  # noqa: B018  # as well
     plain_ranks = [
-        fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory))) for r in range(size)
+        fork(lambda r=r: joined(r, size, directory / "meeting", lambda: plain(directory, engine))) for r in range(size)
     ]
     assert sum(os.waitpid(rank, 0)[1] for rank in plain_ranks) == 0
     chance = random.Random(seed)
@@ -196,9 +216,18 @@ def main(directory: Path, seed: int, kills: int, size: int = 2) -> None:
         place = directory / f"job-{jobs}"
         place.mkdir()
         snapshots = chance.choice(("none", "first", "all"))
-        while run_and_kill(place, size, chance, update=chance.choice(("step", "deferred")), snapshots=snapshots):
+        updates = ("step", "deferred") if engine == "ddp" else ("step",)
+        while run_and_kill(
+            place,
+            size,
+            chance,
+            chance.randrange(1, 250) if killed < kills else 1 << 20,  # then the job comes to its end
+            engine=engine,
+            update=chance.choice(updates),
+            snapshots=snapshots,
+        ):
             killed += 1
-        check(place, size)
+        check(place, size, engine)
         shutil.rmtree(place)
         jobs += 1
         print(f"{killed} kills", file=sys.stderr, flush=True)
@@ -206,4 +235,4 @@ def main(directory: Path, seed: int, kills: int, size: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:5]), *sys.argv[5:])

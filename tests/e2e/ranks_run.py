@@ -4,13 +4,17 @@ Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all rank
 steps (how many more to take), resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
-DDP. "late": torch.distributed is initialized after the manager was made.
+DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
+the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says
+so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -75,6 +79,72 @@ def failing(sweep: Any) -> Iterator[None]:
         sweep._apply = apply
 
 
+@contextlib.contextmanager
+def full_drive(sweep: Any) -> Iterator[None]:
+    """Within, no file can be written from the first group's update on."""
+    apply = sweep._apply
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, sweep, "_apply", apply)
+        sweep._apply = lambda run: (stack.enter_context(no_room()), apply(run))[1]
+        yield
+
+
+def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any, optimizer: Any) -> None:
+    torch.manual_seed(int(number))
+    is_full = orders.one("full") == number
+    try:
+        with full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext():
+            train_step(wrapped, optimizer)
+    except swapper.SwapperError as error:
+        if not orders.is_said("retries"):
+            raise
+        say(rank, f"{type(error).__name__} at {manager.step}: {error}")
+        optimizer.zero_grad()
+        torch.manual_seed(int(number))
+        train_step(wrapped, optimizer)
+
+
+@contextlib.contextmanager
+def no_room() -> Iterator[None]:
+    """Within, no file can be written."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def take_snapshot(rank: int, orders: Orders, manager: Any, path: Path) -> None:
+    try:
+        ticket = manager.snapshot(path)
+        if orders.one("taken") == str(path):
+            (hidden,) = path.parent.glob(f".{path.name}.*partial")
+            (hidden / f"rank-{rank}.pt").touch()
+        ticket.result()
+    except swapper.SwapperError as error:
+        if not orders.is_said("retries"):
+            raise
+        say(rank, f"{type(error).__name__}: {error}")
+
+
+def cut_off_files(directory: Path, rank: int) -> None:
+    for path in directory.glob(f"rank-{rank}-of-*/*.swap"):
+        os.truncate(path, 0)
+
+
+def wrapped_by(orders: Orders, model: Net) -> Any:
+    if orders.is_said("sharded"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return model if orders.is_said("plain") or dist.get_world_size() == 1 else DistributedDataParallel(model)
+
+
 def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str]) -> None:
     orders = Orders(rank, given)
     join = {
@@ -95,13 +165,14 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
     model = Net(depth=1)
+    wrapped = None if is_late else wrapped_by(orders, model)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
     try:
         manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
         if is_late:
             dist.init_process_group("gloo", **join)
-        wrapped: Any = model if orders.is_said("plain") or size == 1 else DistributedDataParallel(model)
+            wrapped = wrapped_by(orders, model)
         steps = int(orders.one("steps", 0))
         if orders.is_said("killed"):
             die_before_commit(rank, begun, begun + steps)
@@ -114,9 +185,11 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
                 if orders.one("fails") == number:
                     with failing(manager.current.run.model._sweep), contextlib.suppress(ZeroDivisionError):
                         train_step(wrapped, optimizer)
-                train_step(wrapped, optimizer)
+                if orders.one("torn") == number:
+                    cut_off_files(directory, rank)
+                take_step(rank, orders, number, manager, wrapped, optimizer)
             for path in orders.all("snapshot"):
-                manager.snapshot(path).result()
+                take_snapshot(rank, orders, manager, Path(path))
         say(rank, f"began at {begun}, ended at {manager.step}")
     except (swapper.SwapperError, RuntimeError) as error:
         say(rank, f"{type(error).__name__}: {error}")
@@ -127,6 +200,10 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
 
 def main(directory: Path, size: int, given: list[str]) -> None:
     torch.set_num_threads(1)
+    swapper.SwapManager  # noqa: B018  # imported here and not in every rank, as what follows
+    if "sharded" in given:
+        importlib.import_module("torch.distributed.fsdp")
+        importlib.import_module("torch.distributed.checkpoint.state_dict")
     with tempfile.TemporaryDirectory() as scratch:
         meeting = Path(scratch) / "meeting"
         ranks = [fork(lambda rank=rank: work(rank, size, directory, meeting, given)) for rank in range(size)]

@@ -127,11 +127,12 @@ def test_a_rank_that_skips_a_step_is_waited_for_no_longer_than_the_user_says(tmp
     assert launch(tmp_path, "steps=1")[0] == "rank 0: began at 1, ended at 2"
 
 
-def test_ranks_at_different_steps_are_told_where_each_is(tmp_path: Path) -> None:
-    """Without DDP nothing else notices: the one that failed in a step tries it again, and the other is a step ahead."""
-    for said in launch(tmp_path, "steps=4", "fails=0:2", "plain", ok=False):
-        assert "StateError" in said and "different steps (rank 0 step 2, rank 1 step 3)" in said
-        assert "resume='auto'" in said and "ranks='alone'" in said
+def test_a_step_that_fails_on_one_rank_is_undone_on_all(tmp_path: Path) -> None:
+    """The one that failed tries again alone: the other has ended."""
+    said = launch(tmp_path, "steps=4", "fails=0:2", "plain", ok=False)
+    assert "StateError" in said[0] and "another rank did not arrive at step 2" in said[0]
+    assert "StateError" in said[1] and "step 2 failed on another rank" in said[1]
+    assert "rank 0: ZeroDivisionError" in said[1] and "resume='auto'" in said[1]
     assert launch(tmp_path, "steps=1", "plain")[0] == "rank 0: began at 1, ended at 2"
 
 
@@ -140,6 +141,11 @@ def test_alone_each_rank_goes_its_own_way(tmp_path: Path) -> None:
         "rank 0: began at 0, ended at 0",
         "rank 1: began at 0, ended at 3",
     ]
+
+
+def test_a_sharded_model_of_ranks_that_are_alone_is_refused(tmp_path: Path) -> None:
+    for said in launch(tmp_path, "ranks=alone", "sharded", ok=False):
+        assert "ConfigError" in said and "leave out ranks='alone'" in said
 
 
 def test_distributed_that_is_initialized_too_late_is_refused(tmp_path: Path) -> None:

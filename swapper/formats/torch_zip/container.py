@@ -45,6 +45,7 @@ from swapper.io.elements import device_errors
 ALIGNMENT = 4096
 """Bytes. Payload offsets and sizes, header chunks and tails are multiples of this, as direct I/O needs."""
 
+ITEMS_NAME = "swapper/items"
 MANIFEST_NAME = "swapper/manifest.json"
 FORMAT = 1  # of the manifest; other numbers are refused
 END_RECORD_BYTES = 22
@@ -118,6 +119,8 @@ class PreparedTail:
         locate: the place of a tensor in the payload records. Tensors for which it returns None are resident: their
             whole storages are copied now, shared ones once. Of located tensors only shape, stride, dtype, layout and
             requires_grad are read. All tensors of one record must have one dtype.
+        items: makes one more record, of items of torch.distributed.checkpoint (formats/dcp_items.py). It gets the
+            record's offset in the file and the directory's entries of the payloads by key.
 
     Raises:
         CheckpointError: the default torch.load could not read `obj`, or a tensor is not at the place that `locate`
@@ -125,9 +128,14 @@ class PreparedTail:
     """
 
     def __init__(
-        self, layout: ContainerLayout, obj: object, locate: Callable[[torch.Tensor], StorageRef | None]
+        self,
+        layout: ContainerLayout,
+        obj: object,
+        locate: Callable[[torch.Tensor], StorageRef | None],
+        items: Callable[[int, Mapping[str, Entry]], bytes] | None = None,
     ) -> None:
         self._layout = layout
+        self._items = items
         pickled = pickle_state(obj, {record.key: record.nbytes for record in layout.records}, locate)
         self._data = pickled.data
         # ".format_version" allows a reader to compute offsets instead of looking them up, from the order in which it
@@ -158,12 +166,11 @@ class PreparedTail:
         manifest = Manifest.make([*headers, *chunks], begin, tensors or {})
         by_offset = {chunk.offset: chunk for chunk in chunks if chunk.nbytes}
         crc32s = {record.key: _payload_crc32(record, by_offset) for record in records}
-        payloads = [
-            Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
+        payloads = {
+            record.key: Entry(_name(record.key), record.header_offset, record.nbytes, crc32s[record.key])
             for record in records
-            if record.key not in left_out
-        ]
-        tail = RecordBytes(ALIGNMENT, begin, payloads)
+        }
+        tail = RecordBytes(ALIGNMENT, begin, [entry for key, entry in payloads.items() if key not in left_out])
         if records:  # the last payload's descriptor; the others are in the header chunks
             tail.data += descriptor(records[-1].header_offset, records[-1].nbytes, crc32s[records[-1].key])
         for key, content in self._resident.items():
@@ -171,6 +178,8 @@ class PreparedTail:
         for name, content in leading_records(self._data, ALIGNMENT):
             if name != ".format_version" or self._in_file_order:
                 tail.add(name, content)
+        if self._items is not None:
+            tail.add(ITEMS_NAME, self._items(tail.next_offset(ITEMS_NAME), payloads))
         tail.add_trailing()
         tail.add(MANIFEST_NAME, manifest.encode())
         return _seal_tail(tail.finish(ALIGNMENT), begin)

@@ -140,6 +140,10 @@ class RecordBytes:
         self.data = bytearray()
         self.entries = list(entries)
 
+    def next_offset(self, name: str) -> int:
+        """Return the offset in the file of the content of a record that is added next, of less than 4 GiB."""
+        return payload_offset(self._begin + len(self.data), f"{ROOT}/{name}", 0, self._alignment)
+
     def add(self, name: str, content: bytes) -> None:
         cursor = self._begin + len(self.data)
         entry = Entry(f"{ROOT}/{name}", cursor, len(content), zlib.crc32(content))

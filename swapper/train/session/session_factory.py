@@ -106,7 +106,11 @@ class SessionFactory:
             The replacement of the user's optimizer.
         """
         plan = self._agree(lambda: self._with_buffers(make(), init is not None))
-        request, record = plan.request, self._record
+        request, record, ranks = plan.request, self._record, self._directory.ranks
+        if isinstance(request.model, Shards) and ranks.size > 1 and not ranks.are_together:
+            raise ConfigError(
+                "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
+            )
         self._given_members = names_by_group(request.optimizer, plan.inventory.names)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None

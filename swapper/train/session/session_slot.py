@@ -6,7 +6,8 @@ A step that failed half-way is undone here; if that is impossible, the manager c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -171,17 +172,35 @@ class SessionSlot:
         run.model.check_step()
         if not run.model.updates.has_begun_early:
             self.begin_step()
-        learn = run.model.updates.in_order
+        learn, step = run.model.updates.in_order, self._counters.step + 1
         try:
-            run.model.update()
-            run.pager.end_step(learn)
+            with self._on_all_ranks(step):
+                run.model.update()
+                run.pager.end_step(learn)
         except BaseException as error:
-            self.fail(self._counters.step + 1, error)
+            self.fail(step, error)
             run.model.step_undone()
             raise
-        self._counters.step += 1
+        self._counters.step = step
         self._user.note_rng()
         run.committer.step_done(self._counters.step)
+
+    @contextmanager
+    def _on_all_ranks(self, step: int) -> Iterator[None]:
+        """What fails in the context on one rank fails on all."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(StateError):
+                self._agree(error, step)
+            raise
+        self._agree(None, step)
+
+    def _agree(self, failure: BaseException | None, step: int) -> None:
+        ranks = self.directory.ranks
+        if ranks.are_together:
+            with self._counters.waiting("rank", f"to end step {step}"):
+                ranks.agree(failure, f"step {step}")
 
     def begin_step(self) -> None:
         """Prepare for changes of parameters and state. The writes of the last step are done by then."""

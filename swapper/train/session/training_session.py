@@ -24,8 +24,9 @@ from swapper.durability.directory import RunDirectory
 from swapper.durability.recovery import Commit, WayBack, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
+from swapper.durability.snapshot_directory import SnapshotDirectory, local_parts
 from swapper.durability.ticket import SnapshotTicket
-from swapper.errors import CheckpointError, StateError, SwapperError, UnsupportedError
+from swapper.errors import CheckpointError, StateError, SwapperError
 from swapper.io.engines import Engine
 from swapper.modules.resources import Resources
 from swapper.paging.planning.schedule import Schedule
@@ -306,28 +307,69 @@ class TrainingSession:
             has_frozen: include parameters that are not trained.
             start: called when a thread waits for it; starts it at once.
         """
-        if isinstance(self.model.model, Shards):
-            raise UnsupportedError(
-                "manager.snapshot does not know sharded models yet: save torch.distributed.checkpoint.state_dict's get_state_dict("
-                "model, optimizer) by torch.distributed.checkpoint.save. Commits and resume='auto' work"
-            )
-        if self.model.gathering.is_open:
-            raise StateError("snapshot inside manager.gather: leave the gather first")
-        self.publisher.raise_failure()
-        self.plan.inventory.check_files()
         step = self._counters.step
         with self._manager.session_guard.turns.turn(), defer_sigint:
-            self.model.passes.abandon()
-            self.model.finish_update()
-            self.model.optimizer_state.sync_to_host()
-            if self.committer.has_snapshot:
-                self.committer.finish()
-            content = {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+            content = self._content(more, step)
             snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
             self.pager.write_back()
             self.committer.add_snapshot(step, snapshot)
         ticket: SnapshotTicket = snapshot.ticket
         return ticket
+
+    def snapshot_directory(
+        self, path: Path, more: Callable[[], dict[str, Any]], start: Callable[[], None]
+    ) -> SnapshotTicket:
+        """As `snapshot`, of a sharded model: all ranks call it with the same directory. See snapshot_directory.py."""
+        step, ranks = self._counters.step, self._directory.ranks
+        made: list[SnapshotDirectory] = []
+
+        def begin() -> dict[str, Any]:
+            content = self._content(more, step)
+            hidden = path.with_name(f".{path.name}{self._directory.job and '.'}{self._directory.job}.partial")
+            made.append(SnapshotDirectory(path, hidden, background, lambda: ranks.has_failed, content))
+            return content
+
+        with self._manager.session_guard.turns.turn(), defer_sigint:
+            background = ranks.in_background()
+            try:
+                content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
+                if len(set(told)) > 1:
+                    named = "; ".join(f"rank {rank} {name} of step {of}" for rank, (name, of) in enumerate(told))
+                    raise StateError(
+                        f"ranks are about to take different snapshots ({named}): pass the same directory on all"
+                    )
+            except BaseException:
+                for directory in made:
+                    directory.give_up()
+                raise
+            (directory,) = made
+            snapshot = self.publisher.capture_part(directory, local_parts(content), step, start)
+            try:
+                self.pager.write_back()
+                self.committer.add_snapshot(step, snapshot)
+            except BaseException as error:
+                snapshot.ticket.finish(error)
+                raise
+        ticket: SnapshotTicket = snapshot.ticket
+        return ticket
+
+    def _content(self, more: Callable[[], dict[str, Any]], step: int) -> dict[str, Any]:
+        """Return the content of a snapshot. Everything is where its tensors say, and no other snapshot is due."""
+        if self.model.gathering.is_open:
+            raise StateError("snapshot inside manager.gather: leave the gather first")
+        self.publisher.raise_failure()
+        self.plan.inventory.check_files()
+        self.model.passes.abandon()
+        self.model.finish_update()
+        self.model.optimizer_state.sync_to_host()
+        if self.committer.has_snapshot:
+            self.committer.finish()
+        return {**self.model.checkpoint(), **more(), "swapper": {"format": 1, "step": step}}
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model has shards of this rank."""
+        return isinstance(self.model.model, Shards)
 
     def roll_back(self, step: int, sections: Sequence[Section] | None = None) -> bool:
         """Restore `sections`, or all, to the state after `step`. Return False if that is impossible: then close."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.train.optimizer.optim import packed_groups
 from swapper.train.optimizer.optimizer_state import OptimizerState
 from swapper.train.optimizer.state_view import StateView
 from swapper.train.sharded.shards import Shards, local_state, sharded_like
@@ -60,3 +61,33 @@ class ShardedState:
 
     def put(self, states: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         self._owner.put({self._shards.of[id(p)].local: local_state(state) for p, state in states.items()})
+
+
+def checkpoint_of(shards: Shards, optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return "model" and "optimizer" as torch.distributed.checkpoint.state_dict.get_state_dict makes them.
+
+    Args:
+        optimizer: of the shards.
+        state: by number, as in torch's state_dict.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes a second
+
+    shard_of = {id(shard.local): shard for shard in shards.all}
+    in_order = [shard_of[id(local)] for group in optimizer.param_groups for local in group["params"]]
+    names = [_qualified(shard.name) for shard in in_order]
+    settings = packed_groups(optimizer.param_groups)
+    return {
+        "model": get_model_state_dict(shards.model),
+        "optimizer": {
+            "state": {
+                names[number]: {key: sharded_like(value, in_order[number].parameter) for key, value in values.items()}
+                for number, values in state.items()
+            },
+            "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in settings],
+        },
+    }
+
+
+def _qualified(name: str) -> str:
+    """Return a parameter's name as in torch's state dicts, without wrappers."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

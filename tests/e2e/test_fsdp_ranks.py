@@ -1,0 +1,94 @@
+"""Ranks of a sharded model that are killed, fail, or take snapshots: all go on from one step, or all stop and say why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from e2e import fsdp_snapshot, killed_ranks, ranks_run
+from e2e.processes import run_python
+from e2e.test_ranks import launch
+from swapper.durability.verify import verify
+
+BUDGET = "memory=4MiB"
+"""The smallest for the model of ranks_run.py, so that an update writes."""
+
+
+def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:
+    done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
+    assert done.returncode == 0, done.stderr
+    assert "all exact" in done.stdout
+
+
+def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
+    """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    existing, taken, end = (failing / name for name in ("existing", "taken", "end"))
+    existing.mkdir(parents=True)
+    well.mkdir()
+    paths = [existing, f"0:{failing / 'other'}", f"1:{failing / 'another'}", taken, end]
+    orders = ["full=1:3", f"taken=1:{taken}", "retries", *(f"snapshot={path}" for path in paths)]
+    said = launch(failing, "steps=4", "sharded", BUDGET, *orders)
+    first, second = ([line for line in said if line.startswith(f"rank {rank}: ")] for rank in range(2))
+    assert len(first) == len(second) == 5, said
+    expected = [
+        (
+            "StateError at 2: step 3 failed on another rank, so no rank takes it (rank 1: IoError",
+            "IoError at 2: write of",
+        ),
+        (f"CheckpointError: {existing} exists already", f"CheckpointError: {existing} exists already"),
+        (
+            "StateError: ranks are about to take different snapshots",
+            "StateError: ranks are about to take different snap",
+        ),
+        (f"StateError: the snapshot {taken} was not taken: it failed on rank 1: CheckpointError", "CheckpointError: "),
+        ("began at 0, ended at 4", "began at 0, ended at 4"),
+    ]
+    for texts, lines in zip(zip(*expected, strict=True), (first, second), strict=True):
+        for text in texts:
+            assert any(text in line for line in lines), (text, lines)
+    assert {path.name for path in failing.iterdir()} == {"existing", "end", "rank-0-of-2", "rank-1-of-2"}
+    launch(well, "steps=4", "sharded", BUDGET, f"snapshot={well / 'end'}")
+    for rank in range(2):
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+    assert [report.faults for report in verify(end)] == [[]] * 3
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    else:
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_the_reason_of_the_rank_that_ended_first_is_told_on_the_others(tmp_path: Path) -> None:
+    """Its peers learn from gloo only that it has closed its connection."""
+    done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=1", "sharded", BUDGET, "torn=1:1")
+    assert "rank 1: ChecksumError" in done.stdout
+    assert "rank 1 ended first: ChecksumError" in done.stderr and "turn-" in done.stderr
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+def reshard(directory: Path, *sizes: int) -> None:
+    done = run_python(Path(fsdp_snapshot.__file__), directory, *sizes)
+    assert done.returncode == 0, done.stderr[-6000:]
+    said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    assert said == {f"rank {rank} of {size}: same" for size in sizes for rank in range(size)}
+
+
+def test_a_snapshot_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
+    reshard(tmp_path, 2, 1)
+
+
+@pytest.mark.slow
+def test_snapshots_are_loaded_by_any_number_of_ranks(tmp_path: Path) -> None:
+    reshard(tmp_path, 2, 1, 3, 4)
