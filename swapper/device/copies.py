@@ -11,7 +11,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -83,7 +82,7 @@ class Uploads:
         self._counters = counters
         self._stream = device.new_stream()
         self.most_in_flight = COPIES_IN_FLIGHT
-        self._in_flight: deque[tuple[Any, Access]] = deque()  # oldest first: they end in this order
+        self._in_flight: deque[tuple[torch.Event, Access]] = deque()  # oldest first: they end in this order
 
     def send(self, copy: PageCopy, storage: DeviceStorage) -> None:
         """Queue the copy of a page, once it is in memory.
@@ -109,7 +108,7 @@ class Uploads:
                 self._pager.release(copy.access)
             raise
         self._counters.uploaded_bytes += sum(span.nbytes for span in copy.spans)
-        if not copy.is_held:
+        if event is not None:
             self._in_flight.append((event, copy.access))
 
     def fill(self, storage: DeviceStorage, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
@@ -150,7 +149,7 @@ class Uploads:
 class _Copy:
     """A download in flight, over after `event`. `nbytes` counts `sources` if only this keeps them."""
 
-    event: Any
+    event: torch.Event
     sources: tuple[torch.Tensor, ...]
     nbytes: int
     arrived: Callable[[], None]

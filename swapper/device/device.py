@@ -30,32 +30,34 @@ class Device:
 
     # --- streams and events: as torch has them; none of these calls waits ------------------------------------------
 
-    def current_stream(self) -> Any:
+    def current_stream(self) -> torch.Stream:
         """Return the stream on which the user's kernels are queued in this thread."""
-        return self._module.current_stream(self.device)
+        stream: torch.Stream = self._module.current_stream(self.device)
+        return stream
 
-    def new_stream(self) -> Any:
+    def new_stream(self) -> torch.Stream:
         with self.named("a new stream"):
-            return self._module.Stream(device=self.device)
+            stream: torch.Stream = self._module.Stream(device=self.device)
+        return stream
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: torch.Stream) -> AbstractContextManager[Any]:
         """Return a context that queues on `stream`."""
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: torch.Stream) -> torch.Event:
         """Return an event that passes when all that is queued on `stream` by now is done."""
         with self.named("an event"):
-            event = self._module.Event()
+            event: torch.Event = self._module.Event()
             event.record(stream)
         return event
 
-    def let_wait(self, stream: Any, event: Any) -> None:
+    def let_wait(self, stream: torch.Stream, event: torch.Event) -> None:
         """Have what is queued on `stream` from now on wait for `event`. This thread does not."""
         with self.named("an event"):
             stream.wait_event(event)
 
-    def has_passed(self, event: Any) -> bool:
+    def has_passed(self, event: torch.Event) -> bool:
         with self.named("a copy"):
             return bool(event.query())
 
@@ -64,7 +66,7 @@ class Device:
         with self.named("what was queued"):
             self._module.synchronize(self.device)
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for(self, event: torch.Event) -> None:
         """Wait, in this thread."""
         with self.named("a copy"):
             event.synchronize()
@@ -89,7 +91,7 @@ class Device:
         with self.named(f"memory of {nbytes} bytes"):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Queue a copy on `stream`. Both must stay until an event that is recorded after it."""
         with self.named(f"a copy of {source.nbytes} bytes"), self.on(stream):
             target.copy_(source, non_blocking=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -68,13 +67,13 @@ class DeviceStorage:
         self._storage = self._memory.untyped_storage()
         # With a version counter of its own: filling it changes no parameter.
         self._filling = torch.empty(0, dtype=torch.uint8, device=device.device).set_(self._storage, 0, (nbytes,), (1,))
-        self._stream: Any = device.current_stream()
-        self.room_since: Any = None
-        self.filled_at: Any = None
-        self.read_until: Any = None
-        self._filler: Any = None  # the stream that has queued copies since `allocate`
-        self._ready: set[Any] = set()  # streams that have waited for the content
-        self._users: set[Any] = set()  # streams behind kernels that may have used it
+        self._stream = device.current_stream()
+        self.room_since = device.record(self._stream)
+        self.filled_at: torch.Event | None = None
+        self.read_until: torch.Event | None = None
+        self._filler: torch.Stream | None = None  # the stream that has queued copies since `allocate`
+        self._ready: set[torch.Stream] = set()  # streams that have waited for the content
+        self._users: set[torch.Stream] = set()  # streams behind kernels that may have used it
 
     @property
     def memory(self) -> torch.Tensor:
@@ -106,7 +105,7 @@ class DeviceStorage:
         self._ready.clear()
         self._users.clear()
 
-    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: Any) -> None:
+    def fill(self, pieces: Sequence[tuple[int, torch.Tensor]], stream: torch.Stream) -> None:
         """Queue copies on `stream`, which waits for the memory by itself. After an `allocate` all copies use one stream.
 
         Args:
@@ -173,7 +172,7 @@ class DeviceStorage:
         if self._filler is not None:
             self.read_until = self.filled_at or self._device.record(self._filler)
             self._device.let_wait(self._stream, self.read_until)
-        self.room_since = self.filled_at = self._filler = None
+        self.filled_at = self._filler = None
         self._device.resize(self._storage, 0)
 
     def _follow_users(self) -> None:

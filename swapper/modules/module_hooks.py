@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from swapper.modules.groups import Unit
 from swapper.modules.leased_group import LeasedGroup, storage_of
@@ -66,7 +67,7 @@ class ModuleHooks(ABC, Generic[GroupT, CallT]):
         self._modules: dict[
             str, weakref.ref[nn.Module]
         ] = {}  # by the unit's name; weak: the hooks must not keep the model alive
-        self._handles: list[Any] = []
+        self._handles: list[RemovableHandle] = []
         for unit in units:
             self._modules[unit.name] = weakref.ref(unit.module)
             copy_without_hooks(unit.module)

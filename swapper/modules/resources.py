@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from swapper.device.device import Device
 from swapper.device.registered_memory import HostSide
 from swapper.io.engines import Engine, open_engine
-from swapper.paging.host_memory import HostMemory, Mapped, Pool
+from swapper.paging.host_memory import HostMemory, MappedFrame, Pool
 from swapper.paging.pager import Pager
 from swapper.paging.planning.budget import PoolSize
 from swapper.paging.planning.schedule import Schedule
@@ -139,9 +139,9 @@ class Resources(Generic[StoreT]):
         endings += [part.close for part in parts if part is not None]
         close_all([*endings, self._forget, partial(self.memory.close, kept)])
 
-    def _mapped(self, page: Page) -> Mapped:
+    def _mapped(self, page: Page) -> MappedFrame:
         assert page.frame is not None
-        return Mapped(weakref.ref(page.section.window), page.offset, self.pool.offset(page.frame), page.nbytes)
+        return MappedFrame(weakref.ref(page.section.window), page.offset, self.pool.offset(page.frame), page.nbytes)
 
     def _forget(self) -> None:
         """Drop all references to memory, in case this object lives on, as in a traceback."""

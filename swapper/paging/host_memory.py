@@ -17,7 +17,7 @@ from swapper.paging.section import NoWindow, Section
 
 
 @dataclass(frozen=True, slots=True)
-class Mapped:
+class MappedFrame:
     """A frame that a window shows: bytes [arena_offset, arena_offset + nbytes) of the arena."""
 
     window: weakref.ref[Any]
@@ -88,7 +88,7 @@ class HostMemory:
                 return f"not page-locked ({arena.lock_reason})"
         return "page-locked"
 
-    def close(self, kept: Sequence[Mapped] = ()) -> None:
+    def close(self, kept: Sequence[MappedFrame] = ()) -> None:
         """Give the memory back to the system. Transfers are over, and only `kept` windows are still read.
 
         Live tensors of resident sections, and `kept`, keep their addresses and bytes.

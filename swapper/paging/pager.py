@@ -258,7 +258,7 @@ class Pager:
         """From now on keep evicted pages that are read again in `victim_cache`, if it has room."""
         self._frames.victim_cache = victim_cache
 
-    def drop_cached(self, pages: Iterable[int]) -> None:
+    def drop_cached(self, pages: Collection[int]) -> None:
         """Have the victim cache's memory for these pages unused: it is needed for something else.
 
         Raises:

@@ -37,18 +37,14 @@ class Window(Protocol):
 
 
 class NoWindow:
-    """The window of a section whose pages are only used in their frames."""
+    """The window of a section whose pages are only used in their frames: it maps nothing."""
 
-    def map(self, window_offset: int, arena_offset: int, nbytes: int, guarded: bool = False, /) -> bool:
+    def map(self, *place: Any) -> bool:
         return False
 
-    def unmap(
-        self, window_offset: int, nbytes: int, source: File | View | None = None, source_offset: int = 0, /
-    ) -> None: ...
-    def promise(
-        self, window_offset: int, nbytes: int, arena_offset: int, write: Any, source: Any, source_offset: int, /
-    ) -> None: ...
-    def guard(self, window_offset: int, nbytes: int, /) -> None: ...
+    def unmap(self, *place: Any) -> None: ...
+    def promise(self, *place: Any) -> None: ...
+    def guard(self, *place: Any) -> None: ...
 
     def written_at(self, window_offset: int, /) -> int:
         return -1

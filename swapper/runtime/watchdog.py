@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
 
 from swapper.runtime.counters import Counters, Wait
 from swapper.runtime.process import is_off
@@ -96,7 +96,7 @@ def describe_waits(counters: Counters) -> str:
 # --- [Note: whose SIGUSR1] ----------------------------------------------------------------------------------------------
 
 
-def _on_signal(number: int, frame: Any) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     watchdogs = list(_watching)
     for watchdog in watchdogs:
         watchdog.ask("SIGUSR1")
