@@ -113,7 +113,7 @@ class SwapManager:
             drives=self._directory.drives, backend=backend, check_reads=check_reads, operates=cold == "read", stall_s=stall_s,
         )  # fmt: skip
         self.current = SessionSlot(self._directory, backend, self._clock, self._user)
-        self._factory = SessionFactory(self.current, self._directory, self._clock, self._user, self._resumed, fallback)
+        self._factory = SessionFactory(self.current, self._resumed, fallback)
         self._factory.remove_strays()
 
     def offload(

@@ -21,7 +21,6 @@ from swapper.paging.pager import Pager
 from swapper.paging.residency import Residency
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
 from swapper.runtime.counters import Counters
-from swapper.runtime.stats import StepClock
 from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.grads import Gradients
@@ -39,7 +38,7 @@ from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_slot import Callbacks, SessionGuard
+from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.sharded.shard_hooks import ShardHooks
 from swapper.train.sharded.sharded_state import checkpoint_of
 from swapper.train.sharded.shards import Shards
@@ -59,7 +58,7 @@ class OffloadedModel:
         plan: of the session; has the user's model and optimizer.
         sections: param and state sections, with memory.
         grad_sections: of gradients; resident ones get their memory before `start`.
-        clock: notified of the phases of a step; has the counters to update.
+        current: the manager's slot.
 
     Attributes:
         optimizer_state: of all trained parameters.
@@ -73,14 +72,15 @@ class OffloadedModel:
         sections: list[Section],
         grad_sections: list[Section],
         pager: Pager,
-        clock: StepClock,
-        manager: Callbacks,
+        current: SessionSlot,
         on_device: TrainingDevice | None,
     ) -> None:
         inventory, model, optimizer = plan.inventory, plan.request.model, plan.request.optimizer
-        session_guard = manager.session_guard
+        session_guard = SessionGuard(
+            current.check, current.check_to_write, current.turns, plan.request.manager.operates
+        )
         self.model = model
-        self._clock = clock
+        self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
         self._on_device = on_device
         self._inventory = inventory
@@ -98,19 +98,19 @@ class OffloadedModel:
             self._membership, inventory, self._trainables, self._places, state_sections, pager, session_guard, self.finish_update,
             on_device,
         )  # fmt: skip
-        self._sweep = self._make_sweep(plan.budget.page_bytes, clock.counters)
+        self._sweep = self._make_sweep(plan.budget.page_bytes, current.clock.counters)
         self._conditions = Conditions(inventory, self._trainables, self._membership, self.optimizer_state.entries)
         self.groups: list[GroupParameters] = []
         self.gathering = Gathering(self.groups, self._refresh_masters, session_guard.turns, pager.check_room)
         self.fault_handler = ParameterFaultHandler(
             inventory, self._trainables, self.groups, self._places, pager, session_guard, self.gathering, self.finish_update,
-            changes_itself(model), manager.changed_in_pass,
+            changes_itself(model), current.changed_in_pass,
         )  # fmt: skip
         self._gradients: Gradients | None = None
         self._passes: PassLifecycle | None = None
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
-        self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, manager.undo_sections)
-        self._begin_step = manager.begin_step
+        self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
+        self._begin_step = current.begin_step
         self.updates = self._make_updates(plan.request.options.update, session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:

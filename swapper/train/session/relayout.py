@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from swapper.durability.commit import read_commit
-from swapper.durability.directory import RunDirectory
 from swapper.errors import BudgetError, StateError
 from swapper.paging.section import Section
 from swapper.paging.store.swap_files import first_free_number
@@ -47,11 +46,10 @@ class Relayout:
     def __init__(
         self,
         current: SessionSlot,
-        directory: RunDirectory,
         open_run: Callable[[Plan, Origin], TrainingSession],
     ) -> None:
         self._current = current
-        self._directory = directory
+        self._directory = current.directory
         self._open_run = open_run
 
     def train_more(self, add: Callable[[], None], step: int) -> None:

@@ -15,11 +15,9 @@ from swapper.durability.commit import (
     check_trained,
     describe_plans,
 )
-from swapper.durability.directory import RunDirectory
 from swapper.durability.recovery import Commit, follow_placement, page_bytes_of
 from swapper.errors import ConfigError, StateError, UnsupportedError
 from swapper.io.tuning import find_tuning_of
-from swapper.runtime.stats import StepClock
 from swapper.train.layout.content import GivenSource
 from swapper.train.layout.frozen import check_external
 from swapper.train.layout.initial import Values, check_buffers
@@ -29,9 +27,8 @@ from swapper.train.optimizer.optim import PagedOptimizer, StateOwner, packed_gro
 from swapper.train.session.plan import Plan, plan_run
 from swapper.train.session.relayout import Relayout
 from swapper.train.session.request import Request
-from swapper.train.session.session_slot import Callbacks, SessionGuard, SessionSlot
+from swapper.train.session.session_slot import SessionSlot
 from swapper.train.session.training_session import Origin, TrainingSession
-from swapper.train.session.user_state import UserState
 from swapper.train.sharded.sharded_state import ShardedState
 from swapper.train.sharded.shards import Shards
 
@@ -50,16 +47,11 @@ class SessionFactory:
     def __init__(
         self,
         current: SessionSlot,
-        directory: RunDirectory,
-        clock: StepClock,
-        user: UserState,
         record: CommitRecord | None,
         fallback: Commit | None,
     ) -> None:
         self._current = current
-        self._directory = directory
-        self._clock = clock
-        self._user = user
+        self._directory, self._clock, self._user = current.directory, current.clock, current.user
         self._record = record
         self._fallback = fallback
 
@@ -169,11 +161,7 @@ class SessionFactory:
         return plan
 
     def _open_run(self, plan: Plan, origin: Origin) -> TrainingSession:
-        current, request = self._current, plan.request
-        guard = SessionGuard(current.check, current.check_to_write, current.turns, request.manager.operates)
-        describe = self._describe_commits(plan)
-        callbacks = Callbacks(guard, current.begin_step, current.undo_update, current.changed_in_pass, describe)
-        return TrainingSession(plan, self._directory, origin, self._clock, callbacks)
+        return TrainingSession(plan, origin, self._current, self._describe_commits(plan))
 
     def _describe_commits(self, plan: Plan) -> Callable[[int], CommitRecord]:
         """Return the function that makes the record of a step, its `files`, `sections` and `state_entries` still empty."""
@@ -219,7 +207,7 @@ class SessionFactory:
             optimizer.bind(None)
             step = self._clock.counters.step
             try:
-                Relayout(current, self._directory, self._open_run).train_more(add, step)
+                Relayout(current, self._open_run).train_more(add, step)
             except BaseException as error:
                 if current.run is None:
                     current.fail(step, error)

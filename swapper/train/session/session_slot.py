@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swapper.durability.commit import CommitRecord
 from swapper.durability.directory import RunDirectory
 from swapper.errors import StateError
 from swapper.modules.turns import Turns
@@ -54,28 +52,11 @@ class SessionGuard:
         self.check = self.check_to_write = refuse
 
 
-@dataclass(frozen=True)
-class Callbacks:
-    """The manager's functions that a session calls.
-
-    Attributes:
-        begin_step: called before a backward updates the first group of a step.
-        changed_in_pass: called when a forward has changed parameters.
-        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
-    """
-
-    session_guard: SessionGuard
-    begin_step: Callable[[], None]
-    undo_sections: UndoSections
-    changed_in_pass: Callable[[], None]
-    describe: Callable[[int], CommitRecord]
-
-
 class SessionSlot:
     """Owns the present session, which a relayout replaces.
 
     Args:
-        clock: divides steps into phases; its counters count them.
+        clock: divides steps into phases; has the manager's counters.
 
     Attributes:
         run: the session; None before `offload` and after `close`.
@@ -87,9 +68,9 @@ class SessionSlot:
         self.turns = Turns()
         self.directory = directory
         self.backend = backend
-        self._clock = clock
+        self.clock = clock
+        self.user = user
         self._counters = clock.counters
-        self._user = user
         self._pid = os.getpid()
         self._is_closed = False
         self._failure: BaseException | None = None
@@ -156,9 +137,9 @@ class SessionSlot:
         self.check_usable()
         run = self.running("optimizer.step()")
         with self.turns.turn():
-            with self._clock.phase("step"):
+            with self.clock.phase("step"):
                 self._take_step(run, train_more)
-            self._clock.end_step()
+            self.clock.end_step()
 
     def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
         if run.model.gathering.is_open:
@@ -182,7 +163,7 @@ class SessionSlot:
             run.model.step_undone()
             raise
         self._counters.step = step
-        self._user.note_rng()
+        self.user.note_rng()
         run.committer.step_done(self._counters.step)
 
     @contextmanager

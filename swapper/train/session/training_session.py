@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
-from swapper.durability.directory import RunDirectory
 from swapper.durability.recovery import Commit, WayBack, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
@@ -37,7 +36,6 @@ from swapper.runtime.free_memory import Watch, watch_free_memory
 from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.sizes import format_bytes
-from swapper.runtime.stats import StepClock
 from swapper.runtime.watchdog import Watchdog, describe_waits
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.layout.content import CarriedSource, SectionSource
@@ -45,7 +43,7 @@ from swapper.train.layout.initial import Values
 from swapper.train.layout.inventory import find_places, find_trainables
 from swapper.train.model import OffloadedModel
 from swapper.train.session.plan import Plan
-from swapper.train.session.session_slot import Callbacks
+from swapper.train.session.session_slot import SessionSlot
 from swapper.train.sharded.shards import Shards
 
 log = logging.getLogger("swapper")
@@ -83,9 +81,9 @@ class TrainingSession:
 
     Args:
         plan: of the session.
-        directory: of the swap files, on each drive.
         origin: its start.
-        clock: divides steps into phases; has the counters to update.
+        current: the manager's slot.
+        describe: returns the commit record of a step, its `files`, `sections` and `state_entries` still empty.
 
     Attributes:
         sections: of parameters and optimizer state.
@@ -104,15 +102,14 @@ class TrainingSession:
     def __init__(
         self,
         plan: Plan,
-        directory: RunDirectory,
         origin: Origin,
-        clock: StepClock,
-        manager: Callbacks,
+        current: SessionSlot,
+        describe: Callable[[int], CommitRecord],
     ) -> None:
-        self._manager = manager
-        self._clock = clock
-        self._counters = clock.counters
-        self._directory = directory
+        self._current = current
+        self._describe_commit = describe
+        self._counters = current.clock.counters
+        self._directory = current.directory
         self.plan = plan
         self._resources = Resources[Stores](self._counters)
         self.sections = plan.make_sections()
@@ -171,13 +168,13 @@ class TrainingSession:
     def _open_model(self, plan: Plan, origin: Origin) -> None:
         fsync = plan.request.manager.fsync
         model = OffloadedModel(
-            plan, self.sections, self._grad_sections, self.pager, self._clock, self._manager, self._open_on_device(plan)
+            plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
         )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
         ranks = self._directory.ranks if plan.commit_every is not None else None
         way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
         self.committer = Committer(
-            model, self.sections, self.pager, self.publisher, way_back, self._manager.describe, plan.commit_every,
+            model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
             origin.committed,
         )  # fmt: skip
         self.committer.edits = origin.edits
@@ -308,7 +305,7 @@ class TrainingSession:
             start: called when a thread waits for it; starts it at once.
         """
         step = self._counters.step
-        with self._manager.session_guard.turns.turn(), defer_sigint:
+        with self._current.turns.turn(), defer_sigint:
             content = self._content(more, step)
             snapshot = self.publisher.capture(path, content, keep, has_frozen, step, start)
             self.pager.write_back()
@@ -329,7 +326,7 @@ class TrainingSession:
             made.append(SnapshotDirectory(path, hidden, background, lambda: ranks.has_failed, content))
             return content
 
-        with self._manager.session_guard.turns.turn(), defer_sigint:
+        with self._current.turns.turn(), defer_sigint:
             background = ranks.in_background()
             try:
                 content, told = ranks.settle("take a snapshot", begin, lambda content: (str(path), step))
@@ -411,7 +408,7 @@ class TrainingSession:
 
     def describe(self) -> str:
         """Return a dump of waits, leases and transfers, several lines. Takes no lock."""
-        where = f"step {self._counters.step + 1}, {self._clock.describe()}"
+        where = f"step {self._counters.step + 1}, {self._current.clock.describe()}"
         return "\n".join([where, describe_waits(self._counters), self.pager.describe()])
 
     def close(self) -> None:
