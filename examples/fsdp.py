@@ -23,7 +23,9 @@ from swapper.bench.gpt import Gpt, GptConfig
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, required=True, help="for the swap files; on an NVMe drive")
-    parser.add_argument("--budget", default="96MB", help="host memory for swapper, of each process (default: %(default)s)")
+    parser.add_argument(
+        "--budget", default="96MB", help="host memory for swapper, of each process (default: %(default)s)"
+    )
     parser.add_argument("--parameters", type=int, default=30_000_000)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=2, help="of each process")
