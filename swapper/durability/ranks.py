@@ -111,12 +111,14 @@ class Ranks:
 
     Attributes:
         has_failed: this rank ends with an error, and does not wait for others any more.
+        start: random, and the same on all ranks; another one when they start again. Set by the code that opens the run.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, group: Any = None, *, is_early: bool = False) -> None:
         self.rank = rank
         self.size = size
         self.has_failed = False
+        self.start = ""
         self._is_early = is_early
         self._group = group
         self._background: Ranks | None = None
@@ -252,7 +254,7 @@ class Ranks:
         if self._group is None or not _is_initialized():
             return
         self.has_failed = True
-        keys = [f"swapper/{self._group.group_name}/failure of rank {rank}" for rank in range(self.size)]
+        keys = [f"swapper/{self.start}/failure of rank {rank}" for rank in range(self.size)]  # torchrun keeps its store
         with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
             store = dist.distributed_c10d._get_default_store()
             reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}

@@ -310,12 +310,13 @@ def begin_run(
             with _usable(opened):
                 chosen = commits[0].id if commits else None
                 return directory, *resume_from(directory.path, commits, chosen, keep_before=True)
-        held, jobs = zip(*answers, strict=True)
+        held, starts = zip(*answers, strict=True)
+        ranks.start = starts[0]
         chosen = choose(held)
         with _usable(opened):
             if chosen is None:
                 directory.start_over()
-            directory.job = jobs[0] if chosen is None else held[0].job
+            directory.job = ranks.start if chosen is None else held[0].job
             return directory, *resume_from(directory.path, commits, chosen, keep_before=False)
     except BaseException:
         for directory in opened:
