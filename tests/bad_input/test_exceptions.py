@@ -74,7 +74,6 @@ def fail(pair: Twins, block: int, place: str) -> None:
 VARIANTS: list[dict[str, Any]] = [{"passes": 2}, {"checkpointing": False}, {"checkpointing": True}]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     ("place", "options"),
     [*((place, {}) for place in PLACES), *((place, options) for place in PLACES[1::3] for options in VARIANTS)],
@@ -96,7 +95,6 @@ def test_an_exception_in_forward_or_backward(twins: MakeTwins, place: str, optio
     pair.finish()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("after", ["evaluation", "step", "gather", "snapshot", "zero_grad and step"])
 def test_whatever_comes_after_a_failed_backward_works(twins: MakeTwins, after: str) -> None:
     pair = twins(Net(make_block=Fragile))

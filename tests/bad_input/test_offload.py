@@ -184,7 +184,6 @@ def set_storage(weight: nn.Parameter) -> None:
     weight.set_(torch.zeros(512, WIDTH))
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("place", ["nvme", "host"])
 @pytest.mark.parametrize("how", [resize, replace_data, change_dtype, set_storage])
 def test_data_replaced_behind_the_managers_back_is_noticed(

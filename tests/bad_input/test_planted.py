@@ -76,7 +76,6 @@ def victims(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("resume", ["auto", "discard"])
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
 def test_no_link_that_is_planted_in_a_directory_is_followed(
@@ -95,7 +94,6 @@ def test_no_link_that_is_planted_in_a_directory_is_followed(
     assert untouched(before, victims)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.replace(str(os.getpid()), "PID"))
 def test_no_link_is_followed_in_place_of_a_file_of_the_run(name: str, run: Path, victims: Path, tmp_path: Path) -> None:
     train(run.parent, tmp_path)
@@ -142,7 +140,6 @@ def test_a_directory_that_is_a_link_is_refused(resume: str, run: Path, victims: 
     assert untouched(before, victims)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702, 0o720, 0o1777])
 @pytest.mark.parametrize("resume", ["error", "auto", "discard"])
 def test_a_directory_that_others_may_write_is_refused(mode: int, resume: str, run: Path, tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ DATA = st.binary(max_size=200) | JSON.map(lambda content: records.seal({"a": con
 
 
 @given(content=st.dictionaries(KEYS, JSON, max_size=6) | DATA | st.just(b"[" * 100_000) | st.just(b'{"a":' * 100_000))
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_record_of_drives_is_what_was_written_or_an_error(content: Any, tmp_path: Path) -> None:
     path = tmp_path / RECORD_NAME
     path.write_bytes(content if isinstance(content, bytes) else records.seal(content))

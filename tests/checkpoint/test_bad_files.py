@@ -164,7 +164,7 @@ def test_sizes_and_offsets_beyond_all_files_are_refused(tmp_path: Path) -> None:
             load(tmp_path / "x.pt")
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_changed_load_ends_in_a_result_or_an_error_of_ours(data: st.DataObject, tmp_path: Path) -> None:
     save({"a": torch.arange(6.0), "b": [torch.ones(3), 1.5, "text"]}, tmp_path / "x.pt", durable=False)

@@ -58,7 +58,6 @@ def assert_loaded(target: dict[str, Any], state: dict[str, Any]) -> None:
             assert bytes_of(value) == bytes_of(state[name]), name
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("options", [{}, {"thread_count": 3}, {"single_file_per_rank": False, "thread_count": 2}])

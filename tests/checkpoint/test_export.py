@@ -67,7 +67,6 @@ def assert_equal(loaded: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
         assert bytes_of(loaded[name]) == bytes_of(tensor), name
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("source", FORMATS)
 @pytest.mark.parametrize("to", FORMATS)
 def test_every_format_becomes_every_other(source: str, to: str, tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def state() -> dict[str, Any]:
     }
 
 
-@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees())
 def test_each_reads_what_the_other_writes(tree: dict[str, Any], tmp_path: Path) -> None:
     save(tree, tmp_path / "ours.pt")

@@ -19,7 +19,6 @@ def descriptors() -> set[int]:
     return {int(entry.name) for entry in entries if "memfd:swapper-arena" in os.path.realpath(entry)}
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("huge_pages", [True, False])
 @pytest.mark.parametrize("lock", [True, False])
 def test_the_head_is_there_at_once_and_the_rest_in_time(lock: bool, huge_pages: bool) -> None:

@@ -240,7 +240,6 @@ def in_huge_pages(arena: _C.Arena) -> int:
     return int(entry[entry.index("ShmemPmdMapped:") :].split()[1]) << 10
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("lock", [True, False])
 @pytest.mark.parametrize("nbytes", [PAGE, 2 * MIB - PAGE, 2 * MIB, 2 * MIB + PAGE, 7 * MIB, 130 * MIB + 3 * PAGE])
 def test_huge_pages_lie_within_the_arena_and_take_no_more(nbytes: int, lock: bool) -> None:

@@ -63,9 +63,8 @@ sizes = st.one_of(st.integers(0, 1100), st.integers(0, 200_000), st.integers(0, 
 shifts = st.sampled_from([0, 512, 1, 64, 4095])
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     start=sizes,
     runs=st.lists(st.tuples(st.booleans(), places, sizes, shifts), min_size=1, max_size=8),
@@ -114,7 +113,7 @@ def test_a_file_written_anywhere_is_what_python_would_have_made_of_it(
 
 
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(
     sizes=st.lists(st.one_of(st.integers(1, 900), st.integers(1, 20_000)), min_size=1, max_size=120),
     begin=st.integers(0, 9000),
@@ -211,7 +210,6 @@ def test_neighbours_may_be_written_by_different_processes(
     assert path.read_bytes() == b"".join(bytes([65 + n % 2]) * 5001 for n in range(400))
 
 
-@pytest.mark.large_table
 def test_memory_of_slots_is_taken_when_needed_and_bounded(make_engine: MakeEngine, make_file: MakeFile) -> None:
     engine = make_engine(depth=32, piece_bytes=MIB, staging_bytes=2 * MIB)
     file = make_file(24 * MIB + 1)

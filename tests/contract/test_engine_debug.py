@@ -26,7 +26,6 @@ def watched(make_engine: MakeEngine, backend: str, gate_fd: int) -> _C.Engine:
     return make_engine(debug=True, depth=1, piece_bytes=PAGE, chaos={"until": gate_fd, **troubles})
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("direct", [None, False])
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_source_changed_in_flight_fails_the_write(

@@ -58,7 +58,6 @@ def interrupt(script: str, backend: str, directory: Path) -> tuple[int, str]:
             return process.returncode, rest
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("blocked_in", ["ticket.wait()", "ticket.wait(3600)", "engine.drain()", "engine.close()"])
 def test_ctrl_c_ends_a_wait(backend: str, tmp_path: Path, blocked_in: str) -> None:
     script = f"""
@@ -204,7 +203,6 @@ def test_data_loader_workers_may_be_forked_during_reads(tmp_path: Path, run_pyth
     assert (done.returncode, done.stdout) == (0, "".join(f"{backend} ok\n" for backend in BACKENDS)), done.stderr
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "del arena", "keep = [arena, keep_cycle]"])
 def test_an_engine_left_open_finishes_its_writes_at_exit(
     backend: str, tmp_path: Path, run_python: RunPython, ending: str
@@ -243,7 +241,6 @@ def test_a_dropped_engine_finishes_its_operations(
     assert all(ticket.done and ticket.error is None for ticket in tickets)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("first", ["engine", "file", "arena"])
 def test_things_may_be_closed_in_any_order(backend: str, tmp_path: Path, first: str) -> None:
     arena = _C.Arena(4 * MIB)

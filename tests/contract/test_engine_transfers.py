@@ -27,9 +27,8 @@ MakeEngine = Callable[..., _C.Engine]
 OpenGate = Callable[[], object]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("backend_name", BACKENDS)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(
     runs=st.lists(st.tuples(st.integers(0, 200), st.integers(1, 300)), min_size=1, max_size=6),
     depth=st.integers(1, 33),
@@ -184,7 +183,6 @@ def test_operations_that_wait_let_later_ones_pass(
     assert gate.done
 
 
-@pytest.mark.large_table
 def test_neither_direction_starves_the_other(
     make_engine: MakeEngine, arena: _C.Arena, make_file: MakeFile, gate: _C.Ticket, open_gate: OpenGate
 ) -> None:

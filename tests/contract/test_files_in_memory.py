@@ -27,7 +27,6 @@ def put(engine: _C.Engine, arena: _C.Arena, file: _C.File, offset: int, data: by
     engine.write(file, offset, arena.address + shift, len(data)).wait()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     ("offset", "nbytes", "shift"),
     [

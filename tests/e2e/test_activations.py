@@ -35,7 +35,6 @@ def manager(tmp_path: Path):
         yield made
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("to, host_memory", [("nvme", "1MiB"), ("nvme", 1), ("auto", "2MiB"), ("auto", "1GiB")])
 def test_gradients_are_plain_torchs(manager: swapper.SwapManager, to: str, host_memory: Any) -> None:
     model, value = Residual(), torch.randn(2, 128, WIDTH)
@@ -61,7 +60,6 @@ def test_backward_may_come_after_the_context(manager: swapper.SwapManager) -> No
     assert_equal(gradients(model, run), expected)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("checkpointing", [None, False, True])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_together_with_the_pager(twins: MakeTwins, checkpointing: bool | None, update: str) -> None:
@@ -250,7 +248,6 @@ def test_a_full_drive_is_named(small_tmpfs: Path) -> None:
         assert_equal(actual, gradients(small, lambda: small(value).sum()))
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("seed", range(6))
 def test_transfers_that_fail_are_errors_and_never_gradients(manager: swapper.SwapManager, seed: int) -> None:
     assert_failures_are_errors(swapper.offload_activations(manager, **SMALL), seed)

@@ -57,7 +57,6 @@ def make_pair(
     return twins(net, OPTIMIZERS[optimizer], master=kind != "fp32", params=params, optimizer_state=state, **options)
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize(list(CHOICES), COMBINATIONS)
 def test_training_is_bit_equal(
@@ -81,7 +80,6 @@ def test_training_is_bit_equal(
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize(list(CHOICES), COMBINATIONS)
 def test_training_with_updates_during_backward_is_bit_equal(
@@ -110,7 +108,6 @@ def test_training_with_updates_during_backward_is_bit_equal(
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", ["backward", "deferred", "step"])
 @pytest.mark.parametrize("model", MODELS)
 def test_a_deep_model_reads_what_was_planned(twins: MakeTwins, model: str, update: str) -> None:

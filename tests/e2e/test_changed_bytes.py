@@ -35,7 +35,6 @@ def named(error: BaseException) -> str:
     return text
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("family", ["param", "state"])
@@ -58,7 +57,6 @@ def test_a_changed_page_is_an_error_before_it_is_used(twins: MakeTwins, family: 
     assert verify(pair.directory)[0].faults
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, update: str, harm: Harm) -> None:
@@ -77,7 +75,6 @@ def test_a_changed_gradient_is_an_error_before_it_is_used(twins: MakeTwins, upda
         pair.close()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("options", [{}, {"optimizer_state": "nvme", "params": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("commit_every", ["free", None])
 @pytest.mark.parametrize("update", UPDATES)
@@ -129,7 +126,6 @@ def test_what_is_damaged_is_neither_committed_nor_a_snapshot(twins: MakeTwins, t
     assert again.sections == record.sections
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_run_goes_on_from_the_last_commit_that_is_whole(twins: MakeTwins, harm: Harm) -> None:
     """Of a run that commits every second step, the step in between is damaged."""

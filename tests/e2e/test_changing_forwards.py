@@ -45,7 +45,6 @@ class Drifting(Block):
 MODELS: dict[str, Callable[[], nn.Module]] = {"max_norm": Renormed, "drifting": lambda: Net(make_block=Drifting)}
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("params", ["nvme", "host"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("name", MODELS)
@@ -78,7 +77,6 @@ def make(name: str) -> tuple[Any, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("params", ["nvme", "host"])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("name", MODELS)

@@ -89,7 +89,6 @@ LOOPS: list[Step] = [
 ]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("run", LOOPS, ids=lambda run: run.__name__)
 def test_a_loop_that_uses_parameters_by_hand_is_plain_torchs(tmp_path: Path, run: Step, update: str) -> None:

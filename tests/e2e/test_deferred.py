@@ -21,8 +21,6 @@ from e2e.models import WIDTH, Halves, Net, finish_step, loss_of, tokens, train_s
 from e2e.optimizers import Counting
 from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
 

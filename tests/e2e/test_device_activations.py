@@ -28,8 +28,6 @@ from e2e.saved_activations import (
 )
 from e2e.twins import Twins
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 CPU = torch.device("cpu")
 LARGEST = 2 * 128 * 3 * WIDTH * 4

@@ -18,8 +18,6 @@ from e2e.twins import Twins, adamw
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
 from swapper.train.optimizer.optim import packed_groups
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 KERNEL = {"update_on": "device", "update_with": "kernel", "device_memory": 24 * MIB}

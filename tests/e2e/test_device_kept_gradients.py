@@ -16,8 +16,6 @@ from e2e.models import Net, loss_of, tokens, train_step
 from e2e.twins import smallest_device_budget
 from swapper.train.gradients.cold_grad import ColdGradient
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 KEPT = {"update_on": "device", "gradients": "device"}

@@ -30,8 +30,6 @@ from swapper.train.device.device_sweep import DeviceSweep
 from swapper.train.device.resident_state import DeviceResidentState
 from swapper.train.device.train_device import TrainingDevice
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 KEPT = {"update_on": "device", "optimizer_state": "device", "device_memory": 24 * MIB}

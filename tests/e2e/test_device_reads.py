@@ -15,8 +15,6 @@ from e2e.device_twins import MIB, MakeTwins, on_device
 from e2e.models import Net, train_step
 from e2e.twins import Twins
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 

@@ -195,7 +195,6 @@ def twins_on_streams(
     assert device.module.current is streams.main
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("gradients", ["device", "host"])

@@ -20,8 +20,6 @@ from e2e.twins import scalers_of, smallest_device_budget
 from swapper.train.device.train_device import TrainingDevice
 from swapper.train.gradients.cold_grad import ColdGradient
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 

@@ -16,8 +16,6 @@ from e2e.early import updated_early
 from e2e.models import WIDTH, Net, loss_of, tokens, train_step
 from e2e.twins import Twins
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 OPTIONS = {"update_on": "device", "device_memory": 8 * MIB}

@@ -23,8 +23,6 @@ from swapper.device.device_storage import DeviceStorage
 from swapper.train.device.device_sweep import DeviceSweep, _Slot
 from swapper.train.updates.update_rates import faster_place
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 

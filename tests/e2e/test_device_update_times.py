@@ -22,8 +22,6 @@ from e2e.early import updated_early
 from e2e.models import Halves, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, alternating_halves, assert_same, fail_in_the_middle
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["on_device"]
 
 PLACES = ("cpu", "device")

@@ -31,7 +31,6 @@ def test_a_kernel_that_does_not_wait_for_its_parameters_is_noticed(on_device: Ma
         two_steps(on_device())
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("update_on", ["cpu", "device"])
 def test_gradients_that_are_used_before_they_have_arrived_are_noticed(

@@ -56,7 +56,6 @@ def pair_of_drives(tmp_path: Path, second_drive: Path) -> list[Path]:
 # --- what it does -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_training_is_bit_equal(twins: MakeTwins, second_drive: Path, update: str, gradients: str) -> None:

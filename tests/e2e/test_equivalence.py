@@ -219,7 +219,6 @@ def are_tensors(row: Mapping[str, Any]) -> bool:
 COMBINATIONS = pairwise(CHOICES, is_possible, os.environ["SWAPPER_TEST_SEED"])
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("row", COMBINATIONS, ids=lambda row: ", ".join(map(str, row.values())))
 def test_training_is_bit_equal(second_drive: Path, twins: MakeTwins, row: dict[str, Any]) -> None:
     device = None if row["device"] == "none" else HostDevice(row["device"])

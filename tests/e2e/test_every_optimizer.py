@@ -105,7 +105,6 @@ def random_gradients(model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(("name", "make", "kind"), combinations())
 def test_twenty_steps_are_bit_equal(twins: MakeTwins, name: str, make: Callable[..., Optimizer], kind: str) -> None:
     model = Shapes(torch.float32 if kind == "fp32" else torch.bfloat16, only_matrices=name == "Muon")
@@ -142,7 +141,6 @@ def test_a_first_gradient_that_comes_later_is_refused_where_torch_rounds_differe
     pair.close()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", ["SGD, momentum", "NAdam", "Adagrad", "Adafactor", "a rebinding one"])
 def test_state_is_taken_over_saved_and_loaded_as_in_plain_torch(twins: MakeTwins, name: str) -> None:
     """Steps before offload; a plain state_dict in between; and back into plain torch."""

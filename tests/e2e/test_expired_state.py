@@ -36,7 +36,6 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[3:].view(torch.uint8)[:, 5:]
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("room_bytes", [0, 4 << 20])
 @pytest.mark.parametrize("placement", [{}, {"optimizer_state": "host"}, {"update": "backward"}], ids=str)

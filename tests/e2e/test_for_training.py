@@ -71,7 +71,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Any, torch.Tensor | None]] = {
 }
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_that_of_from_pretrained_and_plain_torch(tmp_path: Path, name: str) -> None:
     make, cls, labels = MODELS[name]

@@ -50,7 +50,6 @@ def kept_bytes(model: nn.Module) -> int:
     return sum(-(-p.nbytes // 4096) * 4096 for p in usable(model).values())
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_close_gives_the_budget_back_though_the_model_and_the_manager_are_still_there(tmp_path: Path, way: Any) -> None:
     plain, make = Net(), adamw if "master_weights" not in way else None
@@ -109,7 +108,6 @@ def test_gradients_that_somebody_has_stay_as_plain_tensors(tmp_path: Path) -> No
         assert bytes_at(addresses) <= held - sum(gradient.nbytes for gradient in before.values()) + SLACK
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_nothing_of_ours_keeps_a_closed_model(tmp_path: Path, way: Any) -> None:
     with no_collector():
@@ -124,7 +122,6 @@ def test_nothing_of_ours_keeps_a_closed_model(tmp_path: Path, way: Any) -> None:
         assert all(ghost() is None for ghost in ghosts)  # though the manager is still there
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_exception_that_is_kept_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     """Its traceback has the frames of swapper's own functions, and those everything that swapper has."""
@@ -187,7 +184,6 @@ def test_a_backward_that_failed_leaves_nothing_mapped(tmp_path: Path, way: Any, 
         assert arena_addresses() == []
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
 def test_an_offload_that_failed_half_way_keeps_no_memory(tmp_path: Path, way: Any) -> None:
     with torch.device("meta"):

@@ -104,7 +104,6 @@ def assert_same_entries(pair: Twins) -> None:
         assert_same(dict(pair.optimizer.state[ours]), dict(pair.plain_optimizer.state[theirs]))
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("make", [adamw, sgd])
 def test_edits_of_the_groups_are_followed_as_in_plain_torch(twins: MakeTwins, make: Any, update: str) -> None:

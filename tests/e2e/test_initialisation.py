@@ -80,7 +80,6 @@ def checkpoints(tmp_path: Path) -> dict[str, Path]:
     return {path.name: path for path in tmp_path.iterdir()}
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("gradients", ["host", "nvme"])
 @pytest.mark.parametrize("source", ["function", "model.pt", "nested.pt", "model.safetensors"])
 def test_a_model_from_meta_trains_as_the_one_that_was_whole(

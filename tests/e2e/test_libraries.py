@@ -63,7 +63,6 @@ def train(
     return losses, directory / "out" / "checkpoint-3"
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     ("placement", "lora", "options"),
     [

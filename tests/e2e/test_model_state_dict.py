@@ -21,7 +21,6 @@ from e2e.twins import Twins, assert_same, send_away
 MakeTwins = Callable[..., Twins]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     "options",
     [

@@ -27,7 +27,6 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -32,7 +32,6 @@ def values(manager: swapper.SwapManager, model: nn.Module) -> list[torch.Tensor]
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("params", ["auto", "host", "nvme"])
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -73,7 +73,6 @@ def test_a_gradient_on_nvme_tells_its_shape_and_refuses_the_rest(paged: MakeTwin
         kept.mul_(2)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("order", [1.0, 3.0, 0.5, float("inf"), float("-inf")])
 def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: float, dtype: torch.dtype) -> None:
@@ -98,7 +97,6 @@ def test_torch_s_own_clipping_by_any_norm_is_bit_equal(paged: MakeTwins, order: 
     assert read and pair.manager.counters.read_bytes["grad"] == before, "a known norm was read back for"
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("update", ["step", "deferred"])
 def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, update: str, foreach: bool) -> None:
@@ -123,7 +121,6 @@ def test_gradients_that_are_zeroed_and_kept_are_bit_equal(paged: MakeTwins, upda
     pair.assert_same_state()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_grad_scaler_is_bit_equal(paged: MakeTwins, unscale: bool, dtype: torch.dtype) -> None:

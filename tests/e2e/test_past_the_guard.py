@@ -90,7 +90,6 @@ def assert_shown(pair: Twins, read: Callable[[torch.Tensor], torch.Tensor]) -> N
     assert not wrong, f"{len(wrong)} of 24: {wrong}"
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:To copy construct")
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
@@ -102,7 +101,6 @@ def test_right_after_a_step_each_read_gives_what_plain_torch_has(make: MakeTwins
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("placement", [{}, {"optimizer_state": "host"}, {"gradients": "nvme"}])
 @pytest.mark.parametrize("master", [False, True])
 def test_wherever_the_rest_lies(make: MakeTwins, placement: dict[str, str], master: bool) -> None:
@@ -181,7 +179,6 @@ def write(pair: Twins, number: int, at: int, value: float) -> None:
         plain.view(-1)[at] = value
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("room_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("update", ["step", "backward"])
 def test_what_is_written_between_steps_is_as_in_plain_torch(make: MakeTwins, update: str, room_bytes: int) -> None:
@@ -199,7 +196,6 @@ def test_what_is_written_between_steps_is_as_in_plain_torch(make: MakeTwins, upd
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("kind", ["snapshot", "state_dict", "gather", "resume"])
 def test_what_is_written_is_in_all_that_is_made_of_the_model(make: MakeTwins, tmp_path: Any, kind: str) -> None:
     pair = make()

@@ -74,7 +74,6 @@ def test_what_is_saved_holds_nothing_that_plain_torch_would_not_save(
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, copy.copy, pickle.dumps, lambda thing: torch.save(thing, io.BytesIO())]
 )

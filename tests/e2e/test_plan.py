@@ -19,7 +19,6 @@ from e2e.twins import Twins, adamw
 MakeTwins = Callable[..., Twins]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("master", [False, True])
 @pytest.mark.parametrize(
     "options",

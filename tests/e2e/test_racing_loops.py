@@ -11,13 +11,11 @@ from e2e.racing_loops import CELLS, draw_loop, loop_of_cell
 pytestmark = pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("seed", range(12))
 def test_a_loop_that_is_drawn_is_bit_equal(tmp_path: Path, seed: int) -> None:
     draw_loop(seed).train(tmp_path)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(("update", "graph", "retains", "checkpointing"), CELLS)
 def test_passes_are_bit_equal(
     tmp_path: Path, update: str, graph: bool, retains: bool, checkpointing: bool | None

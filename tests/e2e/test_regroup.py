@@ -25,8 +25,6 @@ from swapper.train.gradients.grads import GradientStash
 from swapper.train.layout.content import CarriedSource
 from swapper.train.layout.slices import TensorLocation
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 
 

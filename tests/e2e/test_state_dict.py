@@ -42,7 +42,6 @@ def large_state(optimizer: Any) -> torch.Tensor:
     return optimizer.state_dict()["state"][0]["exp_avg"]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     "options",
     [

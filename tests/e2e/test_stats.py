@@ -37,7 +37,6 @@ def manager_of(pair: Twins) -> swapper.SwapManager:
     return pair.manager
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     "options",
     [{}, {"params": "host"}, {"commit_every": 2}, {"gradients": "nvme"}, {"commit_every": None, "room_bytes": 1 << 20}],

@@ -44,7 +44,6 @@ def step(model: Any, optimizer: Any) -> torch.Tensor:
     return finish_step(model(images).square().mean(), optimizer)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("params", ["nvme", "host"])
 @pytest.mark.parametrize("strides", [channels_last, turned, with_gaps])
 def test_other_strides_are_made_contiguous(

@@ -35,7 +35,6 @@ def evaluate(model: Any, batch: torch.Tensor) -> torch.Tensor:
         return loss_of(model, batch)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize(
     ("way", "checkpointing"), [*((way, None) for way in WAYS), ({}, False), ({}, True)], ids=name_of
 )
@@ -111,7 +110,6 @@ def test_gather_state_and_snapshots_beside_evaluation(twins: MakeTwins, tmp_path
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
 def test_a_pass_that_never_ended_leaves_its_turn_to_the_others(twins: MakeTwins, where: str, error: Any) -> None:

@@ -54,7 +54,6 @@ PADDING = {
 }
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("padding", PADDING)

@@ -69,7 +69,6 @@ def step(model: Any, optimizer: Any) -> torch.Tensor:
     return finish_step(loss, optimizer)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", MODELS)
 def test_training_is_bit_equal(twins: MakeTwins, name: str) -> None:
     pair = twins(MODELS[name]())
@@ -85,7 +84,6 @@ def test_bf16_with_fp32_masters_is_bit_equal(twins: MakeTwins, name: str) -> Non
     pair.finish()
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -120,7 +120,6 @@ def transform_between_steps(directory: Path, run: Callable[[nn.Module], Any], **
     pair.finish(paged=False)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 @pytest.mark.parametrize("name", OVER_INPUTS)
 def test_over_inputs(tmp_path: Path, name: str, update: str) -> None:
@@ -131,7 +130,6 @@ def test_over_inputs(tmp_path: Path, name: str, update: str) -> None:
     transform_between_steps(tmp_path, OVER_INPUTS[name], update=update)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("name", OVER_PARAMETERS)
@@ -165,7 +163,6 @@ SCRIPTED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.large_table
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("verb", ["offload", "load"])
 @pytest.mark.parametrize("make", SCRIPTED.values(), ids=SCRIPTED)

@@ -16,8 +16,6 @@ from e2e.models import Net, finish_step, loss_of, tokens, train_step
 from e2e.optimizers import Counting
 from e2e.twins import Twins
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 Run = Callable[[Any, Any], Any]
 

@@ -17,8 +17,6 @@ from e2e.early import train
 from e2e.models import WIDTH, Biased, Net, finish_step, train_step
 from e2e.twins import Twins
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 
 

@@ -16,8 +16,6 @@ from e2e.early import updated_early
 from e2e.models import WIDTH, Net, loss_of, tokens, train_step
 from e2e.twins import Twins, assert_same, fail_in_the_middle
 
-pytestmark = pytest.mark.large_table
-
 MakeTwins = Callable[..., Twins]
 
 

@@ -31,7 +31,6 @@ def load(path, budget="6MiB"):
     return model, swapper.loaded(model)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("at_once", [None, 2])
 def test_each_batch_gives_what_it_gives_alone(path, at_once, mode):

@@ -11,8 +11,6 @@ from infer.device_models import HOST, MIB, check, load, run
 from infer.host_device import ORDERS, HostDevice, Stream
 from infer.small import CONFIG, TOKENS, make, on_meta, total_bytes
 
-pytestmark = pytest.mark.large_table
-
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("budget, host", [(3, 3), (3, 12), (8, 3), (8, 1024), (16, 3), (1024, 3)])

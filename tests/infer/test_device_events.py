@@ -12,8 +12,6 @@ from infer.small import make
 from swapper.device.copies import Uploads
 from swapper.device.device_storage import DeviceStorage
 
-pytestmark = pytest.mark.large_table
-
 
 def late_model(saved, opened, budget=4 * MIB):
     device = HostDevice("late")

@@ -15,8 +15,6 @@ from infer.host_device import Registering
 from infer.small import make, on_meta
 from swapper.device.tier import DeviceTier
 
-pytestmark = pytest.mark.large_table
-
 
 def test_a_device_that_runs_out_of_memory_has_what_stays_given_up(saved, device, opened):
     """Something else on the device has taken what the budget counted on."""

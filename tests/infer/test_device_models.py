@@ -16,8 +16,6 @@ from infer.test_transformers_inference import ARCHITECTURES, GENERATING, folders
 from swapper.checkpoint.exporting import export
 from swapper.integrations.transformers import from_pretrained
 
-pytestmark = pytest.mark.large_table
-
 __all__ = ["folders"]  # a fixture
 
 

@@ -9,8 +9,6 @@ import swapper
 from infer.device_models import load, run
 from infer.small import CONFIG, make, on_meta
 
-pytestmark = pytest.mark.large_table
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_is_named(saved):

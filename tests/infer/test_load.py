@@ -20,7 +20,6 @@ def saved(tmp_path):
     return save
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("padding", range(0, 72, 8))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_equal_wherever_the_file_puts_the_weights(saved, dtype, padding):
@@ -36,7 +35,6 @@ def test_outputs_are_equal_wherever_the_file_puts_the_weights(saved, dtype, padd
     swapper.loaded(model).unload()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("budget", ["5MiB", "8MiB", "16MiB", "1GiB"])
 def test_what_the_budget_can_hold_is_read_once(saved, budget):
     reference = make()

@@ -77,7 +77,6 @@ READS = {
 }
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("read", READS)
 def test_a_weight_that_is_away_is_read_from_the_file(model, reference, read):
     for name, weight in reference.named_parameters():

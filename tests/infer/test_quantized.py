@@ -18,7 +18,6 @@ def scheme(request):
     return request.param
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("budget", ["1MiB", "3MiB", "5MiB", "1GiB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_outputs_are_those_of_the_dequantised_values(tmp_path, scheme, dtype, budget):

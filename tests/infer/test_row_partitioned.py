@@ -50,7 +50,6 @@ def inputs_of(outputs):
     return [torch.arange(n).view(1, n) * 97 % outputs for n in (1, 3, 40)]
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("padding", [0, 24])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -87,7 +87,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], torch.Tensor]]] 
 }  # fmt: skip
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", CASES)
 def test_the_smallest_budget_runs_a_forward(tmp_path: Path, name: str) -> None:
     make, loss_of = CASES[name]

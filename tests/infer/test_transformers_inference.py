@@ -149,7 +149,6 @@ def half(cls, folder, **options):
     return from_pretrained(cls, folder, host_memory=weights_bytes // 2 + (2 << 20), **options)
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("dtype, load", [(torch.float32, half), (torch.bfloat16, half), (torch.bfloat16, smallest)])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_outputs_are_those_in_memory(folders, name, dtype, load):
@@ -251,7 +250,6 @@ def test_of_a_mixture_only_the_experts_that_are_used_are_read(folders, tmp_path,
     loaded.unload()
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("name", GENERATING)
 def test_what_is_generated_is_what_is_generated_in_memory(folders, name):
     class_name, _, inputs = ARCHITECTURES[name]

@@ -88,7 +88,6 @@ def least(cls, path):
     return int(str(refusal.value).split("(")[1].split(" bytes")[0])
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("cls", [TiedByHand, Joined])
 def test_what_was_to_stay_makes_room(tmp_path, cls, share):

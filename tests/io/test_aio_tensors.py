@@ -98,7 +98,7 @@ def test_reading_into_what_a_backward_needs_is_noticed(handle: AioHandle, path: 
 
 
 @given(st.data())
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_the_views_of_a_range_are_that_range(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), min_size=0, max_size=4))
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
@@ -113,7 +113,7 @@ def test_the_views_of_a_range_are_that_range(data: st.DataObject) -> None:
 
 
 @given(pieces=st.lists(st.integers(0, 9000), min_size=1, max_size=8), offset=st.integers(0, 9000))
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 def test_neighbours_written_at_the_same_time_do_not_touch_each_other(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[int], offset: int
 ) -> None:

@@ -70,7 +70,6 @@ def test_whole_sectors_are_within_and_no_more_could_be(offset: int, nbytes: int)
         assert -(-offset // 4096) * 4096 + 4096 > offset + nbytes
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_tensor_changes_its_bytes_and_no_others(

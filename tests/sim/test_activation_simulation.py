@@ -21,7 +21,6 @@ from swapper.train.activations.saved_tensor_cache import SavedTensorCache, Store
 SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "60")))
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("fault_rate", [0.0, 0.05], ids=["sound drive", "failing drive"])
 @pytest.mark.parametrize("program", [train, wander])

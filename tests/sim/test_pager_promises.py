@@ -12,7 +12,6 @@ from swapper.paging.residency import Residency
 # --- the schedule is followed -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("pages, frames", [(12, 6), (20, 3), (20, 10), (20, 19)])
 @pytest.mark.parametrize("hurry", [IDLE, 0.3, EAGER])
 @pytest.mark.parametrize("lazy", [False, True])

@@ -13,7 +13,6 @@ from programs import train, wander
 SEEDS = range(int(os.environ.get("SWAPPER_SIM_SEEDS", "60")))
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("threads", [False, True], ids=["one thread", "threads"])
 @pytest.mark.parametrize("fault_rate", [0.0, 0.05], ids=["sound drive", "failing drive"])
 @pytest.mark.parametrize("program", [train, wander])

@@ -37,7 +37,7 @@ def grids(draw: st.DrawFn) -> ChunkedTensor:
     return tensor(shape, *(chunk(tuple(b for b, _ in box), tuple(e - b for b, e in box)) for box in boxes))
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(grids(), st.integers(1, 400))
 def test_chunks_give_the_tensor_back(chunked: ChunkedTensor, most_bytes: int) -> None:
     chunked.check()

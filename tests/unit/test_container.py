@@ -71,7 +71,7 @@ def test_payload_first_bytes_equal_those_of_torchs_own_writer(tmp_path_factory, 
     assert ours.read_bytes()[:prefix] == theirs.read_bytes()[:prefix]
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(max_examples=examples(25))
 @given(sizes=long_sizes.filter(bool))
 def test_header_chunks_around_4_gib_equal_those_of_torchs_own_writer(tmp_path_factory, sizes) -> None:
     path = tmp_path_factory.mktemp("sparse") / "archive.pt"

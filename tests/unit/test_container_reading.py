@@ -56,7 +56,7 @@ def test_torch_load_onto_the_meta_device_gives_shapes(tmp_path) -> None:
             assert (loaded[key].dtype, loaded[key].shape) == (value.dtype, value.shape)
 
 
-@settings(deadline=None, max_examples=examples(40))
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_use_of_the_records_in_any_order_loads_bit_for_bit(tmp_path_factory, data) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(DTYPES), max_size=6))

@@ -134,7 +134,6 @@ def archive(path: Path, data: bytes) -> Path:
     return path
 
 
-@pytest.mark.large_table
 @pytest.mark.parametrize("data", [*ENDLESS.values(), *ENDLESS_WORK.values()], ids=[*ENDLESS, *ENDLESS_WORK])
 def test_whatever_reads_a_file_refuses_them(data: bytes, tmp_path: Path) -> None:
     path = archive(tmp_path / "x.pt", data)

@@ -107,7 +107,7 @@ def with_metadata(items: dict) -> OrderedDict:
     return state
 
 
-@settings(deadline=None, max_examples=examples(150))
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_equals_torch_save_byte_for_byte(data) -> None:
     payload = Store(data.draw(st.lists(st.sampled_from(PRINTABLE), max_size=12)))

@@ -103,7 +103,7 @@ def test_every_truncation_is_noticed(tmp_path):
             safetensors.read(path)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(position=st.integers(0, 400), value=st.integers(0, 255))
 def test_any_changed_byte_gives_tensors_within_the_file_or_an_error_of_ours(tmp_path_factory, position, value):
     path = tmp_path_factory.mktemp("fuzz") / "x.safetensors"

@@ -123,7 +123,7 @@ class ScheduleAgainstSearch(RuleBasedStateMachine):
 
 
 TestScheduleAgainstSearch = ScheduleAgainstSearch.TestCase
-TestScheduleAgainstSearch.settings = settings(max_examples=examples(60), stateful_step_count=25, deadline=None)
+TestScheduleAgainstSearch.settings = settings(max_examples=examples(60), stateful_step_count=25)
 
 
 @given(cycles, st.lists(accesses, max_size=30), st.sets(st.integers(0, 29)))

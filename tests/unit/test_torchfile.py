@@ -66,7 +66,7 @@ trees = st.dictionaries(
 )
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees)
 def test_every_tensor_is_found_where_it_lies(tree: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
@@ -174,7 +174,7 @@ def test_a_damaged_file_is_named_and_refused(tmp_path: Path, change: Any, messag
         open_source(damaged(tmp_path, change))
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_bytes_are_changed_it_ends_in_an_answer_or_an_error_of_ours(
     data: st.DataObject, tmp_path: Path
