@@ -38,7 +38,6 @@ long_sizes = st.lists(
 # Layout ----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(sizes=st.one_of(sizes, long_sizes))
 def test_headers_and_payloads_fill_the_file_up_to_the_tail_without_gap_or_overlap(sizes) -> None:
     layout = ContainerLayout.plan(sizes)
@@ -55,7 +54,6 @@ def test_headers_and_payloads_fill_the_file_up_to_the_tail_without_gap_or_overla
     assert [record.nbytes for record in layout.records] == sizes
 
 
-@settings(deadline=None)
 @given(sizes=sizes.filter(bool))
 def test_payload_first_bytes_equal_those_of_torchs_own_writer(tmp_path_factory, sizes) -> None:
     """torch's writer, told to write the same records first, puts the same bytes before the tail."""

@@ -109,7 +109,6 @@ def test_directories_of_many_entries_are_read_back_whole(tmp_path, count) -> Non
     assert entries_of(path) == entries
 
 
-@settings(deadline=None)
 @given(
     offset=st.integers(0, 1 << 50),
     count=st.integers(0, 40),
