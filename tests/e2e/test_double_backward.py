@@ -27,7 +27,7 @@ WIDTH = 640
 class HeldWrites:
     """The engine of a run. From `hold` to `let_go` writes to some places do not end, nor what waits for them.
 
-    It lets go by itself where a read has to wait for one of them that somebody needs before.
+    It lets go by itself when the pager waits for a read that comes after one of them.
     """
 
     def __init__(self, directories: Any, **options: Any) -> None:
@@ -35,15 +35,14 @@ class HeldWrites:
         self._engine = _C.Engine(**options)
         self._late: _C.Engine | None = None
         self._held: Collection[int] = ()
-        self._needed: Collection[int] = ()
         self._tickets: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def hold(self, places: Collection[int], needed: Collection[int]) -> None:
-        """Hold writes to `places`, until something at `needed` must be read after one of them; both are offsets in files."""
-        self._held, self._needed = places, needed
+    def hold(self, places: Collection[int]) -> None:
+        """Hold writes to `places`, offsets in files."""
+        self._held = places
         gate, self._other_end = os.pipe()
         self._late = _C.Engine(chaos={"until": gate}, **self._options)
         os.close(gate)
@@ -55,9 +54,17 @@ class HeldWrites:
         return self._tickets[-1]
 
     def read(self, file: Any, offset: int, *arguments: Any, after: Any = None, **options: Any) -> Any:
-        if offset in self._needed and any(after is ticket for ticket in self._tickets):
+        read = self._engine.read(file, offset, *arguments, after=after, **options)
+        if self._depends(after):
+            self._tickets.append(read)
+        return read
+
+    def _depends(self, ticket: Any) -> bool:
+        return any(ticket is held for held in self._tickets)
+
+    def before_wait(self, ticket: Any) -> None:
+        if self._depends(ticket):
             self.let_go()
-        return self._engine.read(file, offset, *arguments, after=after, **options)
 
     def let_go(self) -> None:
         """Everything that is under way ends. Nobody is told."""
@@ -83,8 +90,14 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
     assert pair.manager is not None
     pager, engine = pair.manager.current.run.pager, engines[-1]
     pager._write_back._enough = 0  # however fast the drive is
-    pages = [page for page in pager._pages if page.section.plan.family == "param"]
-    first = [page for page in pages if page.section.plan.group < 2]
+    first = [page for page in pager._pages if page.section.plan.family == "param" and page.section.plan.group < 2]
+    wait_for_read = pager._wait_for_read
+
+    def let_go_and_wait(page: Any, ticket: Any) -> None:
+        engine.before_wait(ticket)
+        wait_for_read(page, ticket)
+
+    pager._wait_for_read = let_go_and_wait
     promised = []
 
     def run(model: Any, optimizer: Any) -> list[torch.Tensor]:
@@ -92,7 +105,7 @@ def test_a_graph_over_a_graph_finds_parameters_whose_frames_are_promised(twins: 
         value = torch.randn(8, WIDTH, requires_grad=True)
         result = model(value)
         if swapped:
-            engine.hold([page.file_offset for page in first], [page.file_offset for page in pages])
+            engine.hold([page.file_offset for page in first])
         of = [value] if by == "input" else list(model.parameters())
         gradients = torch.autograd.grad(result.sum(), of, create_graph=True)
         if swapped:
