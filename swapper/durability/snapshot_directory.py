@@ -181,7 +181,7 @@ class DirectoryTicket(SnapshotTicket):
                 self._complete(error)
 
     def fail(self, error: BaseException) -> None:
-        """As `finish` with an error that the user is told at once."""
+        """As `finish`, with an error that the caller raises too."""
         self._told = True
         self.finish(error)
 
