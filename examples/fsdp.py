@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/fsdp.py --directory /nvme/run
 
-Run it again with `--resume`, also after a kill: it goes on from the newest step that all processes have committed. At the
+Run it again with `--resume`, also after a kill: it resumes from the newest step that all processes have committed. At the
 end they write one snapshot, a directory that plain torch.distributed.checkpoint reads.
 """
 
