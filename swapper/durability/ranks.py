@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,8 @@ from swapper.errors import DirectoryError, StateError, SwapperError
 log = logging.getLogger("swapper")
 
 RANKS_CHOICES = ("together", "alone")
+REASON_WAIT_S = 5.0
+"""Seconds in which the store of torch.distributed answers, unless its machine is gone: a choice."""
 
 CommitId = tuple[int, int]
 """A step, and the number of changes of parameters from outside since."""
@@ -254,14 +257,19 @@ class Ranks:
         if self._group is None or not _is_initialized():
             return
         self.has_failed = True
+        exchange = threading.Thread(target=self._exchange_reasons, args=(describe_failure(failure),), daemon=True)
+        exchange.start()
+        exchange.join(REASON_WAIT_S)  # the machine with the store may be gone without a word
+
+    def _exchange_reasons(self, reason: str) -> None:
         keys = [f"swapper/{self.start}/failure of rank {rank}" for rank in range(self.size)]  # torchrun keeps its store
         with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
             store = dist.distributed_c10d._get_default_store()
             reasons = {rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])}
-            for rank, reason in reasons.items():
-                log.error("rank %d ended first: %s", rank, reason)
+            for rank, text in reasons.items():
+                log.error("rank %d ended first: %s", rank, text)
             if not reasons:
-                store.set(keys[self.rank], describe_failure(failure))
+                store.set(keys[self.rank], reason)
 
     def close(self) -> None:
         """Release the group. Idempotent."""

@@ -136,7 +136,7 @@ class Publisher:
             tail = PreparedTail(self._layout, content, locate, items)
             return Snapshot(directory.file, tail, None, frozenset(), ticket)
         except BaseException as error:
-            ticket.finish(error)
+            ticket.fail(error)
             raise
 
     def _leave_out(self, content: dict[str, Any], left_out: frozenset[int]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from swapper.errors import CheckpointError, IoError, StateError
 from swapper.formats.dcp_directory import METADATA_NAME, seal_metadata
 from swapper.formats.dcp_items import ContainerItems
 from swapper.formats.torch_zip.pickle_writer import StorageRef
+from swapper.io import beneath
 
 VERSION = "1.0.0"  # of torch.distributed.checkpoint's metadata
 
@@ -141,10 +142,10 @@ class SnapshotDirectory:
                 file.write(seal_metadata(pickle.dumps(metadata)))
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(self._hidden)
+            beneath.sync(self._hidden)
             _check_free(self.path)
             self._hidden.rename(self.path)
-            _sync(self.path.parent)
+            beneath.sync(self.path.parent)
         except OSError as error:
             return IoError("publish", str(self.path), 0, 0, error.errno or 0)
         except CheckpointError as error:
@@ -179,15 +180,20 @@ class DirectoryTicket(SnapshotTicket):
             except RuntimeError:  # no more threads, as at the interpreter's exit
                 self._complete(error)
 
+    def fail(self, error: BaseException) -> None:
+        """As `finish`, with an error that the caller raises too."""
+        self._told = True
+        self.finish(error)
+
     def join(self) -> None:
         """Wait for the other ranks, if this one's file is published or failed, unless this rank ends with an error."""
         if self._is_ending.locked() and not self._directory.has_failed():
             self._over.wait()
 
     def _complete(self, error: BaseException | None) -> None:
-        if self._previous is not None:
-            self._previous.join()
-            self._previous = None
+        if self._previous is not None and not self._directory.has_failed():
+            self._previous._over.wait()
+        self._previous = None
         super().finish(self._directory.complete(error))
 
 
@@ -225,11 +231,3 @@ def _remove(hidden: Path) -> None:
     for file in [*hidden.glob("rank-*.pt"), hidden / METADATA_NAME]:
         file.unlink(missing_ok=True)
     hidden.rmdir()
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -104,6 +104,7 @@ def stage(directory: Path, before: int | None) -> None:
         dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=theirs)
         same_content(ours, theirs, manager.step)
         same_state(swapped, optimizer, plain, plain_optimizer, "trained")
+        fail_in_between(manager, directory / f"more-{size}")
     os.write(1, f"rank {rank} of {size}: same\n".encode())
 
 
@@ -137,6 +138,25 @@ def damage(directory: Path) -> None:
     (directory / "rank-0.pt").unlink()
     faults = [fault for report in verify(directory) for fault in report.faults]
     assert "rank-0.pt" in faults[0].what
+
+
+def fail_in_between(manager: swapper.SwapManager, directory: Path) -> None:
+    """Of three snapshots that are on their way the second fails on the last rank before the first is begun."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if dist.get_rank() == 0:
+        directory.mkdir()
+    dist.barrier()
+    first, second = manager.snapshot(directory / "first"), None
+    try:
+        second = manager.snapshot(directory / "second", extra={"bad": object()} if is_last else {})
+    except swapper.CheckpointError as error:
+        assert is_last and "cannot be in a container" in str(error)
+    third = manager.snapshot(directory / "third")
+    assert first.result() and third.result()
+    if second is not None:
+        assert not is_last and "cannot be in a container" in str(second.exception())
+    dist.barrier()
+    assert {path.name for path in directory.iterdir()} == {"first", "third"}
 
 
 def main(directory: Path, sizes: list[int]) -> None:

@@ -3,8 +3,9 @@
 Usage: killed_ranks.py DIRECTORY SEED KILLS [RANKS] [ddp|fsdp]. As killed_run.py, whose model it trains: the parent has torch
 imported and forks the ranks, which write a byte to a pipe at each forward and backward of each layer and around each step. After
 a random number of them it kills some of the ranks, chosen by chance, and a little later the rest, or lets the others find out and
-end. One layer is used in every second step only, so that not all pages of a step lie in one file; parameters are changed between
-steps; snapshots are taken by all ranks, by the first, or by none. Whatever is seen must equal plain torch that nobody killed.
+end; or it lets one write no more, as on a full drive. One layer is used in every second step only, so that not all pages of a step
+lie in one file; parameters are changed between steps; snapshots are taken by all ranks, by the first, or by none. Whatever is seen
+must equal plain torch that nobody killed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -185,10 +187,14 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
     victims: list[int] = []
     if not after:
         time.sleep(LONGEST_DELAY_S * chance.random())  # chance, not synchronisation
-        victims = chance.sample(ranks, chance.randrange(1, size + 1))
+        is_full = chance.randrange(4) == 0
+        victims = chance.sample(ranks, 1 if is_full else chance.randrange(1, size + 1))
         for victim in victims:
-            os.kill(victim, signal.SIGKILL)
-        if chance.randrange(2):
+            if is_full:  # it cannot write any more: it and the others end by themselves, or come to their end
+                resource.prlimit(victim, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+            else:
+                os.kill(victim, signal.SIGKILL)
+        if not is_full and chance.randrange(2):
             time.sleep(LONGEST_DELAY_S * chance.random())
             for rank in ranks:
                 os.kill(rank, signal.SIGKILL)
@@ -198,7 +204,7 @@ def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, 
     statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
     if not victims and any(statuses):
         raise SystemExit("a rank failed: " + "".join(p.read_text() for p in sorted(directory.glob("errors-*"))))
-    return bool(victims)
+    return any(statuses)
 
 
 def main(directory: Path, seed: int, kills: int, size: int = 2, engine: str = "ddp") -> None:
