@@ -58,3 +58,12 @@ def test_a_model_is_fine_tuned_and_resumed(model: Path, tmp_path: Path, adapters
     resumed = run("finetune.py", *command, "--steps", 3)
     assert "step   3 " in resumed and "step   2 " not in resumed
     assert list((tmp_path / "run" / "result").glob("*.safetensors"))
+
+
+def test_a_sharded_model_is_trained_by_several_processes_and_resumed(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", EXAMPLES / "fsdp.py")
+    size = ("--directory", tmp_path, "--parameters", 2_000_000, "--context", 32, "--batch", 1)
+    for more in (("--steps", 2), ("--steps", 3, "--resume")):
+        done = run_python(*torchrun, *size, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"step {more[1]:3}" in done.stdout
