@@ -228,7 +228,7 @@ class Twins:
             return parameter.grad
         assert self.manager is not None
         gradients = self.manager.current.run.model.gradients.paged
-        return gradients._whole(gradients._homes[id(parameter)])
+        return gradients._whole(gradients._slots[id(parameter)])
 
     def assert_same_state(self) -> None:
         assert_same_state(self.optimizer.state_dict(), self.plain_optimizer.state_dict())

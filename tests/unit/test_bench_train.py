@@ -19,6 +19,7 @@ SPEED = {"read_bytes_per_s": 500.0 * MB, "write_bytes_per_s": 500.0 * MB, "both_
 @pytest.fixture
 def bench_train(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # none in the tools' folder
+    monkeypatch.syspath_prepend(TOOL.parent)
     loader = SourceFileLoader("bench_train", str(TOOL))
     spec = importlib.util.spec_from_loader("bench_train", loader)
     assert spec is not None

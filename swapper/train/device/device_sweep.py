@@ -98,6 +98,8 @@ class DeviceSweep(Sweep):
         """Update a group. Copies of its results may still be in flight, their pages leased: see `settle`."""
         self.on_device.order.follow()
         self._make_ready(update)
+        if not self.kept.is_ready(update.trainable.group):
+            self.settle()  # its pages go through the frames that earlier slices still lease
         self.kept.ready([update.trainable.group])
         with torch.autocast(self.on_device.device.device.type, enabled=False):
             for part in update.trainable.slices(update.active, self._page_bytes):

@@ -102,6 +102,10 @@ class DeviceResidentState:
         """Return the state of a parameter that belongs to it as a whole, in host memory."""
         return {key: self._groups[group].others[place] for key, place in places.others.items()}
 
+    def is_ready(self, group: int) -> bool:
+        """Whether `ready` reads no pages."""
+        return group not in self._groups or self._groups[group].is_filled
+
     def ready(self, groups: Iterable[int]) -> None:
         """Copy the state of these groups to the device before kernels, which are queued next, change it.
 
