@@ -182,7 +182,7 @@ class DirectoryTicket(SnapshotTicket):
 
     def fail(self, error: BaseException) -> None:
         """As `finish`, with an error that the caller raises too."""
-        self._told = True
+        self._is_reported = True
         self.finish(error)
 
     def join(self) -> None:

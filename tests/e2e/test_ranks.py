@@ -15,6 +15,8 @@ from e2e import killed_ranks, ranks_run
 from e2e.processes import run_python
 from swapper.durability.ranks import CommitId, Held, choose
 
+pytestmark = pytest.mark.slow  # each starts processes that train together
+
 
 def launch(directory: Path, *orders: str, size: int = 2, ok: bool = True) -> list[str]:
     """Run `orders` (see ranks_run.py) on all ranks at once. Returns what each said, by rank."""
