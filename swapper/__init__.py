@@ -4,7 +4,6 @@ Modules that need torch are imported on first use: the command line, and process
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from swapper.errors import (
@@ -104,7 +103,7 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return import_module("swapper.checkpoint")
     if name == "__version__":
-        return version("swapper")
+        return import_module("importlib.metadata").version("swapper")  # itself most of the time of this import
     if name not in _LATER:
         raise AttributeError(f"module 'swapper' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LATER[name]), name)

@@ -58,18 +58,20 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep a sample, if that is asked for: of a test's n cases the root of n; of what is marked `slow` a third."""
+    """Keep a sample, if that is asked for: of a test's n cases the root of n; of the tests marked `slow` a third."""
     if not runs_a_sample():
         return
-    tables: dict[str, dict[str, Case]] = {}
+    seed = os.environ["SWAPPER_TEST_SEED"]
+    tests: dict[str, dict[str, Case]] = {}
+    slow: dict[str, Case] = {}
     for item in items:
-        is_slow = item.get_closest_marker("slow") is not None
-        table = "slow" if is_slow else item.nodeid.partition("[")[0]
-        tables.setdefault(table, {})[item.nodeid] = frozenset() if is_slow else case_of(item)
-    kept: set[str] = set()
-    for table, cases in tables.items():
-        count = len(cases) // 3 if table == "slow" else round(math.sqrt(len(cases)))
-        kept |= choose(cases, count, os.environ["SWAPPER_TEST_SEED"])
+        test = item.nodeid.partition("[")[0]
+        tests.setdefault(test, {})[item.nodeid] = case_of(item)
+        if item.get_closest_marker("slow") is not None:
+            slow[test] = frozenset()
+    for test in slow.keys() - choose(slow, len(slow) // 3, seed):
+        del tests[test]
+    kept = {name for cases in tests.values() for name in choose(cases, round(math.sqrt(len(cases))), seed)}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
     items[:] = [item for item in items if item.nodeid in kept]
 

@@ -81,6 +81,7 @@ EXPECTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """By word, what its probe finds with the change and without it."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", EXPECTED)
 @pytest.mark.parametrize("number, which", [(0, "on"), (1, "off")])
 def test_what_is_off_is_not_changed_and_what_is_lost_is_what_the_page_says(
@@ -154,6 +155,7 @@ def test_nothing_else_changes_the_process(way: str) -> None:
         assert word not in CHANGES or f'is_off("{word}")' in (ROOT / name).read_text()
 
 
+@pytest.mark.slow
 def test_importing_swapper_changes_no_signal() -> None:
     program = """
 import signal

@@ -229,6 +229,7 @@ def test_what_nobody_closes_is_forgotten_with_its_owner():
     assert runtime.registered == {}
 
 
+@pytest.mark.slow
 def test_what_is_still_registered_when_python_ends_is_given_back_and_does_not_hang(run_python):
     """Of a handle in a traceback, say: threads that Python no longer runs are neither begun nor waited for."""
     ended = run_python(

@@ -37,6 +37,7 @@ def interpreted() -> dict[str, str]:
     return findings_of("kernel_cases.py", "cpu", interpreted=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", kernel_cases.NAMES)
 def test_by_the_interpreter(name: str, interpreted: dict[str, str]) -> None:
     assert interpreted[name] == "", interpreted[name]

@@ -17,12 +17,14 @@ BUDGET = "memory=4MiB"
 """The smallest for the model of ranks_run.py, so that an update writes."""
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) -> None:
     done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: Path) -> None:
     """A step, for a drive without room, and then snapshots. The job that fails comes to where one that does not comes."""
     failing, well = tmp_path / "failing", tmp_path / "well"
@@ -85,6 +87,7 @@ def reshard(directory: Path, *sizes: int) -> None:
     assert said == {f"rank {rank} of {size}: same" for size in sizes for rank in range(size)}
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
     reshard(tmp_path, 2, 1)
 

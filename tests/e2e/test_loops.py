@@ -133,6 +133,7 @@ def test_sparse_embeddings_are_refused(twins: MakeTwins) -> None:
 # --- compiled ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("update", ["step", "deferred", "backward"])
 def test_a_compiled_model_is_bit_equal_and_its_graphs_hold_no_hooks(twins: MakeTwins, update: str, when: str) -> None:

@@ -66,6 +66,7 @@ def test_a_name_in_brackets_is_not_taken_for_markup(command: str) -> None:
     assert "/missing[/red] is not a directory" in done.output
 
 
+@pytest.mark.slow
 def test_tune_keeps_what_it_found_and_prints_it_for_deepspeed(tmp_path: Path) -> None:
     done = runner.invoke(app, ["tune", str(tmp_path), "--seconds", "0.05", "--file-size", "32MiB", "--json"])
     assert done.exit_code == 0, done.output

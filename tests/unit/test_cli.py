@@ -103,6 +103,7 @@ def test_the_demo_trains_and_plain_torch_goes_on_bit_for_bit(tmp_path, precision
         assert set(torch.load(kept, mmap=True, weights_only=True)) >= {"model", "optimizer", "master"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_the_demo_leaves_nothing_behind(tmp_path, number):
     arguments = ["demo", *SMALL, "--steps", "100000", "--directory", tmp_path]
@@ -126,6 +127,7 @@ def test_a_budget_too_small_names_the_smallest_that_works(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_it_is(tmp_path):
     size = ["--steps", "3", "--parameters", "2000000", "--context", "32"]
     for _ in range(2):  # the second run takes the place of the first

@@ -61,6 +61,7 @@ def run(program: str, **set_up: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_while_there_is_a_run_what_is_free_stays_until_a_look() -> None:
     printed = run(FREE)
     if "no mallopt" in printed:
