@@ -190,8 +190,7 @@ def _largest(demand: Demand, where: Sequence[str]) -> str:
     return f"{format_bytes(sizes[largest])} what is used at once in {where[largest]!r}"
 
 
-# --- the plan that fits best
-# ------------------------------------------------------------------------------------------
+# --- the plan that fits best ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

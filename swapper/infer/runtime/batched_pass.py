@@ -80,8 +80,7 @@ class BatchedPass:
             raise self._failure
         return [batch.result for batch in self._batches]
 
-    # --- called by the hooks, in the running batch's thread
-    # ----------------------------------------------------------------------------------------
+    # --- called by the hooks, in the running batch's thread -----------------------------------------------------------
 
     def arrive(self, group: GroupWeights) -> None:
         """The running batch needs `group`: return when it may lease it."""
@@ -104,8 +103,7 @@ class BatchedPass:
             group.lease()
             self._is_held = True
 
-    # --- in the batches' threads
-    # ----------------------------------------------------------------------------------------
+    # --- in the batches' threads --------------------------------------------------------------------------------------
 
     def _work(self, batch: _Batch, modes: _Modes) -> None:
         with self._changed:

@@ -156,8 +156,7 @@ class InferenceHooks(ModuleHooks[GroupWeights, InferenceCall]):
                     if not self._running:
                         self._end_outermost(unit)
 
-    # --- a pass
-    # ---------------------------------------------------------------------------------------------------------
+    # --- a pass -------------------------------------------------------------------------------------------------------
 
     def _take_turn(self) -> bool:
         """Wait until no other thread is inside the model. Return False if the hooks were removed meanwhile."""
@@ -234,8 +233,7 @@ def _check_not_traced(unit: Unit) -> None:
         )
 
 
-# --- the order of passes
-# ----------------------------------------------------------------------------------------------
+# --- the order of passes ----------------------------------------------------------------------------------------------
 
 
 def _first_round(order: list[int]) -> list[int]:
@@ -288,8 +286,7 @@ def is_cyclic(cycle: list[Access], other: list[Access]) -> bool:
     return any(cycle == other[i:] + other[:i] for i in range(len(other)) if other[i] == cycle[0])
 
 
-# --- what modules refuse
-# ----------------------------------------------------------------------------------------------
+# --- what modules refuse ----------------------------------------------------------------------------------------------
 
 
 def refuse_changes(module: nn.Module, name: str) -> None:

@@ -121,8 +121,7 @@ class LoadedModel:
             format_bytes(placement.page_bytes), self._streaming.describe(),
         )  # fmt: skip
 
-    # --- for users
-    # ----------------------------------------------------------------------------------------------------------
+    # --- for users ----------------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counters:
@@ -227,8 +226,7 @@ class LoadedModel:
     def __exit__(self, *exception: object) -> None:
         self.unload()
 
-    # --- accesses to cold parameters: see swapper.modules.guarded.FaultHandler
-    # ----------------------------------------------------------------------------------------------------------
+    # --- accesses to cold parameters: see swapper.modules.guarded.FaultHandler ----------------------------------------
 
     def bring(self, parameter: nn.Parameter) -> bool:
         self._check_usable()
@@ -275,8 +273,7 @@ class LoadedModel:
     def describe(self, parameter: nn.Parameter) -> str:
         return self._names[id(parameter)]
 
-    # --- taking over, and passes
-    # ----------------------------------------------------------------------------------------------------------
+    # --- taking over, and passes --------------------------------------------------------------------------------------
 
     def _take_over(self, model: nn.Module, fitting: Fit, buffers: list[BufferPlace], experts: Experts) -> None:
         """Give the model its memory and buffers; its weights are read when they are used."""

@@ -85,8 +85,7 @@ class Gradients:
         self._host.remove()
         self._kept.remove()
 
-    # --- for relayout: gradients on NVMe or on a device
-    # ------------------------------------------------------------------
+    # --- for relayout: gradients on NVMe or on a device ---------------------------------------------------------------
 
     def present(self) -> list[str]:
         """Return the names of the parameters that have a gradient there.

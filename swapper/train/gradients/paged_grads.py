@@ -74,8 +74,7 @@ class PagedGradients:
         if slot is None or not slot.stands_for(gradient):
             raise without_data(name, gradient)
 
-    # --- for the sweep and clipping
-    # ------------------------------------------------------------------------------------
+    # --- for the sweep and clipping -----------------------------------------------------------------------------------
 
     def part(self, parameter: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) of a gradient whose pages are leased, clipped; do not change them."""
@@ -160,8 +159,7 @@ class PagedGradients:
                     view.zero_()
                 slot.content.zero = False
 
-    # --- for relayout: see Gradients
-    # ------------------------------------------------------------------------------------
+    # --- for relayout: see Gradients ----------------------------------------------------------------------------------
 
     def present(self) -> list[str]:
         self.restore()
@@ -185,8 +183,7 @@ class PagedGradients:
         slot.content = content
         slot.parameter.grad = self._make_cold(slot)
 
-    # --- as autograd accumulates
-    # ---------------------------------------------------------------------------------------
+    # --- as autograd accumulates --------------------------------------------------------------------------------------
 
     def restore(self) -> None:
         """Restore the earlier gradient of parameters that got none in a backward."""

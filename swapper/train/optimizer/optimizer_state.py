@@ -95,8 +95,7 @@ class OptimizerState:
         vars(self).clear()
         self._session_guard, self._finish_update = session_guard, session_guard.check
 
-    # --- state on the device
-    # --------------------------------------------------------------------------------------------
+    # --- state on the device ------------------------------------------------------------------------------------------
 
     def sync_to_host(self) -> None:
         """Copy state that stays on the device to its sections, for an access there.
@@ -112,8 +111,7 @@ class OptimizerState:
         if self.kept is not None:
             self.kept.forget()
 
-    # --- state dicts
-    # ----------------------------------------------------------------------------------------------------
+    # --- state dicts --------------------------------------------------------------------------------------------------
 
     def save(self) -> dict[int, dict[str, Any]]:
         """Return the state in torch's form, {index of parameter: {key: tensor}}, mapped from its sections until it
@@ -247,8 +245,7 @@ class OptimizerState:
                 shapes = f"{list(torch.as_tensor(state[key]).shape)}; this optimizer's is {list(slots[key].spec.shape)}"
                 raise ValueError(f"the state {key!r} of {places.name} has the shape {shapes}")
 
-    # --- one parameter's state: see StateStore
-    # -------------------------------------------------------------------------
+    # --- one parameter's state: see StateStore ------------------------------------------------------------------------
 
     def with_state(self) -> list[torch.Tensor]:
         """Return the parameters that have state, in the order of the optimizer's groups."""

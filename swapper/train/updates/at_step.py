@@ -88,8 +88,7 @@ class Updates:
         """Mark backwards within the context as not the last ones of their step."""
         yield
 
-    # --- notifications by passes
-    # ----------------------------------------------------------------------------------------
+    # --- notifications by passes --------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         """Something begins outside of any backward; if one was running, it has failed."""

@@ -178,8 +178,7 @@ class StepInBackward(Updates):
         self._next.clear()
         self._task = None
 
-    # --- notifications by passes
-    # ----------------------------------------------------------------------------------------
+    # --- notifications by passes --------------------------------------------------------------------------------------
 
     def pass_begins(self) -> None:
         if self._task is not None:
