@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[2]
 COVERED = ("swapper", "csrc", "docs", "tools", "examples", "README.md", "CHANGELOG.md")
 LOGS = {"docs/measurements.md"}
 """Quotes earlier texts word for word."""
-PENDING = ()
-"""Not rewritten yet. Only ever remove entries."""
 BANNED = re.compile(
     r"\b(anew|whoever|owed|by turns|at one time|so many|is told|comes? home|stays? away|shel(f|ves)"
     r"|lets? go of|(go|goes|gone|going) on from|ha(s|ve) not (the|its|their))\b",
@@ -30,10 +28,6 @@ def _files() -> list[str]:
     return [name for name in listed.stdout.splitlines() if name not in LOGS and (ROOT / name).is_file()]
 
 
-def _is_pending(name: str) -> bool:
-    return name.startswith(PENDING)
-
-
 def _banned_lines(name: str) -> list[str]:
     lines = (ROOT / name).read_text(errors="replace").splitlines()
     return [f"{name}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if BANNED.search(line)]
@@ -47,18 +41,11 @@ def _opening(name: str) -> str:
 
 
 def test_prose_avoids_the_banned_words() -> None:
-    found = [line for name in _files() if not _is_pending(name) for line in _banned_lines(name)]
+    found = [line for name in _files() for line in _banned_lines(name)]
     assert not found, "\n".join(found)
 
 
 def test_modules_open_with_what_they_do() -> None:
-    sources = [name for name in _files() if name.endswith((".py", ".h", ".cpp")) and not _is_pending(name)]
+    sources = [name for name in _files() if name.endswith((".py", ".h", ".cpp"))]
     found = [f"{name}: {_opening(name).splitlines()[0]}" for name in sources if OPENINGS.match(_opening(name))]
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("folder", PENDING)
-def test_a_folder_is_pending_only_until_it_is_rewritten(folder: str) -> None:
-    names = [name for name in _files() if name.startswith(folder)]
-    is_left = any(_banned_lines(name) or (name.endswith(".py") and OPENINGS.match(_opening(name))) for name in names)
-    assert is_left, f"{folder} is clean: remove it from PENDING"
