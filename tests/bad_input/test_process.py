@@ -92,6 +92,7 @@ def test_what_is_off_is_not_changed_and_what_is_lost_is_what_the_page_says(
     assert expected.keys() >= found.keys() - {"output", "files", "callbacks"}, found
 
 
+@pytest.mark.slow
 def test_without_atexit_nothing_of_ours_is_called_at_the_end(results: dict[str, dict[str, Any]]) -> None:
     """Others' is: torch has its own."""
     assert (
@@ -99,12 +100,14 @@ def test_without_atexit_nothing_of_ours_is_called_at_the_end(results: dict[str, 
     )  # the engines', and the snapshot's
 
 
+@pytest.mark.slow
 def test_without_mallopt_glibc_gives_back_by_itself(results: dict[str, dict[str, Any]]) -> None:
     if sys.platform != "linux" or "stays" not in results["mallopt-on"]:
         pytest.skip("this C library has no mallopt")
     assert results["mallopt-on"]["stays"] > 0.9 > 0.5 > results["mallopt-off"]["stays"]
 
 
+@pytest.mark.slow
 def test_without_mlock_nothing_is_locked(results: dict[str, dict[str, Any]]) -> None:
     on, off = results["mlock-on"], results["mlock-off"]
     assert not off["locked"] and "SWAPPER_OFF=mlock" in off["refused"]

@@ -29,6 +29,7 @@ def some_loops(number: int) -> list[str]:
     return random.Random(os.environ.get("SWAPPER_TEST_SEED")).sample(sorted(fsdp_run.CASES.keys() - {"plain"}), number)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_load_and_go_on(tmp_path: Path) -> None:
     run(tmp_path, 2, ["plain", *some_loops(1)])
 
