@@ -22,7 +22,6 @@ import bisect
 import copy
 import errno
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,7 @@ import torch
 
 from swapper.durability.publication import Base, Publication, SnapshotContents
 from swapper.durability.retention import Retention
-from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory
+from swapper.durability.snapshot_directory import DirectoryTicket, SnapshotDirectory, check_free
 from swapper.durability.ticket import SnapshotTicket
 from swapper.errors import CheckpointError, InvariantError, IoError
 from swapper.formats.torch_zip.container import ContainerLayout, PreparedTail, TensorPlace
@@ -89,6 +88,12 @@ class Publisher:
         self._publications: list[Publication] = []  # those that `settle` has not finished
         self._tickets: list[SnapshotTicket] = []  # those whose failure may be unreported
 
+    def check_free(self, path: Path) -> None:
+        """Raise CheckpointError if `path` exists or is about to, or its directory does not."""
+        check_free(path)
+        if any(not ticket.done and ticket.path == path for ticket in self._tickets):
+            raise CheckpointError(f"{path} exists already, as a snapshot in flight: choose another name")
+
     def capture(
         self,
         path: Path,
@@ -111,10 +116,7 @@ class Publisher:
         Raises:
             CheckpointError: `path` exists or is about to, its directory does not, or `content` cannot be written.
         """
-        if os.path.lexists(path) or any(not ticket.done and ticket.path == path for ticket in self._tickets):
-            raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
-        if not path.parent.is_dir():
-            raise CheckpointError(f"directory {path.parent} does not exist: create it first")
+        self.check_free(path)
         left_out = frozenset() if with_unchanging else self._unchanging
         if not with_unchanging:
             content = self._leave_out(content, left_out)
@@ -126,7 +128,7 @@ class Publisher:
     def capture_part(
         self, directory: SnapshotDirectory, content: dict[str, Any], step: int, hurry: Callable[[], None]
     ) -> Snapshot:
-        """Capture this rank's part of the snapshot `directory`. See `capture`; failures are the ticket's too."""
+        """Capture this rank's part of the snapshot `directory`. See `capture`. A failure is raised, and fails the ticket."""
         previous = [ticket for ticket in self._tickets if isinstance(ticket, DirectoryTicket)]
         ticket = DirectoryTicket(directory, step, hurry, previous[-1] if previous else None)
         self._tickets.append(ticket)

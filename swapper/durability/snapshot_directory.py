@@ -33,7 +33,7 @@ class SnapshotDirectory:
     """One snapshot of a sharded model, on one rank.
 
     Args:
-        path: of the directory; must not exist.
+        path: of the directory; `Publisher.check_free` has passed.
         hidden: its name until it is whole, on the same file system. What a killed run left there is removed.
         ranks: with a group that only snapshots use.
         has_failed: returns True if this rank ends with an error, and must not wait for others.
@@ -44,7 +44,7 @@ class SnapshotDirectory:
         has_failed: see above.
 
     Raises:
-        CheckpointError: `path` exists, its parent does not, or two entries of `state` have the same name.
+        CheckpointError: the directory cannot be made, or two entries of `state` have the same name.
     """
 
     def __init__(
@@ -66,7 +66,6 @@ class SnapshotDirectory:
         plan = self._planner.create_local_plan()
         plan.items[:] = [item for item in plan.items if not _is_empty_part(item)]
         self._plan = plan
-        _check_free(path)
         if ranks.rank == 0:
             try:
                 _remove(self._hidden)  # of a run that was killed
@@ -143,7 +142,7 @@ class SnapshotDirectory:
                 file.flush()
                 os.fsync(file.fileno())
             beneath.sync(self._hidden)
-            _check_free(self.path)
+            check_free(self.path)
             self._hidden.rename(self.path)
             beneath.sync(self.path.parent)
         except OSError as error:
@@ -217,7 +216,8 @@ def _is_empty_part(item: Any) -> bool:
     return data is not None and data.chunk.sizes.numel() == 0 and data.size.numel() > 0
 
 
-def _check_free(path: Path) -> None:
+def check_free(path: Path) -> None:
+    """Raise CheckpointError unless a snapshot can get this name."""
     if os.path.lexists(path):
         raise CheckpointError(f"{path} exists already: snapshots never overwrite; choose another name or remove it")
     if not path.parent.is_dir():

@@ -141,12 +141,18 @@ def damage(directory: Path) -> None:
 
 
 def fail_in_between(manager: swapper.SwapManager, directory: Path) -> None:
-    """Of three snapshots that are on their way the second fails on the last rank before the first is begun."""
+    """Of three snapshots in flight the second fails on the last rank before the first is begun. None takes another's name."""
     is_last = dist.get_rank() == dist.get_world_size() - 1
     if dist.get_rank() == 0:
         directory.mkdir()
     dist.barrier()
     first, second = manager.snapshot(directory / "first"), None
+    try:
+        manager.snapshot(directory / "first")
+    except swapper.CheckpointError as error:
+        assert "exists already" in str(error)
+    else:
+        raise AssertionError("two snapshots of one name are in flight")
     try:
         second = manager.snapshot(directory / "second", extra={"bad": object()} if is_last else {})
     except swapper.CheckpointError as error:

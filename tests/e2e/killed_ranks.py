@@ -168,7 +168,7 @@ def check(directory: Path, size: int, engine: str) -> None:
 
 
 def run_and_kill(directory: Path, size: int, chance: random.Random, after: int, **options: Any) -> bool:
-    """Start all ranks and kill some of them after so many ticks. Returns True if one was killed, False if all came to their end."""
+    """Start all ranks and kill some after this number of ticks. Returns True if one was killed, False if all came to their end."""
     reader, writer = os.pipe()
     meeting = directory / f"meeting-{chance.random()}"
     ranks = []

@@ -171,7 +171,7 @@ def fork(work: Callable[[], Any]) -> int:
 
 
 def run_and_kill(directory: Path, losses: Path, after: int, delay_s: float, **options: Any) -> bool:
-    """Fork a run and kill it after so many ticks. Returns True if it was killed, False if it came to its end before."""
+    """Fork a run and kill it after this number of its ticks. Returns True if it was killed, False if it came to its end before."""
     reader, writer = os.pipe()
     child = fork(lambda: (os.close(reader), run(directory, losses, lambda what: os.write(writer, what), **options)))
     os.close(writer)

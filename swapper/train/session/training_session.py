@@ -321,6 +321,7 @@ class TrainingSession:
         made: list[SnapshotDirectory] = []
 
         def begin() -> dict[str, Any]:
+            self.publisher.check_free(path)
             content = self._content(more, step)
             hidden = path.with_name(f".{path.name}{self._directory.job and '.'}{self._directory.job}.partial")
             made.append(SnapshotDirectory(path, hidden, background, lambda: ranks.has_failed, content))

@@ -1,7 +1,7 @@
 """Updates all parameters in `optimizer.step()`, and defines the interface of the other update times.
 
 `deferred.py` updates in the forward after the step, `during_backward.py` in the backward before it. Code that runs
-passes (hooks.py), and code that reads parameters or state (fault_handler.py, optimizer_state.py), notifies this
+passes (train_hooks.py), and code that reads parameters or state (fault_handler.py, optimizer_state.py), notifies this
 interface and does not ask which of the three it is.
 """
 
