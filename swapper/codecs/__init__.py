@@ -2,6 +2,6 @@
 
 from swapper.codecs.codec import CODECS, StateCodec
 from swapper.codecs.coded_adamw import CodedState, adamw_
-from swapper.codecs.plain import GROUP
+from swapper.codecs.reference import GROUP
 
 __all__ = ["CODECS", "GROUP", "CodedState", "StateCodec", "adamw_"]

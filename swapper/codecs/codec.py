@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import plain
-from swapper.codecs.plain import GROUP
+from swapper.codecs import reference
+from swapper.codecs.reference import GROUP
 from swapper.errors import ConfigError, UnsupportedError
 
 Encode = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], int]
@@ -121,21 +121,29 @@ _SCALE = Part("scale", torch.bfloat16, GROUP)
 CODECS = {
     codec.name: codec
     for codec in (
-        StateCodec("fp32", (Part("value", torch.float32),), plain.encode_fp32, plain.decode_fp32, is_exact=True),
+        StateCodec(
+            "fp32", (Part("value", torch.float32),), reference.encode_fp32, reference.decode_fp32, is_exact=True
+        ),
         StateCodec(
             "split",
             (Part("low", torch.int16), Part("ties", torch.uint8, 8)),
-            plain.encode_split,
-            plain.decode_split,
+            reference.encode_split,
+            reference.decode_split,
             is_exact=True,
             needs_parameter=True,
         ),
         StateCodec(
-            "master24", (Part("rho", torch.int8),), plain.encode_master24, plain.decode_master24, needs_parameter=True
+            "master24",
+            (Part("rho", torch.int8),),
+            reference.encode_master24,
+            reference.decode_master24,
+            needs_parameter=True,
         ),
-        StateCodec("bf16", (Part("value", torch.bfloat16),), plain.encode_bf16, plain.decode_bf16),
-        StateCodec("moment8", (Part("code", torch.int8), _SCALE), plain.encode_moment8, plain.decode_moment8),
-        StateCodec("variance8", (Part("code", torch.uint8), _SCALE), plain.encode_variance8, plain.decode_variance8),
+        StateCodec("bf16", (Part("value", torch.bfloat16),), reference.encode_bf16, reference.decode_bf16),
+        StateCodec("moment8", (Part("code", torch.int8), _SCALE), reference.encode_moment8, reference.decode_moment8),
+        StateCodec(
+            "variance8", (Part("code", torch.uint8), _SCALE), reference.encode_variance8, reference.decode_variance8
+        ),
     )
 }
 """By name."""

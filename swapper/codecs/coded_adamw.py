@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import plain
+from swapper.codecs import reference
 from swapper.codecs.codec import StateCodec
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
 from swapper.errors import ConfigError
@@ -70,7 +70,7 @@ def plain_adamw_(
     master, exp_avg, exp_avg_sq = values if has_masters else (parameter, *values)
     reference_(AdamWSlice(master, exp_avg, exp_avg_sq, gradient), step, torch.tensor([factor]), None)
     if has_masters:
-        plain.encode_bf16(master, [parameter], None)
+        reference.encode_bf16(master, [parameter], None)
     return sum(
         state.codec.plain_encode(value, state.parts, parameter) for state, value in zip(states, values, strict=True)
     )
