@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import reference
+from swapper.codecs import native, reference
 from swapper.codecs.codec import StateCodec
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
 from swapper.errors import ConfigError
@@ -58,7 +58,8 @@ def adamw_(
     """
     states = [state for state in (master, exp_avg, exp_avg_sq) if state is not None]
     _check(parameter, gradient, states, step)
-    return plain_adamw_(parameter, gradient, states, step, factor)
+    named = [(state.codec.name, state.parts) for state in states]
+    return native.adamw_(parameter, gradient, named, step, factor, threads)
 
 
 def plain_adamw_(
