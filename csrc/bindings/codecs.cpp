@@ -34,8 +34,9 @@ Parts parts_of(const Codec& codec, const std::vector<Address>& addresses) {
   return parts;
 }
 
-const std::uint16_t* parameter_of(const Codec& codec, Address parameter) {
-  if (codec.needs_parameter() && parameter == 0) throw ConfigError("this codec needs the parameter");
+const std::uint16_t* parameter_of(const Codec& codec, Address parameter, std::size_t count) {
+  if (codec.needs_parameter() && parameter == 0 && count != 0)
+    throw ConfigError("this codec needs the parameter");
   return at<const std::uint16_t>(parameter);
 }
 
@@ -44,7 +45,7 @@ std::uint64_t encode_at(const std::string& name, Address value, std::size_t coun
                         const std::string& isa) {
   const Codec& codec = find_codec(find_kernels(isa), name);
   const Parts parts = parts_of(codec, addresses);
-  const std::uint16_t* words = parameter_of(codec, parameter);
+  const std::uint16_t* words = parameter_of(codec, parameter, count);
   const nb::gil_scoped_release released;
   return encode(codec, at<const float>(value), count, parts, words, threads);
 }
@@ -53,7 +54,7 @@ void decode_at(const std::string& name, const std::vector<Address>& addresses, s
                Address value, Address parameter, std::size_t threads, const std::string& isa) {
   const Codec& codec = find_codec(find_kernels(isa), name);
   const Parts parts = parts_of(codec, addresses);
-  const std::uint16_t* words = parameter_of(codec, parameter);
+  const std::uint16_t* words = parameter_of(codec, parameter, count);
   const nb::gil_scoped_release released;
   decode(codec, parts, count, at<float>(value), words, threads);
 }

@@ -88,6 +88,8 @@ def _check(parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedSt
         raise ConfigError(f"{gradient.numel()} gradients do not fit {parameter.numel()} parameters")
     if (len(states) == 2) != (parameter.dtype == torch.float32):
         raise ConfigError(f"masters are for bf16 parameters, and these are {parameter.dtype}")
+    if any(state.codec.needs_parameter for state in states[-2:]):
+        raise ConfigError("only masters can be completed by the parameters: choose another codec for the moments")
     if step.seed is not None:
         raise ConfigError("parameters of coded state are rounded to nearest: leave seed=None")
     for state in states:
