@@ -1,0 +1,73 @@
+"""How long a model and its optimizer compute if they wait for nothing: what a prediction of a step's time needs to know."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import Optimizer
+
+from swapper.paging.dry_run import Task
+from swapper.train.layout.inventory import Inventory
+from swapper.train.updates.update_rates import least_seconds, update_seconds
+
+LARGEST_ROWS, LARGEST_SIDE = 1024, 2048
+"""A trial's largest matrices; larger ones take longer in proportion: then they are far beyond a cache anyway."""
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Seconds of computing.
+
+    Attributes:
+        forward_s, backward_s: by group of parameters.
+        update_s: of the optimizer, for one element.
+    """
+
+    forward_s: Mapping[int, float]
+    backward_s: Mapping[int, float]
+    update_s: float
+
+    def of(self, task: Task) -> float:
+        """Return the seconds of one task of a step."""
+        if task.updated:
+            return task.updated * self.update_s
+        return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
+
+
+def measure_compute(model: nn.Module, inventory: Inventory, optimizer: Optimizer | None, tokens: int) -> ComputeTimes:
+    """Measure on this processor how long a step computes, in a second or so.
+
+    It multiplies matrices of the shapes and dtypes of the model's weights with `tokens` rows, once for forward and twice for
+    backward, and has the optimizer update some millions of elements. What else a model computes (attention, norms, the loss)
+    is not in it.
+
+    Args:
+        tokens: rows that pass through each matrix in a step, of all samples together. Embedding tables count as no work.
+    """
+    forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
+    backward = dict(forward)
+    group_of = {id(parameter): group.index for group in inventory.groups for _, parameter in group.parameters}
+    product_seconds = functools.cache(_product_seconds)
+    for module in model.modules():
+        for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
+            if parameter is not None and parameter.dim() >= 2:
+                outputs, group = parameter.shape[0], group_of[id(parameter)]
+                seconds = product_seconds(tokens, outputs, parameter.numel() // outputs, parameter.dtype)
+                forward[group] += seconds
+                backward[group] += (2 if parameter.requires_grad else 1) * seconds
+    return ComputeTimes(forward, backward, 0.0 if optimizer is None else update_seconds(optimizer) or 0.0)
+
+
+def _product_seconds(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:
+    """Return the seconds of a product of (rows, inputs) and (outputs, inputs) matrices: of a part of it, if they are large."""
+    part = min(rows, LARGEST_ROWS), min(outputs, LARGEST_SIDE), min(inputs, LARGEST_SIDE)
+    x, weight = torch.ones(part[0], part[2], dtype=dtype), torch.ones(part[1], part[2], dtype=dtype)
+    with torch.no_grad():
+        seconds = least_seconds(lambda: F.linear(x, weight), times=3)
+    return seconds * (rows * outputs * inputs) / math.prod(part)
