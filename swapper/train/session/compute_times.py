@@ -1,4 +1,4 @@
-"""How long a model and its optimizer compute if they wait for nothing: what a prediction of a step's time needs to know."""
+"""Seconds that a model and its optimizer compute if they wait for nothing: an input of the prediction of a step."""
 
 from __future__ import annotations
 
