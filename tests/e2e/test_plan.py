@@ -247,7 +247,7 @@ def test_a_predicted_step_moves_what_is_planned_and_takes_the_time_of_what_limit
     assert abs(moved.read_bytes - plan.traffic.total_read_bytes) <= plan.budget.pool_bytes
     assert drive_s - pool_s <= moved.wall_s <= 1.3 * drive_s + pool_s
     assert moved.total.computing_s == pytest.approx(0.0, abs=1e-9)
-    long = {group: 1000.0 for group in nothing}
+    long = dict.fromkeys(nothing, 1000.0)
     computed = plan.simulate(DriveRates(rate, rate, 2 * rate), ComputeTimes(long, long, 0.0))
     assert computed.total.computing_s == pytest.approx(2000.0 * len(long))
     assert computed.wall_s <= computed.total.computing_s + drive_s + pool_s

@@ -54,7 +54,9 @@ def test_what_can_never_begin_is_noticed() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 10**9), st.floats(0, 3)), min_size=1, max_size=20))
-def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(work: list[tuple[bool, int, float]]) -> None:
+def test_no_transfer_is_faster_than_its_bytes_allow_and_none_waits_for_nothing(
+    work: list[tuple[bool, int, float]],
+) -> None:
     rates = DriveRates(read=3e8, write=2e8, both=4e8)
     drive = VirtualDrive(rates)
     transfers = []
