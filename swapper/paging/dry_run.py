@@ -160,6 +160,8 @@ class DryRun:
         cycle = [access for task in tasks for access in task.accesses]
         self._counters = VirtualCounters(self._drive)
         self.clock = StepClock(self._counters, lambda: self._drive.now_s)
+        if drive is not None:
+            self.clock.start(drive.rates.seconds_for)
         self._pager = Pager(
             pages, pool, self.store, Schedule(cycle), self._counters,
             window_pages=window_pages, lazy=lazy, max_deferred_writes=max_deferred_writes,

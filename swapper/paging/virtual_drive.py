@@ -25,6 +25,10 @@ class DriveRates:
     write: float = math.inf
     both: float = math.inf
 
+    def seconds_for(self, read_bytes: int, written_bytes: int) -> float:
+        """Return the least seconds for these bytes."""
+        return max(read_bytes / self.read, written_bytes / self.write, (read_bytes + written_bytes) / self.both)
+
     def of(self, reading: bool, writing: bool) -> tuple[float, float]:
         """Return the rates of reads and of writes while the drive does these."""
         share = min(1.0, self.both / (self.read + self.write)) if reading and writing else 1.0
@@ -58,11 +62,12 @@ class VirtualDrive:
     """See the module. The default is a drive that takes no time.
 
     Attributes:
+        rates: bytes a second.
         now_s: the time, in seconds.
     """
 
     def __init__(self, rates: DriveRates | None = None) -> None:
-        self._rates = rates or DriveRates()
+        self.rates = rates or DriveRates()
         self._takes_time = rates is not None
         self._reads: list[VirtualTransfer] = []
         self._writes: list[VirtualTransfer] = []
@@ -97,7 +102,7 @@ class VirtualDrive:
         """Go on to the end of the next transfer, or to `end_s` if that comes first. False if nothing is under way."""
         read = next((one for one in self._reads if one.after is None or one.after.done), None)
         write = self._writes[0] if self._writes else None
-        rates = self._rates.of(read is not None, write is not None)
+        rates = self.rates.of(read is not None, write is not None)
         moving = [(one, rate) for one, rate in zip((read, write), rates, strict=True) if one is not None]
         if not moving:
             return False

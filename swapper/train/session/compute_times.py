@@ -40,15 +40,23 @@ class ComputeTimes:
         return (self.forward_s if task.phase == "forward" else self.backward_s)[task.group]
 
 
-def measure_compute(model: nn.Module, inventory: Inventory, optimizer: Optimizer | None, tokens: int) -> ComputeTimes:
-    """Measure on this processor how long a step computes, in a second or so.
+def find_compute(
+    model: nn.Module,
+    inventory: Inventory,
+    optimizer: Optimizer | None,
+    tokens: int,
+    flops: float | None = None,
+    update_s: float | None = None,
+) -> ComputeTimes:
+    """Return how long a step computes. What is not given is measured on this processor, in a second or so.
 
-    It multiplies matrices of the shapes and dtypes of the model's weights with `tokens` rows, once for forward and twice for
-    backward, and has the optimizer update some millions of elements. What else a model computes (attention, norms, the loss)
-    is not in it.
+    Counted are the products of matrices, of the shapes and dtypes of the model's weights with `tokens` rows, one in forward
+    and two in backward, and the optimizer's update. What else a model computes (attention, norms, the loss) is not in it.
 
     Args:
         tokens: rows that pass through each matrix in a step, of all samples together. Embedding tables count as no work.
+        flops: floating-point operations a second in products of matrices.
+        update_s: seconds in which the optimizer updates one element.
     """
     forward: dict[int, float] = {group.index: 0.0 for group in inventory.groups}
     backward = dict(forward)
@@ -58,10 +66,16 @@ def measure_compute(model: nn.Module, inventory: Inventory, optimizer: Optimizer
         for parameter in () if isinstance(module, nn.Embedding) else module._parameters.values():
             if parameter is not None and parameter.dim() >= 2:
                 outputs, group = parameter.shape[0], group_of[id(parameter)]
-                seconds = product_seconds(tokens, outputs, parameter.numel() // outputs, parameter.dtype)
+                inputs = parameter.numel() // outputs
+                if flops is None:
+                    seconds = product_seconds(tokens, outputs, inputs, parameter.dtype)
+                else:
+                    seconds = 2 * tokens * outputs * inputs / flops
                 forward[group] += seconds
                 backward[group] += (2 if parameter.requires_grad else 1) * seconds
-    return ComputeTimes(forward, backward, 0.0 if optimizer is None else update_seconds(optimizer) or 0.0)
+    if update_s is None:
+        update_s = 0.0 if optimizer is None else update_seconds(optimizer) or 0.0
+    return ComputeTimes(forward, backward, update_s)
 
 
 def _product_seconds(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> float:

@@ -40,7 +40,7 @@ from swapper.train.layout.train_placement import (
     state_bytes,
     without_gradients,
 )
-from swapper.train.session.compute_times import ComputeTimes, measure_compute
+from swapper.train.session.compute_times import ComputeTimes, find_compute
 from swapper.train.session.request import Request
 from swapper.train.updates.sweep import Trainable
 
@@ -225,7 +225,7 @@ class Plan:
             )
         rates = self._drive_rate("read", drive_read), self._drive_rate("write", drive_write)
         optimizer = self.request.optimizer
-        compute = measure_compute(self.request.model, self.inventory, optimizer, tokens)
+        compute = find_compute(self.request.model, self.inventory, optimizer, tokens)
         return self.simulate(DriveRates(*rates, sum(rates)), compute)
 
     def _drive_rate(self, name: str, given: int | str | None) -> float:
