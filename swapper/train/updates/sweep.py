@@ -28,6 +28,7 @@ from swapper.runtime.free_memory import note_freed
 from swapper.train.layout.slices import ParameterLocations, Slice, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
+from swapper.train.updates.coded_run import CodedRun, scratch_bytes
 
 UPDATE_ELEMENTS = 1 << 19
 """Elements; 512 Ki of fp32 state fit the cache, and 256 Ki to 4 Mi were no faster. See [Note: small updates]."""
@@ -81,6 +82,7 @@ class Update:
         state_tensors: in sections, by key: the optimizer's new state is stored there.
         target: of the updated tensor.
         rounded: the parameter's elements, if `target` is a master.
+        decoded: state that is stored encoded, by key, for as long as the run: the new values are stored there first.
     """
 
     work: Work
@@ -90,6 +92,7 @@ class Update:
     state_tensors: dict[str, torch.Tensor]
     target: torch.Tensor
     rounded: torch.Tensor | None
+    decoded: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Sweep:
@@ -132,7 +135,9 @@ class Sweep:
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._last: Access | None = None  # of the last updated slice, still leased
+        self._noted: dict[int, torch.Tensor] = {}  # by id of a parameter: see `note_params`
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
+        self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
 
     def begin(self) -> None:
         """Begin a step, with the optimizer's settings of this moment."""
@@ -190,6 +195,7 @@ class Sweep:
         self._old.clear()
         self._new.clear()
         self._last = None
+        self._coded.begin_run()
 
     def update_all(self, updates: Iterable[GroupUpdate]) -> None:
         """Update these groups in order."""
@@ -205,13 +211,38 @@ class Sweep:
             self._pager.acquire(access)
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
-                if places.has_master:
+                if places.has_coded_master:
+                    self._refresh_coded_master(trainable.parameters[piece.parameter], places, piece.begin, piece.end)
+                elif places.has_master:
                     param = self._part(places.param, places, piece.begin, piece.end)
                     master = self._part(places.state["master"], places, piece.begin, piece.end)
                     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
             self._pager.release(access, access.writes)
 
+    def note_params(self, trainable: Trainable) -> None:
+        """Note parameters in memory that may be changed from outside next, and whose masters are encoded with them."""
+        for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
+            if places.has_coded_master and id(parameter) not in self._noted:
+                self._noted[id(parameter)] = self._at(places.param).clone()
+
+    def forget_params(self, trainable: Trainable) -> None:
+        """Forget what `note_params` noted."""
+        for parameter in trainable.parameters:
+            self._noted.pop(id(parameter), None)
+
     # ------------------------------------------------------------------------------------------------------------------
+
+    def _refresh_coded_master(self, parameter: nn.Parameter, places: ParameterLocations, begin: int, end: int) -> None:
+        """Encode the master anew, with the parameter that was changed from outside. See `refresh_masters`."""
+        noted = self._noted[id(parameter)].view(-1)
+        for at in range(begin, end, UPDATE_ELEMENTS):
+            stop = min(at + UPDATE_ELEMENTS, end)
+            self._coded.begin_run()
+            before, param = noted[at:stop], self._flat_part(places.param, at, stop)
+            master = self._coded.decode(places, at, stop, before, ("master",))["master"]
+            is_same = before.view(torch.int16) == param.view(torch.int16)
+            self._coded.encode(places, at, stop, param, {"master": torch.where(is_same, master, param.float())})
+        self._coded.begin_run()
 
     def _hand_over(self, access: Access | None) -> None:
         """Lease `access`, if any, before the last slice's lease is released."""
@@ -244,6 +275,7 @@ class Sweep:
         return all(
             self._proxy.settings(trainable.settings[piece.parameter]).get("fused")
             and not trainable.places[piece.parameter].has_master
+            and not trainable.places[piece.parameter].coded
             for piece in part.pieces
         )
 
@@ -253,12 +285,15 @@ class Sweep:
             self._store(update)
             note_freed(update.work.tensor.nbytes)  # the optimizer's temporaries are as large
         self._upcast.begin_run()
+        self._coded.begin_run()
 
     def _prepare(self, group: GroupUpdate, number: int, begin: int, end: int) -> Update:
         trainable, fixed = group.trainable, group.gradients[number]
         places = trainable.places[number]
         state_tensors = {key: self._part(place, places, begin, end) for key, place in places.state.items()}
         param = self._part(places.param, places, begin, end)
+        decoded = self._decoded(places, begin, end, param)
+        state_tensors.update(decoded)
         master = state_tensors.pop("master", None)
         target = param if master is None else master
         if fixed is None:
@@ -268,12 +303,25 @@ class Sweep:
             gradient = gradient.view(target.shape)
         state = self._state(places, begin, end, state_tensors)
         work = Work(trainable.settings[number], target.detach(), self._upcast.widen(gradient, target.dtype), state)
-        return Update(work, places, begin, end, state_tensors, target, None if master is None else param)
+        rounded = None if master is None else param
+        return Update(work, places, begin, end, state_tensors, target, rounded, decoded)
+
+    def _decoded(
+        self, places: ParameterLocations, begin: int, end: int, param: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """Return the state that is stored encoded, decoded, in the shape that `_part` has."""
+        if not places.coded:
+            return {}
+        known = {"master", *self._entries[places.name]}
+        values = self._coded.decode(places, begin, end, param, known)
+        return {key: value.view(param.shape) for key, value in values.items()}
 
     def _part(self, place: TensorLocation, places: ParameterLocations, begin: int, end: int) -> torch.Tensor:
         """Return elements [begin, end) at `place`, flat; or all of it in its own shape, if it may not be cut."""
-        if not places.may_cut:
-            return self._at(place)
+        return self._flat_part(place, begin, end) if places.may_cut else self._at(place)
+
+    def _flat_part(self, place: TensorLocation, begin: int, end: int) -> torch.Tensor:
+        """Return elements [begin, end) at `place`, flat."""
         part = self._parts.get((place, begin, end))
         if part is None:
             part = self._parts[place, begin, end] = self._at(place).view(-1)[begin:end]
@@ -304,7 +352,7 @@ class Sweep:
             state_tensors.update(stored)
             others = stored
         return {
-            key: (state_tensors[key] if key in places.state else others[key]).detach() if entry is PAGED else entry
+            key: (others[key] if key in places.others else state_tensors[key]).detach() if entry is PAGED else entry
             for key, entry in entries.items()
         }
 
@@ -339,11 +387,21 @@ class Sweep:
                 )
             if value.data_ptr() != stored.data_ptr() or not value.is_contiguous():
                 stored.copy_(value)
+        if update.decoded:
+            param = update.target if update.rounded is None else update.rounded
+            kept = {key: value for key, value in update.decoded.items() if key == "master" or key in entries}
+            self._coded.encode(places, update.begin, update.end, param, kept)
         if update.begin == 0:
             self._new[places.name] = entries
         if update.end == places.numel:
             self._old.pop(places.name, None)
             self._entries.replace(places.name, self._new.pop(places.name))
+
+
+def decoded_bytes(trainables: Iterable[Trainable]) -> int:
+    """Return the bytes of the scratch for encoded state. [Note: decoded runs], coded_run.py"""
+    members = ([(p.numel, len(p.coded), p.may_cut) for p in of.places if p.coded] for of in trainables)
+    return scratch_bytes(members, UPDATE_ELEMENTS)
 
 
 ALIGNMENT_ELEMENTS = 16

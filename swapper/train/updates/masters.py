@@ -1,0 +1,52 @@
+"""Makes fp32 masters follow parameters that are changed from outside: by `manager.gather`, `load_state_dict`, operations.
+
+A master that is stored encoded is the difference from its parameter, so the parameter is noted before it may change: 2
+bytes for each element that is gathered for writing, in addition to the budget, until the change is over.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from swapper.train.updates.sweep import Sweep, Trainable
+
+
+class Changed(Protocol):
+    """A group of parameters."""
+
+    @property
+    def index(self) -> int: ...
+
+
+class Masters:
+    """Notes parameters before changes, and refreshes their masters afterwards.
+
+    Args:
+        sweep: has the masters.
+    """
+
+    def __init__(self, sweep: Sweep) -> None:
+        self._sweep = sweep
+        self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
+        self._changes: Counter[int] = Counter()  # that are open, by group
+
+    def before_change(self, groups: Iterable[Changed]) -> None:
+        """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
+        for trainable in self._among(groups):
+            self._changes[trainable.group] += 1
+            self._sweep.note_params(trainable)
+
+    def after_change(self, groups: Iterable[Changed]) -> None:
+        """Set masters of `groups` to changed parameters. Within another change the groups are in memory still."""
+        for trainable in self._among(groups):
+            self._sweep.refresh_masters(trainable)
+            self._sweep.forget_params(trainable)
+            self._changes[trainable.group] -= 1
+            if self._changes[trainable.group] > 0:
+                self._sweep.note_params(trainable)
+
+    def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
+        found = (self._of.get(group.index) for group in groups)
+        return (trainable for trainable in found if trainable is not None)
