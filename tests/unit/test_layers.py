@@ -21,6 +21,7 @@ PYTHON_LAYERS = [
     {"formats"},
     {"paging"},
     {"device"},
+    {"codecs"},
     {"modules"},
     {"durability"},
     {"checkpoint"},
