@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import swapper
 from e2e.keywords import for_manager
 from e2e.models import Net, train_step
 from e2e.optimizers import OPTIMIZERS
-from e2e.twins import Twins, adamw, smallest_budget
+from e2e.twins import Twins, adamw, assert_same, smallest_budget
 
 LOSSY = ("bf16", "8bit")
 PLACES = {
@@ -66,3 +65,205 @@ class Run:
 
     def close(self) -> None:
         self.manager.close()
+
+
+def run_of(directory: Path, codec: Any, steps: int = 3, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    run = Run(directory, codec, **options)
+    losses = run.train(steps)
+    content = run.content()
+    run.close()
+    return losses, content
+
+
+@pytest.mark.parametrize(
+    "update, optimizer",
+    [("step", "adamw fused amsgrad"), ("deferred", "sgd"), ("backward", "nadam"), ("step", "adafactor")],
+)
+def test_split_masters_are_bit_equal_to_plain_torch(tmp_path: Path, update: str, optimizer: str) -> None:
+    pair = Twins(tmp_path / "run", bf16_net(), OPTIMIZERS[optimizer], master=True, state_codec="split", update=update)
+    pair.train(train_step, steps=3)
+    owner = pair.manager.current.run.model.optimizer_state
+    for (name, parameter), master in zip(pair.plain.named_parameters(), pair.plain_optimizer.masters, strict=True):
+        assert owner._coded.has(name, "master") == (parameter.dim() > 1)
+        if parameter.dim() > 1:
+            assert torch.equal(owner._coded.read(name, "master"), master)
+    pair.finish()
+
+
+@pytest.mark.parametrize("codec", [*LOSSY, {"exp_avg": "bf16", "exp_avg_sq": "variance8"}], ids=str)
+@pytest.mark.parametrize("place", list(PLACES)[1:])
+def test_results_do_not_depend_on_placement_budget_or_update_time(tmp_path: Path, codec: Any, place: str) -> None:
+    expected = run_of(tmp_path / "one", codec)
+    losses, content = run_of(tmp_path / "other", codec, **PLACES[place])
+    assert losses == expected[0]
+    assert_same(content, expected[1])
+
+
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_a_run_that_is_closed_continues_bit_for_bit(tmp_path: Path, codec: str) -> None:
+    losses, content = run_of(tmp_path / "whole", codec, steps=4)
+    one = Run(tmp_path / "parts", codec)
+    first = one.train(2)
+    random_state = torch.get_rng_state()
+    one.close()
+    other = Run(tmp_path / "parts", codec, host_memory="64MiB")
+    torch.set_rng_state(random_state)
+    assert other.manager.step == 2
+    assert first + other.train(2) == losses
+    assert_same(other.content(), content)
+    other.close()
+
+
+@pytest.mark.parametrize("codec", LOSSY)
+def test_rounded_state_trains_as_exact_state_does(tmp_path: Path, codec: str) -> None:
+    exact, _ = run_of(tmp_path / "exact", "exact", steps=8)
+    coded, _ = run_of(tmp_path / "coded", codec, steps=8)
+    assert coded != exact
+    assert coded[-1] < 0.97 * coded[0]
+    assert coded == pytest.approx(exact, rel=2e-3)
+
+
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_state_dict_shows_fp32_and_is_taken_back(tmp_path: Path, codec: str) -> None:
+    run = Run(tmp_path / "run", codec)
+    run.train(2)
+    before = run.content()
+    plain = adamw(bf16_net().parameters())
+    plain.load_state_dict(run.optimizer.state_dict())
+    assert all(v.dtype == torch.float32 for state in before["state"].values() for v in state.values())
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run.optimizer.load_state_dict(saved)
+    assert_same(run.content(), before)  # what was decoded encodes to the same
+    weight = run.model.blocks[0].up.weight
+    moment = run.optimizer.state[weight]["exp_avg"]
+    assert torch.equal(moment, before["state"][number_of(run, weight)]["exp_avg"])
+    moment.zero_()
+    assert not run.optimizer.state[weight]["exp_avg"].any()
+    run.optimizer.state[weight]["exp_avg"] = torch.ones(weight.shape)
+    assert torch.equal(run.optimizer.state[weight]["exp_avg"], torch.ones(weight.shape))
+    run.close()
+
+
+def number_of(run: Run, parameter: nn.Parameter) -> int:
+    return [id(p) for p in run.model.parameters()].index(id(parameter))
+
+
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str) -> None:
+    run = Run(tmp_path / "run", codec)
+    run.train(2)
+    path = tmp_path / "snapshot.pt"
+    run.manager.snapshot(path).wait()
+    content = run.content()
+    run.close()
+    name = "blocks.0.up.weight"
+    raw = torch.load(path)
+    assert raw["master"][name]["codec"] == raw["swapper"]["state_codec"]["master"]
+    assert sum(t.nbytes for k, t in raw["master"][name].items() if k != "codec") < 3 * content["masters"][name].numel()
+    assert "master: " in swapper.checkpoint.inspect(path)["metadata"]["state_codec"]
+    swapper.checkpoint.export(path, tmp_path / "plain.pt", "torch", what="all")
+    mapped = swapper.checkpoint.load(path, mmap=True)
+    for loaded in (swapper.checkpoint.load(path), mapped, torch.load(tmp_path / "plain.pt")):
+        assert_same(loaded["optimizer"]["state"], content["state"])
+        assert_same({key: loaded["master"][key] for key in content["masters"]}, content["masters"])
+        assert "state_codec" not in loaded["swapper"]
+    with pytest.raises(swapper.CheckpointError, match="--to torch"):
+        swapper.checkpoint.export(path, tmp_path / "plain.safetensors", "safetensors", what="all")
+
+
+@pytest.mark.parametrize("codec", ["split", "8bit"])
+def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str) -> None:
+    """As exact ones do: an element that is changed begins anew, and the others keep their masters."""
+    contents = []
+    for n, chosen in enumerate(("exact", codec)):
+        run = Run(tmp_path / str(n), chosen)
+        run.train(1)
+        weight, other = run.model.blocks[0].up.weight, run.model.blocks[1].up.weight
+        before = run.content()["masters"].get("blocks.0.up.weight")
+        with run.manager.gather(run.model, write=True), torch.no_grad():
+            weight[3] = 0.25
+            with run.manager.gather(run.model.blocks[0], write=True):
+                weight[5] = 0.5
+            weight[7] = 0.75
+        with torch.no_grad():
+            other[1].mul_(2)
+        run.model.load_state_dict({"blocks.2.up.weight": torch.ones(weight.shape)}, strict=False)
+        if before is not None:
+            after = run.content()["masters"]["blocks.0.up.weight"]
+            changed = torch.zeros(len(weight), dtype=torch.bool)
+            changed[[3, 5, 7]] = True
+            assert torch.equal(after[~changed], before[~changed])
+            assert torch.equal(after[changed], torch.tensor([[0.25], [0.5], [0.75]]).expand(3, weight.shape[1]))
+        contents.append((run.train(1), run.content()))
+        run.close()
+    if codec == "split":
+        assert contents[0][0] == contents[1][0]
+        assert_same(contents[1][1]["state"], contents[0][1]["state"])
+        assert_same(contents[1][1]["parameters"], contents[0][1]["parameters"])
+
+
+def test_bytes_of_a_step_are_those_of_the_plan(tmp_path: Path) -> None:
+    for codec in ("split", "8bit"):
+        run = Run(tmp_path / codec, codec)
+        run.train(3)
+        plan, counters = run.manager.current.run.plan, run.manager.counters
+        read, written = counters.bytes_read, counters.bytes_written
+        run.train(4)
+        assert counters.bytes_read - read == pytest.approx(4 * plan.traffic.total_read_bytes, rel=0.02)
+        assert counters.bytes_written - written == pytest.approx(4 * plan.traffic.total_written_bytes, rel=0.02)
+        run.close()
+
+
+def test_values_that_a_codec_cannot_hold_are_refused_by_name(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", "8bit")
+    run.train(1)
+    before = run.content()
+    run.manager.current.run.committer.finish()
+    run.model(torch.randint(0, 100, (2, 8))).float().sum().backward()
+    run.model.blocks[1].up.weight.grad[0, 0] = torch.inf
+    with pytest.raises(swapper.StateError, match=r"blocks\.1\.up\.weight.*'(moment8|variance8|master24)'"):
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    assert_same(run.content(), before)  # the step is undone
+    weight = run.model.blocks[0].up.weight
+    with pytest.raises(swapper.StateError, match="variance8"):
+        run.optimizer.state[weight]["exp_avg_sq"] = -torch.ones(weight.shape)
+    assert_same(run.content(), before)
+    run.close()
+
+
+WRONG = {
+    "unknown name": ("9bit", {}, swapper.ConfigError, "'9bit'"),
+    "unknown codec": ({"exp_avg": "split"}, {}, swapper.ConfigError, "'split' is not known for 'exp_avg'"),
+    "unknown key": ({"exp_avgs": "bf16"}, {}, swapper.UnsupportedError, "keeps no 'exp_avgs'"),
+    "signed": ({"exp_avg": "variance8"}, {}, swapper.UnsupportedError, "can be negative"),
+    "no masters": ("split", {"master_weights": None}, swapper.ConfigError, "master_weights=torch.float32"),
+    "bf16 state": ("8bit", {"master_weights": None}, swapper.UnsupportedError, "is bfloat16"),
+    "a shape of its own": ({"step": "bf16"}, {}, swapper.UnsupportedError, "another shape"),
+    "no name": (8, {}, swapper.ConfigError, "state_codec=8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    codec, options, error, words = WRONG[case]
+    with pytest.raises(error, match=words):
+        Run(tmp_path / "run", codec, host_memory="64MiB", **options)
+    assert not list((tmp_path / "run").glob("*.swap"))
+
+
+def test_fp16_masters_are_refused(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        model = Net().half()
+        with pytest.raises(swapper.UnsupportedError, match="is float16"):
+            manager.offload(model, adamw(model.parameters()), master_weights=torch.float32, state_codec="split")
+
+
+@pytest.mark.parametrize("before, now", [("8bit", "bf16"), ("exact", "8bit"), ("split", "exact")])
+def test_a_run_keeps_its_codecs(tmp_path: Path, before: str, now: str) -> None:
+    run = Run(tmp_path / "run", before)
+    run.train(1)
+    run.close()
+    with pytest.raises(swapper.CheckpointError, match="a run keeps its codecs"):
+        Run(tmp_path / "run", now, host_memory="64MiB")
+    Run(tmp_path / "run", before, host_memory="64MiB").close()

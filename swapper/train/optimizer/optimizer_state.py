@@ -25,7 +25,7 @@ from swapper.train.layout.content import iter_section_pages
 from swapper.train.layout.inventory import Inventory, updated_dtype
 from swapper.train.layout.slices import ParameterLocations, TensorLocation
 from swapper.train.layout.state_codecs import MASTER
-from swapper.train.optimizer.coded_state import CodedState
+from swapper.train.optimizer.coded_tensors import CodedTensors
 from swapper.train.optimizer.conditions import Membership
 from swapper.train.optimizer.entries import PAGED, StateEntries, entry_of
 from swapper.train.optimizer.mapped_state import MappedState, expire, steady
@@ -80,7 +80,7 @@ class OptimizerState:
         self._names = {id(parameter): places_of.name for parameter, places_of in self._trained}
         self._group_of = {id(parameter): t.group for t in trainables for parameter in t.parameters}
         self.entries = StateEntries(inventory.forms)
-        self._coded = CodedState([places_of for _, places_of in self._trained], pager, directory)
+        self._coded = CodedTensors([places_of for _, places_of in self._trained], pager, directory)
         self.kept: DeviceResidentState | None = None
         if on_device is not None and on_device.updates:
             resident_set = (trainable for trainable in trainables if trainable.group in inventory.staying_state)
@@ -167,6 +167,11 @@ class OptimizerState:
             return self._coded.stored(name, key)
         place = self._places[name, key]
         return place.section.tensor(place.slot)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The names of the codecs of encoded state, by key."""
+        return self._coded.names
 
     def begin(self, name: str, state: Mapping[str, Any]) -> None:
         """Take over a parameter's state when it is offloaded; its sections have all that is not stored encoded."""

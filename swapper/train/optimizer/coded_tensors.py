@@ -5,8 +5,6 @@ A whole tensor is decoded or encoded in pieces that need no more pages than a sl
 
 from __future__ import annotations
 
-import mmap
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import torch
 
+from swapper.checkpoint.encoded_state import in_nameless_file
 from swapper.paging.pager import Pager
 from swapper.paging.planning.layout import Slot
 from swapper.paging.planning.schedule import Access
@@ -24,7 +23,7 @@ RESIDENT_ELEMENTS = 1 << 20
 """Elements of a piece of a tensor in memory: a choice."""
 
 
-class CodedState:
+class CodedTensors:
     """Owns nothing; knows which tensors are encoded.
 
     Args:
@@ -42,11 +41,16 @@ class CodedState:
             for place in coded.parts
         }
         self._pager = pager
-        self._directory = directory
+        self._make = in_nameless_file(directory)
 
     def has(self, name: str, key: str) -> bool:
         """Return True if this tensor is stored encoded."""
         return name in self._of and key in self._of[name].coded
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the codecs in use, by key of the state."""
+        return {key: coded.codec.name for places in self._of.values() for key, coded in places.coded.items()}
 
     def keys(self, name: str) -> list[str]:
         """Return the keys of a parameter's encoded state, without its master."""
@@ -67,7 +71,7 @@ class CodedState:
         """Return a decoded copy; `on_drive`, in a file without a name, so that it takes no memory for long."""
         places = self._of[name]
         shape = places.param.slot.spec.shape
-        found = self._file(places.numel) if on_drive else torch.empty(places.numel)
+        found = self._make(places.numel) if on_drive else torch.empty(places.numel)
         for begin, end, parts, param in self._pieces(places, places.coded[key], write=False):
             places.coded[key].codec.decode(parts, found[begin:end], param)
         return found.view(shape)
@@ -121,12 +125,6 @@ class CodedState:
             yield
         finally:
             self._pager.release(access, access.writes)
-
-    def _file(self, numel: int) -> torch.Tensor:
-        nbytes = numel * torch.float32.itemsize
-        with tempfile.TemporaryFile(dir=self._directory) as file:
-            file.truncate(nbytes)
-            return torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.float32)
 
 
 def _piece_elements(coded: CodedTensor) -> int:
