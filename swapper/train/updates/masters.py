@@ -36,16 +36,16 @@ class Masters:
         """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
         for trainable in self._among(groups):
             self._changes[trainable.group] += 1
-            self._sweep.note_params(trainable)
+            if self._changes[trainable.group] == 1:
+                self._sweep.note_params(trainable)
 
     def after_change(self, groups: Iterable[Changed]) -> None:
-        """Set masters of `groups` to changed parameters. Within another change the groups are in memory still."""
+        """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
         for trainable in self._among(groups):
-            self._sweep.refresh_masters(trainable)
-            self._sweep.forget_params(trainable)
             self._changes[trainable.group] -= 1
-            if self._changes[trainable.group] > 0:
-                self._sweep.note_params(trainable)
+            if self._changes[trainable.group] == 0:
+                self._sweep.refresh_masters(trainable)
+                self._sweep.forget_params(trainable)
 
     def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
         found = (self._of.get(group.index) for group in groups)

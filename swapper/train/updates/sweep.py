@@ -222,7 +222,7 @@ class Sweep:
     def note_params(self, trainable: Trainable) -> None:
         """Note parameters in memory that may be changed from outside next, and whose masters are encoded with them."""
         for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
-            if places.has_coded_master and id(parameter) not in self._noted:
+            if places.has_coded_master:
                 self._noted[id(parameter)] = self._at(places.param).clone()
 
     def forget_params(self, trainable: Trainable) -> None:
