@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import reference
+from swapper.codecs import native, reference
 from swapper.codecs.reference import GROUP
 from swapper.errors import ConfigError, UnsupportedError
 
@@ -35,6 +35,7 @@ class StateCodec:
     Attributes:
         name: as the user gives it.
         is_exact: whether every value but a NaN's payload is kept.
+        plain_encode, plain_decode: define the result, in plain torch; the kernels give the same bits.
         needs_parameter: whether a bf16 parameter is half of the code: the value rounded to nearest, ties to even.
     """
 
@@ -60,7 +61,14 @@ class StateCodec:
                 f"the codec {self.name!r} completes bf16 parameters, not {dtype}: use bf16 ones, or no codec for their masters"
             )
 
-    def encode(self, value: torch.Tensor, out: Sequence[torch.Tensor], parameter: torch.Tensor | None = None) -> int:
+    def encode(
+        self,
+        value: torch.Tensor,
+        out: Sequence[torch.Tensor],
+        parameter: torch.Tensor | None = None,
+        *,
+        threads: int = 1,
+    ) -> int:
         """Code `value` into the tensors of `out`; return how many elements they cannot hold.
 
         That is a value that is not finite, or negative in `variance8` (its whole group decodes to NaN), one whose parameter is
@@ -70,21 +78,29 @@ class StateCodec:
             value: fp32, contiguous, of one dimension. It begins at a multiple of 32 of its tensor.
             out: one tensor for each of `parts(value.numel())`.
             parameter: bf16, equally long, where `needs_parameter`.
+            threads: that share the work; the result does not depend on it.
 
         Raises:
             ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
         """
         self._check(value, out, parameter)
-        return self.plain_encode(value, out, parameter)
+        return native.encode(self.name, value, out, parameter, threads)
 
-    def decode(self, parts: Sequence[torch.Tensor], out: torch.Tensor, parameter: torch.Tensor | None = None) -> None:
+    def decode(
+        self,
+        parts: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        parameter: torch.Tensor | None = None,
+        *,
+        threads: int = 1,
+    ) -> None:
         """Overwrite `out`, fp32 of one dimension, with the values of a code.
 
         Raises:
             ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
         """
         self._check(out, parts, parameter)
-        self.plain_decode(parts, out, parameter)
+        native.decode(self.name, parts, out, parameter, threads)
 
     def check_parts(self, numel: int, parts: Sequence[torch.Tensor]) -> None:
         """Refuse tensors that are not the code of `numel` values.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swapper.codecs import reference
+from swapper.codecs import native, reference
 from swapper.codecs.codec import StateCodec
 from swapper.device.kernels.adamw import AdamWSlice, AdamWStep, reference_
 from swapper.errors import ConfigError
@@ -58,7 +58,8 @@ def adamw_(
     """
     states = [state for state in (master, exp_avg, exp_avg_sq) if state is not None]
     _check(parameter, gradient, states, step)
-    return plain_adamw_(parameter, gradient, states, step, factor)
+    named = [(state.codec.name, state.parts) for state in states]
+    return native.adamw_(parameter, gradient, named, step, factor, threads)
 
 
 def plain_adamw_(
@@ -87,6 +88,8 @@ def _check(parameter: torch.Tensor, gradient: torch.Tensor, states: list[CodedSt
         raise ConfigError(f"{gradient.numel()} gradients do not fit {parameter.numel()} parameters")
     if (len(states) == 2) != (parameter.dtype == torch.float32):
         raise ConfigError(f"masters are for bf16 parameters, and these are {parameter.dtype}")
+    if any(state.codec.needs_parameter for state in states[-2:]):
+        raise ConfigError("only masters can be completed by the parameters: choose another codec for the moments")
     if step.seed is not None:
         raise ConfigError("parameters of coded state are rounded to nearest: leave seed=None")
     for state in states:
