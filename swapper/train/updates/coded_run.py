@@ -43,7 +43,9 @@ class CodedRun:
         for key, coded in places.coded.items():
             value = values[key] = self._take(end - begin)
             if key in known:
-                coded.codec.decode(self._parts(coded, begin, end), value, param.view(-1))
+                coded.codec.decode(
+                    self.parts(coded, begin, end), value, param.view(-1), threads=torch.get_num_threads()
+                )
         return values
 
     def encode(
@@ -56,9 +58,10 @@ class CodedRun:
         """
         for key, value in values.items():
             coded = places.coded[key]
-            encode(coded, self._parts(coded, begin, end), value.reshape(-1), param.view(-1), places.name, key)
+            encode(coded, self.parts(coded, begin, end), value.reshape(-1), param.view(-1), places.name, key)
 
-    def _parts(self, coded: CodedTensor, begin: int, end: int) -> list[torch.Tensor]:
+    def parts(self, coded: CodedTensor, begin: int, end: int) -> list[torch.Tensor]:
+        """Return the parts of elements [begin, end) of an encoded tensor, flat."""
         return [self._part(place, *coded.part_of(place, begin, end)) for place in coded.parts]
 
     def _take(self, numel: int) -> torch.Tensor:
@@ -78,7 +81,7 @@ def encode(
     Raises:
         StateError: the codec cannot hold it.
     """
-    lost = coded.codec.encode(value, parts, param)
+    lost = coded.codec.encode(value, parts, param, threads=torch.get_num_threads())
     if lost:
         raise StateError(
             f"{key!r} of {name} has {lost} values that the codec {coded.codec.name!r} cannot hold: they are not finite, or "

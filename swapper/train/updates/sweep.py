@@ -25,9 +25,10 @@ from swapper.paging.pager import Pager
 from swapper.paging.planning.schedule import Access
 from swapper.runtime.counters import Counters
 from swapper.runtime.free_memory import note_freed
-from swapper.train.layout.slices import ParameterLocations, Slice, TensorLocation, plan_slices
+from swapper.train.layout.slices import ParameterLocations, Slice, SlicePiece, TensorLocation, plan_slices
 from swapper.train.optimizer.entries import PAGED, StateEntries
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy, Work
+from swapper.train.updates import fused_adamw
 from swapper.train.updates.coded_run import CodedRun, scratch_bytes
 
 UPDATE_ELEMENTS = 1 << 19
@@ -259,6 +260,9 @@ class Sweep:
         run_elements = 0
         most_elements = sys.maxsize if self._makes_one_pass(update.trainable, part) else UPDATE_ELEMENTS
         for piece in part.pieces:
+            if self._is_fused(update.trainable, piece.parameter):
+                self._update_fused(update, piece)
+                continue
             # An empty parameter has nothing to update but its step counter.
             step = most_elements if update.trainable.places[piece.parameter].may_cut else piece.end
             for begin in range(piece.begin, max(piece.end, piece.begin + 1), max(step, 1)):
@@ -268,7 +272,38 @@ class Sweep:
                     run, run_elements = [], 0
                 run.append(self._prepare(update, piece.parameter, begin, end))
                 run_elements += end - begin
-        self._apply(run)
+        if run:
+            self._apply(run)
+
+    def _is_fused(self, trainable: Trainable, number: int) -> bool:
+        places = trainable.places[number]
+        settings = self._proxy.settings(trainable.settings[number]) if places.coded else {}
+        return bool(places.coded) and fused_adamw.is_fused(self._proxy.kind, settings, places)
+
+    def _update_fused(self, update: GroupUpdate, piece: SlicePiece) -> None:
+        """Update a piece and its encoded state in one pass; its step counter as `_state` and `_store` do."""
+        trainable, number, begin, end = update.trainable, piece.parameter, piece.begin, piece.end
+        places, fixed = trainable.places[number], update.gradients[number]
+        if fixed is None:
+            raise InvariantError(f"{places.name} has no gradient and was to be updated")
+        stored = self._old[places.name]["step"] if begin > 0 else self._others(places)["step"]
+        entries = self._entries[places.name]
+        before = stored.clone() if "step" in entries else torch.zeros_like(stored)
+        fused_adamw.update(
+            places,
+            {key: self._coded.parts(coded, begin, end) for key, coded in places.coded.items()},
+            self._flat_part(places.param, begin, end),
+            self._gradient(trainable.parameters[number], fixed, begin, end),
+            int(before) + 1,
+            self._proxy.settings(trainable.settings[number]),
+        )
+        if begin == 0:
+            stored.copy_(before + 1)
+            self._old[places.name] = {"step": before}
+            self._new[places.name] = {**entries, **dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), PAGED)}
+        if end == places.numel:
+            self._old.pop(places.name)
+            self._entries.replace(places.name, self._new.pop(places.name))
 
     def _makes_one_pass(self, trainable: Trainable, part: Slice) -> bool:
         """Return True if the update of the slice reads memory once. See [Note: small updates]."""
