@@ -234,7 +234,7 @@ class Sweep:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _refresh_coded_master(self, parameter: nn.Parameter, places: ParameterLocations, begin: int, end: int) -> None:
-        """Encode the master anew, with the parameter that was changed from outside. See `refresh_masters`."""
+        """Encode the master again, with the parameter that was changed from outside. See `refresh_masters`."""
         noted = self._noted[id(parameter)].view(-1)
         for at in range(begin, end, UPDATE_ELEMENTS):
             stop = min(at + UPDATE_ELEMENTS, end)
