@@ -8,7 +8,7 @@ import pytest
 import torch
 from coded import noise, parts_for, same
 
-from swapper import ConfigError, _C
+from swapper import _C, ConfigError
 from swapper.codecs import CODECS, CodedState, adamw_, native
 from swapper.codecs.coded_adamw import plain_adamw_
 from swapper.device.kernels.adamw import AdamWStep
