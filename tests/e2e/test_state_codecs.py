@@ -51,7 +51,14 @@ class Run:
         self, directory: Path, codec: Any, make_optimizer: Callable[[Any], Any] = adamw, **options: Any
     ) -> None:
         self.model = bf16_net()
-        self.optimizer: Any = make_optimizer(self.model.parameters())
+        trained = options.pop("select", lambda model: model)(self.model)
+        if trained is not self.model:
+            self.model.requires_grad_(False)
+            trained.requires_grad_(True)
+        self.optimizer: Any = make_optimizer(trained.parameters())
+        if options.pop("warm_up", False):
+            torch.manual_seed(1)
+            train_step(self.model, self.optimizer)
         budget = options.pop("host_memory", None)
         self.options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, **options}
         self.options["state_codec"] = codec
@@ -134,16 +141,17 @@ def test_one_pass_is_near_the_codecs_around_the_optimizer(tmp_path: Path) -> Non
         torch.testing.assert_close(master, around[1]["masters"][name], rtol=1e-2, atol=1e-4)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(tmp_path: Path) -> None:
-    before, runs = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            runs.append(run_of(tmp_path / str(threads), "8bit"))
-    finally:
-        torch.set_num_threads(before)
-    assert runs[0][0] == runs[1][0]
-    assert_same(runs[1][1], runs[0][1])
+@pytest.mark.parametrize("make", [torch.optim.AdamW, OwnAdamW])
+def test_updates_do_not_depend_on_the_number_of_threads(tmp_path: Path, make: Any) -> None:
+    before, contents = torch.get_num_threads(), []
+    for threads in (1, 3):
+        run = Run(tmp_path / str(threads), "8bit", partial(make, lr=1e-3))
+        run.optimizer.register_step_pre_hook(lambda *_, n=threads: torch.set_num_threads(n))
+        run.optimizer.register_step_post_hook(lambda *_: torch.set_num_threads(before))
+        contents.append((run.train(3), run.content()))
+        run.close()
+    assert contents[0][0] == contents[1][0]
+    assert_same(contents[1][1], contents[0][1])
 
 
 @pytest.mark.parametrize("codec", ["split", *LOSSY])
@@ -247,6 +255,63 @@ def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path
         assert contents[0][0] == contents[1][0]
         assert_same(contents[1][1]["state"], contents[0][1]["state"])
         assert_same(contents[1][1]["parameters"], contents[0][1]["parameters"])
+
+
+@pytest.mark.parametrize("codec", ["split", "8bit"])
+def test_more_is_trained_later(tmp_path: Path, codec: str) -> None:
+    results = []
+    for chosen in ("exact", codec):
+        run = Run(tmp_path / chosen, chosen, host_memory="12MiB", select=lambda model: model.blocks[:2])
+        first = run.train(2)
+        kept = run.content()
+        run.model.blocks[2:].requires_grad_(True)
+        run.optimizer.add_param_group({"params": list(run.model.blocks[2:].parameters())})
+        if chosen == codec:
+            assert_same({name: run.content()["masters"][name] for name in kept["masters"]}, kept["masters"])
+        results.append((first + run.train(2), run.content()["parameters"]))
+        run.close()
+    assert results[0][0] == (results[1][0] if codec == "split" else pytest.approx(results[1][0], rel=1e-3))
+    if codec == "split":
+        assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("codec", ["split", *LOSSY])
+def test_state_that_the_optimizer_has_already_is_encoded(tmp_path: Path, codec: str) -> None:
+    results = []
+    for chosen in ("exact", codec):
+        run = Run(tmp_path / chosen, chosen, host_memory="64MiB", warm_up=True)
+        results.append((run.content()["state"], run.train(2)))
+        run.close()
+    if codec == "split":
+        assert_same(results[1], results[0])
+    for number, state in results[0][0].items():
+        for key, value in state.items():
+            torch.testing.assert_close(
+                results[1][0][number][key], value, rtol=0.05, atol=0.02 * value.abs().max().item()
+            )
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-3)
+
+
+def test_a_model_without_values_gets_its_masters_from_init(tmp_path: Path) -> None:
+    results = []
+    for chosen in ("exact", "split"):
+        with torch.device("meta"):
+            model = Net().bfloat16()
+        source = bf16_net().state_dict()
+        swapper.checkpoint.save(source, tmp_path / f"{chosen}.pt")
+        with swapper.SwapManager(tmp_path / chosen, host_memory="12MiB") as manager:
+            _, optimizer = manager.offload(
+                model,
+                adamw(model.parameters()),
+                params="nvme",
+                optimizer_state="nvme",
+                master_weights=torch.float32,
+                state_codec=chosen,
+                init=tmp_path / f"{chosen}.pt",
+            )
+            torch.manual_seed(3)
+            results.append([train_step(model, optimizer).item() for _ in range(3)])
+    assert results[0] == results[1]
 
 
 def test_bytes_of_a_step_are_those_of_the_plan(tmp_path: Path) -> None:
