@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cfenv>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -15,8 +16,10 @@
 namespace swapper {
 namespace {
 
-constexpr std::size_t kBlock = 1024;              // its three states in fp32 fit the L1 cache
-constexpr std::size_t kLeastPerThread = 1 << 15;  // below, starting a thread takes as long as the work
+constexpr std::size_t kBlock = 1024;  // its three states in fp32 fit the L1 cache
+// Elements of a thread, at least: starting one takes 20 us, and these some 40 and 60.
+constexpr std::size_t kLeastToCode = 1 << 17;
+constexpr std::size_t kLeastToUpdate = 1 << 15;
 
 // The results are those of the default rounding, with subnormal numbers, whatever the calling thread has set.
 class DefaultArithmetic {
@@ -33,21 +36,26 @@ class DefaultArithmetic {
   std::fenv_t saved_;
 };
 
-// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock, on `threads` threads.
-// Returns the sum of what the calls return.
+// Calls work(begin, end) for parts of [0, count), each from a multiple of kBlock, on up to `threads` threads
+// with at least `least` elements each; on fewer where the system refuses one. Returns the sum of what the
+// calls return.
 template <typename Work>
-std::uint64_t share(std::size_t count, std::size_t threads, const Work& work) {
+std::uint64_t share(std::size_t count, std::size_t threads, std::size_t least, const Work& work) {
   const auto run = [&work](std::size_t begin, std::size_t end) {
     const DefaultArithmetic arithmetic;
     return work(begin, end);
   };
-  threads = std::clamp<std::size_t>(count / kLeastPerThread, 1, std::max<std::size_t>(threads, 1));
+  threads = std::clamp<std::size_t>(count / least, 1, std::max<std::size_t>(threads, 1));
   const std::size_t each = (count / threads + kBlock - 1) / kBlock * kBlock;
   std::atomic<std::uint64_t> sum{0};
   std::vector<std::jthread> others;
   std::size_t begin = 0;
   for (; others.size() + 1 < threads && begin + each < count; begin += each) {
-    others.emplace_back([&sum, &run, begin, each] { sum += run(begin, begin + each); });
+    try {
+      others.emplace_back([&sum, &run, begin, each] { sum += run(begin, begin + each); });
+    } catch (const std::system_error&) {
+      break;
+    }
   }
   sum += run(begin, count);
   others.clear();  // joins
@@ -153,7 +161,7 @@ const Codec& find_codec(const Kernels& kernels, std::string_view name) {
 
 std::uint64_t encode(const Codec& codec, const float* value, std::size_t count, const Parts& parts,
                      const std::uint16_t* parameter, std::size_t threads) {
-  return share(count, threads, [&](std::size_t begin, std::size_t end) {
+  return share(count, threads, kLeastToCode, [&](std::size_t begin, std::size_t end) {
     return codec.encode(value + begin, end - begin, moved(codec, parts, begin),
                         codec.needs_parameter() ? parameter + begin : nullptr);
   });
@@ -161,7 +169,7 @@ std::uint64_t encode(const Codec& codec, const float* value, std::size_t count, 
 
 void decode(const Codec& codec, const Parts& parts, std::size_t count, float* value,
             const std::uint16_t* parameter, std::size_t threads) {
-  share(count, threads, [&](std::size_t begin, std::size_t end) {
+  share(count, threads, kLeastToCode, [&](std::size_t begin, std::size_t end) {
     codec.decode(moved(codec, parts, begin), end - begin, value + begin,
                  codec.needs_parameter() ? parameter + begin : nullptr);
     return std::uint64_t{0};
@@ -170,7 +178,7 @@ void decode(const Codec& codec, const Parts& parts, std::size_t count, float* va
 
 std::uint64_t update_adamw(const Kernels& kernels, const CodedSlice& slice, const AdamWNumbers& numbers,
                            std::size_t threads) {
-  return share(slice.count, threads, [&](std::size_t begin, std::size_t end) {
+  return share(slice.count, threads, kLeastToUpdate, [&](std::size_t begin, std::size_t end) {
     std::uint64_t unheld = 0;
     for (std::size_t first = begin; first < end; first += kBlock) {
       unheld += update_block(kernels, slice, numbers, first, std::min(kBlock, end - first));

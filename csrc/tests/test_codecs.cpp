@@ -10,7 +10,7 @@
 namespace swapper {
 namespace {
 
-constexpr std::size_t kSizes[] = {1, 7, 8, 31, 32, 33, 64, 1023, 1024, 1025, 100'000};
+constexpr std::size_t kSizes[] = {1, 7, 8, 31, 32, 33, 64, 1023, 1024, 1025, 300'000};
 
 using Bytes = std::vector<unsigned char>;
 

@@ -75,6 +75,14 @@ def test_so_do_many(name: str, kind: str) -> None:
     check_finite(name, finite(values_for(name, kind, 200_003), name))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_so_do_groups_of_the_smallest_numbers_there_are(name: str) -> None:
+    for first in (1, 1000, 1 << 15, (1 << 16) - 20, 1 << 22):
+        check_finite(name, floats_of(list(range(first, first + 40))))
+    for largest in range(60, 65_000, 500):
+        check_finite(name, floats_of([*range(1, 32), largest]))
+
+
 @pytest.mark.parametrize("name", WITH_SCALES)
 def test_bounds_hold_at_every_scale_and_code(name: str) -> None:
     """A value in every 2000th of the largest, for largest values on both sides of each rounding of a scale."""
@@ -109,6 +117,8 @@ def test_infinity_and_nan_stay_what_they_are(name: str) -> None:
     assert unheld == 0
     assert torch.equal(found.isnan(), value.isnan())
     same(found[value.isinf()], value[value.isinf()])
+    if name in ("split", "master24"):
+        same(found, value.bfloat16().float())
 
 
 @pytest.mark.parametrize("name", WITH_SCALES)
