@@ -60,6 +60,18 @@ class CodedRun:
             coded = places.coded[key]
             encode(coded, self.parts(coded, begin, end), value.reshape(-1), param.view(-1), places.name, key)
 
+    def refresh_master(
+        self, places: ParameterLocations, begin: int, end: int, before: torch.Tensor, run_elements: int
+    ) -> None:
+        """Encode elements [begin, end) of the master again, with the parameter that was changed from `before`."""
+        for at in range(begin, end, run_elements):
+            stop = min(at + run_elements, end)
+            old, param = before[at:stop], self._part(places.param, at, stop)
+            master = self.decode(places, at, stop, old, ("master",))["master"]
+            is_same = old.view(torch.int16) == param.view(torch.int16)
+            self.encode(places, at, stop, param, {"master": torch.where(is_same, master, param.float())})
+            self.begin_run()
+
     def parts(self, coded: CodedTensor, begin: int, end: int) -> list[torch.Tensor]:
         """Return the parts of elements [begin, end) of an encoded tensor, flat."""
         return [self._part(place, *coded.part_of(place, begin, end)) for place in coded.parts]

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+import torch
+
 from swapper.train.updates.sweep import Sweep, Trainable
 
 
@@ -31,21 +33,25 @@ class Masters:
         self._sweep = sweep
         self._of = {t.group: t for t in sweep.trainables if any(places.has_master for places in t.places)}
         self._changes: Counter[int] = Counter()  # that are open, by group
+        self._before: dict[int, dict[str, torch.Tensor]] = {}  # by group and name: parameters before a change
 
     def before_change(self, groups: Iterable[Changed]) -> None:
         """Parameters of `groups`, which are in memory, may be changed until `after_change`."""
         for trainable in self._among(groups):
             self._changes[trainable.group] += 1
             if self._changes[trainable.group] == 1:
-                self._sweep.note_params(trainable)
+                self._before[trainable.group] = {
+                    places.name: places.param.section.tensor(places.param.slot).clone()
+                    for places in trainable.places
+                    if places.has_coded_master
+                }
 
     def after_change(self, groups: Iterable[Changed]) -> None:
         """Set masters of `groups` to changed parameters, when the outermost change of each is over: no step is taken before."""
         for trainable in self._among(groups):
             self._changes[trainable.group] -= 1
             if self._changes[trainable.group] == 0:
-                self._sweep.refresh_masters(trainable)
-                self._sweep.forget_params(trainable)
+                self._sweep.refresh_masters(trainable, self._before.pop(trainable.group))
 
     def _among(self, groups: Iterable[Changed]) -> Iterator[Trainable]:
         found = (self._of.get(group.index) for group in groups)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,7 +136,6 @@ class Sweep:
         self._whole: dict[TensorLocation, torch.Tensor] = {}
         self._parts: dict[tuple[TensorLocation, int, int], torch.Tensor] = {}
         self._last: Access | None = None  # of the last updated slice, still leased
-        self._noted: dict[int, torch.Tensor] = {}  # by id of a parameter: see `note_params`
         self._upcast = UpcastBuffer(UPDATE_ELEMENTS)
         self._coded = CodedRun(decoded_bytes(trainables), self._flat_part)
 
@@ -204,8 +203,12 @@ class Sweep:
             self.update(update)
         self.give_back()
 
-    def refresh_masters(self, trainable: Trainable) -> None:
-        """Set masters to parameters that were changed from outside, except where they still round to the parameter."""
+    def refresh_masters(self, trainable: Trainable, before: Mapping[str, torch.Tensor]) -> None:
+        """Set masters to parameters that were changed from outside, except where they still round to the parameter.
+
+        Args:
+            before: the values of parameters with encoded masters before the change, by name.
+        """
         for part in trainable.all_slices(self._page_bytes):
             changed = tuple(page for page in part.access.pages if page in part.access.writes)  # without gradients
             access = Access(None, changed, writes=part.access.writes)
@@ -213,37 +216,16 @@ class Sweep:
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
                 if places.has_coded_master:
-                    self._refresh_coded_master(trainable.parameters[piece.parameter], places, piece.begin, piece.end)
+                    self._coded.refresh_master(
+                        places, piece.begin, piece.end, before[places.name].view(-1), UPDATE_ELEMENTS
+                    )
                 elif places.has_master:
                     param = self._part(places.param, places, piece.begin, piece.end)
                     master = self._part(places.state["master"], places, piece.begin, piece.end)
                     master.copy_(torch.where(master.to(param.dtype) == param, master, param.to(master.dtype)))
             self._pager.release(access, access.writes)
 
-    def note_params(self, trainable: Trainable) -> None:
-        """Note parameters in memory that may be changed from outside next, and whose masters are encoded with them."""
-        for parameter, places in zip(trainable.parameters, trainable.places, strict=True):
-            if places.has_coded_master:
-                self._noted[id(parameter)] = self._at(places.param).clone()
-
-    def forget_params(self, trainable: Trainable) -> None:
-        """Forget what `note_params` noted."""
-        for parameter in trainable.parameters:
-            self._noted.pop(id(parameter), None)
-
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _refresh_coded_master(self, parameter: nn.Parameter, places: ParameterLocations, begin: int, end: int) -> None:
-        """Encode the master again, with the parameter that was changed from outside. See `refresh_masters`."""
-        noted = self._noted[id(parameter)].view(-1)
-        for at in range(begin, end, UPDATE_ELEMENTS):
-            stop = min(at + UPDATE_ELEMENTS, end)
-            self._coded.begin_run()
-            before, param = noted[at:stop], self._flat_part(places.param, at, stop)
-            master = self._coded.decode(places, at, stop, before, ("master",))["master"]
-            is_same = before.view(torch.int16) == param.view(torch.int16)
-            self._coded.encode(places, at, stop, param, {"master": torch.where(is_same, master, param.float())})
-        self._coded.begin_run()
 
     def _hand_over(self, access: Access | None) -> None:
         """Lease `access`, if any, before the last slice's lease is released."""
