@@ -226,6 +226,24 @@ def test_a_snapshot_has_codes_and_swapper_reads_fp32(tmp_path: Path, codec: str)
         swapper.checkpoint.export(path, tmp_path / "plain.safetensors", "safetensors", what="all")
 
 
+def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:
+    models = {"one": bf16_net(), "other": bf16_net()}
+    optimizer = adamw([p for model in models.values() for p in model.parameters()])
+    path = tmp_path / "snapshot.pt"
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        _, paged = manager.offload(models, optimizer, master_weights=torch.float32, state_codec="split")
+        (models["one"](torch.ones(2, 8, dtype=torch.long)).sum() + 0 * models["other"].norm.weight.sum()).backward()
+        paged.step()
+        owner = manager.current.run.model.optimizer_state
+        masters = {
+            name: owner._coded.read(name, "master") for name in ("one.blocks.0.up.weight", "other.blocks.0.up.weight")
+        }
+        manager.snapshot(path).wait()
+    loaded = swapper.checkpoint.load(path)["master"]
+    assert_same({name: loaded[name] for name in masters}, masters)
+    assert not torch.equal(*masters.values())
+
+
 @pytest.mark.parametrize("codec", ["split", "8bit"])
 def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str) -> None:
     """As exact ones do: an element that is changed begins anew, and the others keep their masters."""
