@@ -208,7 +208,7 @@ def is_possible(row: Mapping[str, Any]) -> bool:
         or (row["model"] == "odd shapes" and (row["optimizer"] == "adafactor" or loop == "clipped again"))  # 0 elements
         or (row["optimizer"] == "adafactor" and row["dtype"] == "two")  # torch: eps of the first one only
         or (loop == "scheduler" and row["optimizer"] == "adamw tensor lr")
-        or (row["state_codec"] == "split" and (not has_masters or on_device))
+        or (row["state_codec"] == "split" and (not has_masters or row["update_on"] == "device"))
         or (loop in ("gradients changed", "gradients looked at") and not are_tensors(row))
     )
 

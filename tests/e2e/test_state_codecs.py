@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
@@ -28,6 +30,7 @@ PLACES = {
     "gradients on the drive": {"gradients": "nvme"},
     "all in memory": {"params": "host", "optimizer_state": "host", "host_memory": "1GiB"},
     "a large budget": {"host_memory": "1GiB"},
+    "on a device": {"device": "late", "device_memory": "64MiB"},
 }
 
 
@@ -60,6 +63,8 @@ class Run:
             torch.manual_seed(1)
             train_step(self.model, self.optimizer)
         budget = options.pop("host_memory", None)
+        if "device" in options:
+            options["device"] = HostDevice(options["device"])
         self.options = {"params": "nvme", "optimizer_state": "nvme", "master_weights": torch.float32, **options}
         self.options["state_codec"] = codec
         budget = budget or smallest_budget(directory, self.model, self.optimizer, **self.options)
@@ -244,12 +249,13 @@ def test_several_models_have_their_masters_by_name(tmp_path: Path) -> None:
     assert not torch.equal(*masters.values())
 
 
+@pytest.mark.parametrize("place", ["all on the drive", "parameters in memory", "on a device"])
 @pytest.mark.parametrize("codec", ["split", "8bit"])
-def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str) -> None:
+def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path, codec: str, place: str) -> None:
     """As exact ones do: an element that is changed begins anew, and the others keep their masters."""
     contents = []
     for n, chosen in enumerate(("exact", codec)):
-        run = Run(tmp_path / str(n), chosen, host_memory="12MiB")
+        run = Run(tmp_path / str(n), chosen, host_memory="12MiB", **PLACES[place])
         run.train(1)
         weight, other = run.model.blocks[0].up.weight, run.model.blocks[1].up.weight
         before = run.content()["masters"].get("blocks.0.up.weight")
@@ -258,7 +264,8 @@ def test_masters_follow_parameters_that_are_changed_between_steps(tmp_path: Path
             with run.manager.gather(run.model.blocks[0], write=True):
                 weight[5] = 0.5
             weight[7] = 0.75
-        with torch.no_grad():
+        in_memory = place == "parameters in memory"  # where it is announced by gather alone
+        with torch.no_grad(), run.manager.gather(other, write=True) if in_memory else nullcontext():
             other[1].mul_(2)
         run.model.load_state_dict({"blocks.2.up.weight": torch.ones(weight.shape)}, strict=False)
         if before is not None:
@@ -384,6 +391,21 @@ def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path, case: str) ->
     with pytest.raises(error, match=words):
         Run(tmp_path / "run", codec, host_memory="64MiB", **options)
     assert not list((tmp_path / "run").glob("*.swap"))
+
+
+def test_updates_on_a_device_are_refused(tmp_path: Path) -> None:
+    with swapper.SwapManager(tmp_path / "run", host_memory="64MiB") as manager:
+        model = bf16_net()
+        there = swapper.Accelerator(update_on="device")
+        with pytest.raises(swapper.UnsupportedError, match="updates on the device"):
+            manager.offload(
+                model,
+                adamw(model.parameters()),
+                master_weights=torch.float32,
+                state_codec="8bit",
+                device=HostDevice("late"),
+                accelerator=there,
+            )
 
 
 def test_fp16_masters_are_refused(tmp_path: Path) -> None:

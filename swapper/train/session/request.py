@@ -140,11 +140,6 @@ class Request:
             IoError: it cannot be read.
         """
         device = DeviceBudget.parse(options.device, options.device_memory)
-        if options.state_codecs.of_key and device is not None:
-            raise UnsupportedError(
-                f"{options.state_codecs.said} does not go with device={options.device!r} so far: encoded state is updated on the "
-                "CPU, for a model that runs there. Leave one of them out"
-            )
         given = NoOptimizer() if optimizer is None else optimizer
         whole, used = as_one(model), given
         if is_sharded(model):
@@ -153,6 +148,11 @@ class Request:
             used = optimizer_of(given, whole)
         accelerator = options.accelerator or Accelerator()
         updates_there = _check_accelerator(options, accelerator, device, used)
+        if options.state_codecs.of_key and updates_there:
+            raise UnsupportedError(
+                f"{options.state_codecs.said} does not go with updates on the device so far: encoded state is updated on the CPU. "
+                "Leave out accelerator=, or say swapper.Accelerator(update_on='cpu')"
+            )
         kernel = None
         if accelerator.update_with == "kernel":
             if device is None or not updates_there:

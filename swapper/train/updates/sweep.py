@@ -216,9 +216,7 @@ class Sweep:
             for piece in part.pieces:
                 places = trainable.places[piece.parameter]
                 if places.has_coded_master:
-                    self._coded.refresh_master(
-                        places, piece.begin, piece.end, before[places.name].view(-1), UPDATE_ELEMENTS
-                    )
+                    self._coded.refresh_master(places, piece.begin, piece.end, before[places.name], UPDATE_ELEMENTS)
                 elif places.has_master:
                     param = self._part(places.param, places, piece.begin, piece.end)
                     master = self._part(places.state["master"], places, piece.begin, piece.end)
