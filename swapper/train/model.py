@@ -17,6 +17,7 @@ from torch import nn
 from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
+from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.paging.residency import Residency
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
@@ -125,7 +126,7 @@ class OffloadedModel:
 
     def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
         if update == "deferred":
-            return DeferredStep(self._sweep, self.groups, self._undo_update)
+            return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
         if update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
@@ -195,6 +196,8 @@ class OffloadedModel:
                 lambda name: self._places[name, "param"],
                 self._passes.enter_forward,
                 self._clock.enter,
+                self.updates,
+                self._finish_before_access,
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
@@ -349,6 +352,15 @@ class OffloadedModel:
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
+
+    def _finish_before_access(self) -> None:
+        """Finish the last step before an access to shards by the user."""
+        with self._session_guard.turns.turn(), outside_transforms():
+            self._session_guard.check()
+            self.finish_update()
+
+    def _may_defer(self) -> bool:
+        return self._shard_hooks is None or not self._shard_hooks.has_alias()
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

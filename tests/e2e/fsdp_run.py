@@ -1,4 +1,7 @@
-"""One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way."""
+"""One of several ranks under torchrun: FSDP2 over gloo on a plain and on a swapped model; both must go the same way.
+
+Usage: fsdp_run.py DIRECTORY UPDATE [CASE ...], the time of updates, as for `offload`, and some of CASES.
+"""
 
 from __future__ import annotations
 
@@ -136,12 +139,12 @@ def dist_objects(own: Any) -> list[Any]:
     return found
 
 
-def run(directory: Path, name: str) -> None:
+def run(directory: Path, name: str, update: str) -> None:
     case = CASES[name]
     plain, plain_optimizer = make(case)
     swapped, optimizer = make(case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
-    placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme"}
+    placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
             manager.plan(swapped, optimizer, **placement)
@@ -153,6 +156,7 @@ def run(directory: Path, name: str) -> None:
         for step in range(4):
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
             same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
+            assert manager.current.run.model.update_is_open == (update == "deferred")
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
             same(swapped(tokens), plain(tokens), f"{name}: evaluation")
@@ -245,6 +249,6 @@ def resume(directory: Path, budget: int, placement: Any, case: Any, plain: Any, 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    for name in sys.argv[2:] or CASES:
-        run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name)
+    for name in sys.argv[3:] or CASES:
+        run(Path(sys.argv[1], f"case-{list(CASES).index(name)}"), name, sys.argv[2])
     dist.destroy_process_group()

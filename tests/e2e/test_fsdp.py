@@ -16,9 +16,9 @@ from e2e import fsdp_run
 from e2e.processes import run_python
 
 
-def run(directory: Path, ranks: int, cases: list[str]) -> None:
+def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = run_python(*torchrun, Path(fsdp_run.__file__), directory, *cases)
+    done = run_python(*torchrun, Path(fsdp_run.__file__), directory, update, *cases)
     assert done.returncode == 0, done.stderr[-6000:]
     said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
     assert said == {f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases}
@@ -30,14 +30,16 @@ def some_loops(number: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_load_and_go_on(tmp_path: Path) -> None:
-    run(tmp_path, 2, ["plain", *some_loops(1)])
+@pytest.mark.parametrize("update", ["step", "deferred"])
+def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
+    run(tmp_path, 2, ["plain", *some_loops(1)], update)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("update", ["step", "deferred"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_loop(tmp_path: Path, ranks: int) -> None:
-    run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES))
+def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
+    run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
 
 
 @pytest.fixture
@@ -52,7 +54,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"update": "deferred"}, "update='deferred'"),
         ({"update": "backward"}, "update='backward'"),
         ({"gradients": "nvme"}, "gradients='nvme'"),
         ({"master_weights": torch.float32}, "master_weights"),

@@ -77,14 +77,18 @@ class DeferredStep(Updates):
         sweep: does the updates.
         groups: all groups, by index.
         undo: called with a group whose update failed, or with none if it was no group's.
+        may_defer: returns False if something would show an open step: then that step is done at once.
     """
 
     ahead = 0
 
-    def __init__(self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo) -> None:
+    def __init__(
+        self, sweep: Sweep, groups: Sequence[GroupParameters], undo: Undo, may_defer: Callable[[], bool]
+    ) -> None:
         super().__init__(sweep)
         self._groups = groups
         self._undo = undo
+        self._may_defer = may_defer
         self._left: dict[int, GroupUpdate] = {}  # by group
         self._reached: set[int] = set()  # groups that a forward has used since the step
         self._versions: dict[int, int] = {}  # of the fixed gradients, by id
@@ -106,6 +110,11 @@ class DeferredStep(Updates):
         self._hooks.remove()
         self._forget()
 
+    def forget(self) -> None:
+        for group in self._left:
+            self._groups[group].clear_deferred()
+        self._forget()
+
     @property
     def is_open(self) -> bool:
         return bool(self._left)
@@ -116,6 +125,10 @@ class DeferredStep(Updates):
         `in_order` is True from then on as long as only forwards and backwards cause updates.
         """
         self._sweep.take_in_written()
+        if not self._may_defer():
+            self.in_order = False
+            super().take_step()
+            return
         self._sweep.begin()
         self._left = {update.trainable.group: update for update in self._sweep.fix_all()}
         self._reached.clear()
