@@ -108,14 +108,18 @@ def make(case: dict[str, Any]) -> tuple[Model, torch.optim.Optimizer]:
     return model, case.get("optimizer", adamw)(model)
 
 
+def loss_of(model: Any, batch: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
+    tokens = torch.randint(50, (2, 9), generator=generator)
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step: int) -> torch.Tensor:
     losses = []
     for number in range(passes := case.get("passes", 1)):
-        generator = torch.Generator().manual_seed(1000 * step + 10 * number + dist.get_rank())
-        tokens = torch.randint(50, (2, 9), generator=generator)
         if case.get("no_sync"):
             model.set_requires_gradient_sync(number == passes - 1)
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss = loss_of(model, 100 * step + number)
         loss.backward()
         losses.append(loss.detach())
     if case.get("clip"):

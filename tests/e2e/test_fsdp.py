@@ -6,22 +6,28 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from sampling import runs_a_sample
 
 import swapper
-from e2e import fsdp_run
+from e2e import fsdp_open_step, fsdp_run
 from e2e.processes import run_python
 
 
-def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = run_python(*torchrun, Path(fsdp_run.__file__), directory, update, *cases)
+def torchrun(ranks: int, program: ModuleType, *arguments: object) -> list[str]:
+    """Run `program` in each rank; return what they have said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = run_python(*launcher, Path(program.__file__ or ""), *arguments)
     assert done.returncode == 0, done.stderr[-6000:]
-    said = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
-    assert said == {f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases}
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def run(directory: Path, ranks: int, cases: list[str], update: str) -> None:
+    said = torchrun(ranks, fsdp_run, directory, update, *cases)
+    assert said == sorted(f"rank {rank}, {case}: same" for rank in range(ranks) for case in cases)
 
 
 def some_loops(number: int) -> list[str]:
@@ -40,6 +46,17 @@ def test_two_ranks_train_load_and_go_on(tmp_path: Path, update: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_loop(tmp_path: Path, ranks: int, update: str) -> None:
     run(tmp_path, ranks, some_loops(3) if runs_a_sample() else list(fsdp_run.CASES), update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whoever_looks_while_a_deferred_step_is_open_sees_what_plain_torch_has(tmp_path: Path, ranks: int) -> None:
+    looks = (
+        random.Random(os.environ.get("SWAPPER_TEST_SEED")).sample(list(fsdp_open_step.LOOKS), 8)
+        if runs_a_sample()
+        else []
+    )
+    assert torchrun(ranks, fsdp_open_step, tmp_path, *looks) == [f"rank {rank}: same" for rank in range(ranks)]
 
 
 @pytest.fixture
