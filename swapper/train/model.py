@@ -83,6 +83,7 @@ class OffloadedModel:
         self.model = model
         self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
+        self._has_warned = False
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -360,7 +361,16 @@ class OffloadedModel:
             self.finish_update()
 
     def _may_defer(self) -> bool:
-        return self._shard_hooks is None or not self._shard_hooks.has_alias()
+        """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
+        shown = None if self._shard_hooks is None else self._shard_hooks.shown()
+        if shown is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
+                "steps are done in optimizer.step(), and not deferred",
+                shown,
+            )  # fmt: skip
+        return shown is None
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

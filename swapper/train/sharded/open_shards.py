@@ -107,9 +107,13 @@ class OpenShards:
             tensor._local_tensor = local_of(tensor)
         self._hidden.clear()
 
-    def has_alias(self) -> bool:
-        """Return True if any other tensor shows a shard's memory (`to_local`, a state_dict), which cannot be hidden."""
-        return any(_uses_of(shard) > uses for shard, uses in zip(self._shards, self._uses, strict=True))
+    def shown(self) -> str | None:
+        """Return the name of a parameter whose shard another tensor shows (`to_local`, a state_dict); None if there is none.
+
+        Such a tensor cannot be hidden.
+        """
+        uses = zip(self._shards, self._uses, strict=True)
+        return next((shard.name for shard, before in uses if _uses_of(shard) > before), None)
 
 
 def _uses_of(shard: Shard) -> int:

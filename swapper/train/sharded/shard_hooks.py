@@ -74,9 +74,9 @@ class ShardHooks:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
 
-    def has_alias(self) -> bool:
-        """Return True if a tensor of the user's shows the memory of a shard."""
-        return any(shards.has_alias() for shards in self._open_shards)
+    def shown(self) -> str | None:
+        """Return the name of a parameter whose shard a tensor of the user's shows; None if there is none."""
+        return next((name for shards in self._open_shards if (name := shards.shown()) is not None), None)
 
     def follow_gradients(self) -> None:
         """A step begins: the gradients of the model's parameters are those of the shards."""

@@ -14,6 +14,8 @@ plain torch's. So any access finishes the step first:
   first. `zero_grad` (to None) only removes it from its parameter;
 - autograd accumulates past both: a hook on each parameter finishes the step before the first gradient of a backward
   arrives;
+- a sharded model's shards and gradients are hidden from DTensor's dispatcher (sharded/open_shards.py); if a tensor shows
+  a shard's memory, the step is not deferred;
 - the optimizer's state, gather, load_state_dict, snapshots, clipping, the next step and closing finish it; commits wait
   for it.
 
