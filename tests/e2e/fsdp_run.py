@@ -85,6 +85,9 @@ CASES: dict[str, dict[str, Any]] = {
     "not resharded": {"reshard": False},
     "replicated": {"mesh": "replicated"},
     "parameters in host memory": {"params": "host"},
+    "gradients on NVMe": {"gradients": "nvme"},
+    "gradients on NVMe, clipped and accumulated": {"gradients": "nvme", "clip": True, "passes": 2},
+    "gradients on NVMe, zeroed": {"gradients": "nvme", "zeroed": True},
 }
 
 
@@ -125,7 +128,7 @@ def train(model: Any, optimizer: Any, case: dict[str, Any], scheduler: Any, step
     if case.get("clip"):
         losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor())
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not case.get("zeroed"))
     if scheduler is not None:
         scheduler.step()
     return torch.stack(losses)
@@ -149,6 +152,7 @@ def run(directory: Path, name: str, update: str) -> None:
     swapped, optimizer = make(case)
     make_scheduler: Callable[[Any], Any] = case.get("scheduler", lambda optimizer: None)
     placement = {"params": case.get("params", "nvme"), "optimizer_state": "nvme", "update": update}
+    placement["gradients"] = case.get("gradients", "auto")
     with swapper.SwapManager(directory, host_memory=1) as manager:
         try:
             manager.plan(swapped, optimizer, **placement)
@@ -160,7 +164,7 @@ def run(directory: Path, name: str, update: str) -> None:
         for step in range(4):
             expected = train(plain, plain_optimizer, case, schedulers[0], step)
             same(train(swapped, optimizer, case, schedulers[1], step), expected, f"{name}: losses of step {step}")
-            assert manager.current.run.model.update_is_open == (update == "deferred")
+            assert manager.current.run.model.update_is_open == (update == "deferred" and "zeroed" not in case)
         with torch.no_grad():
             tokens = torch.arange(16).view(2, 8)
             same(swapped(tokens), plain(tokens), f"{name}: evaluation")
@@ -169,6 +173,7 @@ def run(directory: Path, name: str, update: str) -> None:
                 module.reshard()
         same_state(swapped, optimizer, plain, plain_optimizer, name)
         assert manager.counters.bytes_read > 0
+        assert bool(manager.counters.written_bytes["grad"]) == ("gradients" in case)
         if name == "plain":
             look_and_load(manager, swapped, optimizer, plain, plain_optimizer)
             for step in range(4, 6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,6 @@ def alone(tmp_path: Path) -> Iterator[None]:
     ("options", "named"),
     [
         ({"update": "backward"}, "update='backward'"),
-        ({"gradients": "nvme"}, "gradients='nvme'"),
         ({"master_weights": torch.float32}, "master_weights"),
     ],
     ids=str,
@@ -122,6 +122,30 @@ def test_after_close_the_model_says_so(tmp_path: Path, alone: None) -> None:
     ):
         with pytest.raises(swapper.StateError, match="manager was closed"):
             look()
+
+
+def test_a_gradient_on_nvme_refuses_what_needs_its_data(tmp_path: Path, alone: None) -> None:
+    model, optimizer = fsdp_run.make({})
+    with swapper.SwapManager(tmp_path, host_memory="64MiB") as manager:
+        manager.offload(model, optimizer, params="nvme", optimizer_state="nvme", gradients="nvme")
+        fsdp_run.loss_of(model, 0).backward()
+        gradient = model.blocks[2].down.weight.grad
+        for look in (
+            lambda: gradient.to_local(),
+            lambda: gradient.full_tensor(),
+            lambda: gradient.clone(),
+            lambda: gradient.sum(),
+            lambda: torch._foreach_add([gradient], 1.0),
+            lambda: pickle.dumps(gradient._local_tensor),
+        ):
+            with pytest.raises(swapper.ColdParameterError, match=r"gradient of blocks.2.down.weight is on NVMe .*clip"):
+                look()
+        gradient.norm()
+        optimizer.zero_grad()
+        fsdp_run.loss_of(model, 1).backward()
+        with pytest.raises(swapper.ColdParameterError, match="has another one or none by now"):
+            gradient.norm()
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("which", ["given", "another"])

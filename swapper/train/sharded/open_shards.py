@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from swapper.modules.torch_functions import METADATA
+from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.shards import Shard
 
 _KEYS, _KEY = torch._C.DispatchKeySet, torch._C.DispatchKey
@@ -75,9 +76,10 @@ def _finished(tree: Any) -> Any:
 
 
 def local_of(tensor: Any) -> Any:
-    """Return the local tensor of a DTensor, whether a step is open or not."""
+    """Return the local tensor of a DTensor, whether a step is open or not: of a gradient on NVMe its ColdGradient."""
     local = tensor._local_tensor
-    return local.swapper_local if type(local) is OpenTensor else local
+    local = local.swapper_local if type(local) is OpenTensor else local
+    return local.swapper_cold if type(local) is ColdShard else local
 
 
 class OpenShards:
@@ -97,7 +99,7 @@ class OpenShards:
         """A step opens."""
         for shard in self._shards:
             for tensor in (shard.parameter, shard.parameter.grad):
-                if tensor is not None and type(tensor._local_tensor) is not OpenTensor:  # type: ignore[attr-defined]
+                if tensor is not None and not isinstance(tensor._local_tensor, OpenTensor | ColdShard):  # type: ignore[attr-defined]
                     tensor._local_tensor = OpenTensor(tensor._local_tensor, self._finish)  # type: ignore[attr-defined]
                     self._hidden.append(tensor)
 

@@ -15,8 +15,10 @@ from torch import nn
 
 from swapper.errors import StateError
 from swapper.paging.section import own_storage
+from swapper.train.gradients.cold_grad import ColdGradient
 from swapper.train.layout.slices import TensorLocation
 from swapper.train.parameters.parameter_group import GroupParameters
+from swapper.train.sharded.cold_shard import ColdShard
 from swapper.train.sharded.open_shards import OpenShards, local_of
 from swapper.train.sharded.shards import Shard, Shards
 from swapper.train.updates.at_step import Updates
@@ -68,11 +70,11 @@ class ShardHooks:
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if not _in_backward():
-            self._enter_forward()
-            self._enter_phase("forward")
             for shard in self._shards.all:
                 if shard.parameter.grad is None:
                     shard.local.grad = None  # its place is free
+            self._enter_forward()
+            self._enter_phase("forward")
 
     def shown(self) -> str | None:
         """Return the name of a parameter whose shard a tensor of the user's shows; None if there is none."""
@@ -96,6 +98,8 @@ class ShardHooks:
             vars(param_group)["unshard"] = _refuse
             for shard in members:
                 shard.local.grad = None
+                if isinstance(getattr(shard.parameter.grad, "_local_tensor", None), ColdShard):
+                    shard.parameter.grad = None
                 if id(shard.local) in self._paged:
                     shard.parameter._local_tensor = _ClosedShard(shard.parameter._local_tensor)  # type: ignore[attr-defined]
 
@@ -162,7 +166,9 @@ def _take_gradient(shard: Shard, updates: Updates) -> Callable[[Any], None]:
         local.grad = local_of(parameter.grad)
         for take in (local._post_accumulate_grad_hooks or {}).values():
             take(local)
-        if local.grad is not None:
+        if type(local.grad) is ColdGradient:
+            parameter.grad._local_tensor = ColdShard(local, local.grad)
+        elif local.grad is not None:
             parameter.grad._local_tensor = local.grad
 
     return hook
