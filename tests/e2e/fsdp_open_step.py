@@ -11,6 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,19 @@ def clipped(model: Any, optimizer: Any, _: Path) -> Any:
     return nn.utils.clip_grad_norm_(model.parameters(), 0.01).full_tensor()
 
 
+def norm_within(mode: Any) -> Look:
+    def look(model: Any, optimizer: Any, _: Path) -> Any:
+        with mode:
+            return of(model).to_local().norm()
+
+    return look
+
+
+def norm_in_thread(model: Any, optimizer: Any, _: Path) -> Any:
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(lambda: of(model).to_local().norm()).result()
+
+
 LOOKS: dict[str, Look] = {
     "to_local": lambda model, optimizer, _: of(model).to_local(),
     "full_tensor": lambda model, optimizer, _: of(model).full_tensor(),
@@ -125,6 +139,9 @@ LOOKS: dict[str, Look] = {
     "pickled": lambda model, optimizer, _: saved(of(model)),
     "shown": lambda model, optimizer, _: [repr(of(model)), str(of(model)._local_tensor)],
     "norms of all": lambda model, optimizer, _: [x.full_tensor() for x in torch._foreach_norm([*model.parameters()])],
+    "norm in inference mode": norm_within(torch.inference_mode()),
+    "norm in autocast": norm_within(torch.autocast("cpu", torch.bfloat16)),
+    "norm in another thread": norm_in_thread,
     "local part": lambda model, optimizer, _: torch.from_numpy(of(model)._local_tensor.numpy().copy()),
     "by the first rank alone": lambda model, optimizer, _: only_first(lambda: of(model).to_local().sum()),
     "gradient by the first rank alone": lambda model, optimizer, _: only_first(lambda: of(model).grad.to_local().sum()),
