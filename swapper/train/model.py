@@ -7,7 +7,8 @@ and their rollback (step_rollback.py), gradients (grads.py), passes (pass_lifecy
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -198,7 +199,7 @@ class OffloadedModel:
                 self._passes.enter_forward,
                 self._clock.enter,
                 self.updates,
-                self._finish_before_access,
+                self._make_finish(),
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
@@ -354,11 +355,18 @@ class OffloadedModel:
         """
         self.updates.finish(in_order)
 
-    def _finish_before_access(self) -> None:
-        """Finish the last step before an access to shards by the user."""
-        with self._session_guard.turns.turn(), outside_transforms():
-            self._session_guard.check()
-            self.finish_update()
+    def _make_finish(self) -> Callable[[], None]:
+        """Return a function that finishes the last step before the user looks at shards. It keeps nothing alive."""
+        of = weakref.ref(self)
+
+        def finish() -> None:
+            model = of()
+            if model is not None and vars(model):  # else it is closed
+                with model._session_guard.turns.turn(), outside_transforms():
+                    model._session_guard.check()
+                    model.finish_update()
+
+        return finish
 
     def _may_defer(self) -> bool:
         """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
