@@ -7,7 +7,8 @@ and their rollback (step_rollback.py), gradients (grads.py), passes (pass_lifecy
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
+from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.paging.residency import Residency
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
@@ -83,6 +85,7 @@ class OffloadedModel:
         self.model = model
         self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
+        self._has_warned = False
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -127,7 +130,7 @@ class OffloadedModel:
 
     def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
         if update == "deferred":
-            return DeferredStep(self._sweep, self.groups, self._undo_update)
+            return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
         if update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
@@ -197,6 +200,8 @@ class OffloadedModel:
                 lambda name: self._places[name, "param"],
                 self._passes.enter_forward,
                 self._clock.enter,
+                self.updates,
+                self._make_finish(),
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
@@ -351,6 +356,31 @@ class OffloadedModel:
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
+
+    def _make_finish(self) -> Callable[[], None]:
+        """Return a function that finishes the last step before the user looks at shards. It keeps nothing alive."""
+        of = weakref.ref(self)
+
+        def finish() -> None:
+            model = of()
+            if model is not None and vars(model):  # else it is closed
+                with model._session_guard.turns.turn(), outside_transforms():
+                    model._session_guard.check()
+                    model.finish_update()
+
+        return finish
+
+    def _may_defer(self) -> bool:
+        """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
+        shown = None if self._shard_hooks is None else self._shard_hooks.shown()
+        if shown is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
+                "steps are done in optimizer.step(), and not deferred",
+                shown,
+            )  # fmt: skip
+        return shown is None
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

@@ -1,7 +1,7 @@
 """Ranks as a program, each a process of its own: a small model trains by DDP, with orders from the command line.
 
 Usage: ranks_run.py DIRECTORY SIZE ORDER ... An order is name=value for all ranks, or name=RANK:value for one of them:
-steps (how many more to take), resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
+steps (how many more to take), update, resume, ranks, memory, every, snapshot (a path), timeout (of torch.distributed, in seconds),
 stall_s. "killed=RANK": that rank is killed right before the commit of its last step gets its name. "skips=RANK:N": it does
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
@@ -177,7 +177,8 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         if orders.is_said("killed"):
             die_before_commit(rank, begun, begun + steps)
         with manager:
-            _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme")
+            update = orders.one("update", "step")
+            _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme", update=update)
             for number in map(str, range(1, steps + 1)):
                 if orders.one("skips") == number:
                     loss_of(wrapped, tokens()).backward()

@@ -60,6 +60,24 @@ def test_what_fails_on_one_rank_is_undone_on_all_and_can_be_repeated(tmp_path: P
     assert [report.faults for report in verify(end)] == [[]] * 3
 
 
+@pytest.mark.slow
+def test_a_deferred_update_that_fails_on_one_rank_ends_all_and_they_go_on_from_one_step(tmp_path: Path) -> None:
+    """It fails in a forward, where the others wait for that rank's shards: for a drive without room, when step 2 is open."""
+    failing, well = tmp_path / "failing", tmp_path / "well"
+    orders = ["sharded", BUDGET, "update=deferred"]
+    done = run_python(Path(ranks_run.__file__), failing, 2, "steps=4", *orders, "full=1:3")
+    assert done.returncode == 1 and "rank 1: IoError: write of" in done.stdout
+    assert "rank 1 ended first: IoError: write of" in done.stderr
+    first, second = launch(failing, "steps=1", *orders, f"snapshot={failing / 'end'}")
+    begun = 2 if "began at 2" in first else 1  # the one that failed may have done the rest as it ended
+    assert (first, second) == tuple(f"rank {rank}: began at {begun}, ended at {begun + 1}" for rank in range(2))
+    launch(well, f"steps={begun}", *orders)
+    launch(well, "steps=1", *orders, f"snapshot={well / 'end'}")
+    for rank in range(2):
+        one, other = (torch.load(path / "end" / f"rank-{rank}.pt", weights_only=True) for path in (failing, well))
+        assert_same(one, other)
+
+
 def assert_same(one: Any, other: Any) -> None:
     assert type(one) is type(other)
     if isinstance(one, dict):
