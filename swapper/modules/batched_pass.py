@@ -85,8 +85,12 @@ class BatchedPass:
                 self._changed.wait_for(self._is_over)
         for batch in self._batches:
             batch.thread.join()
-        if self._failure is not None:
-            raise self._failure
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback has this frame
         return [batch.result for batch in self._batches]
 
     # --- called by the hooks, in the running batch's thread -----------------------------------------------------------

@@ -180,7 +180,7 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
-        order = AccumulationOrder(self.model.parameters())  # before all other hooks of the parameters
+        order = AccumulationOrder(self.model)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()

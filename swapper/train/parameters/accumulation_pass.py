@@ -11,16 +11,20 @@ always one that can run. Autograd sums the uses within one backward before it ac
 used twice need no more. Reentrant checkpointing accumulates in backwards of its own, one for each segment, and is refused.
 
 [Note: random numbers] One after the other, the first micro-batch draws all its numbers before the second. Nobody knows
-how many until its forward is over. So once one of them has drawn, their forwards run one after the other; one that draws
-before an earlier one is done is an error. A backward restores what it changes (checkpointing sets the state with which
-the forward began), so there each micro-batch has a state of its own, which must end as it began.
+how many until its forward is over. So forwards that draw run one after the other, and it must be known before they begin:
+what has begun may have read the generators' states (checkpointing does). The first pass in each training mode shows it;
+if a later one draws after all, that is an error. A backward restores what it changes (checkpointing sets the state with
+which the forward began), so there each micro-batch has a state of its own, which must end as it began.
+
+[Note: buffers] A module's state, as batch norm's statistics, changes in the order of micro-batches if each calls the
+module once. A buffer that an earlier micro-batch changes after a later one is an error.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -43,19 +47,30 @@ REMEDY = "run them one after the other, `for batch in batches: loss_fn(batch).ba
 class AccumulationOrder:
     """Owns the hooks that put gradients in order. They must be the first of their parameters.
 
-    Args:
-        parameters: all of the model.
-
     Attributes:
+        parameters: all of the model.
         running: the pass; None: nothing is put in order.
+        draws: whether the last forwards in a training mode drew random numbers. [Note: random numbers]
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
         self.running: AccumulationPass | None = None
+        self.draws: dict[Hashable, bool] = {}
+        self._model = weakref.ref(model)
         self._hooks = AccumulationHooks()
         for parameter in self.parameters:
             self._hooks.add(parameter, before=_make_hook(weakref.ref(self), id(parameter)))
+
+    @property
+    def mode(self) -> tuple[bool, ...]:
+        """The training mode of each module."""
+        model = self._model()
+        return () if model is None else tuple(module.training for module in model.modules())
+
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        model = self._model()
+        return [] if model is None else list(model.named_buffers())
 
     def remove(self) -> None:
         self._hooks.remove()
@@ -105,10 +120,16 @@ class AccumulationPass(BatchedPass):
         changes_itself: Callable[[], bool],
     ) -> None:
         super().__init__(hooks, self._run, batches, None)
+        self._order = order
         self._loss_fn = loss_fn
         self._changes_itself = changes_itself
         self.has_losses = False
+        self._mode = order.mode
+        self._is_serial = order.draws.get(self._mode, True)
         self._draws = False
+        self._buffers = order.buffers()
+        self._versions = [buffer._version for _, buffer in self._buffers]
+        self._writers = [0] * len(self._buffers)  # the last micro-batch that has changed each
         self._random_states = self._present_states = rng_states(devices=False)
         with torch._C.DisableTorchFunctionSubclass():
             self._nodes = {
@@ -131,8 +152,9 @@ class AccumulationPass(BatchedPass):
             batch.has_loss = True
             self._wait(None)  # for all losses
             self.has_losses = True
+            self._order.draws[self._mode] = self._draws
             if loss.grad_fn is not None:
-                loss.register_hook(lambda _: self._backward_begins(batch))  # type: ignore[no-untyped-call]
+                loss.register_hook(_when_backward_begins(weakref.ref(self)))  # type: ignore[no-untyped-call]
             loss.backward()  # type: ignore[no-untyped-call]
             return loss.detach()
         except BaseException:
@@ -141,7 +163,10 @@ class AccumulationPass(BatchedPass):
         finally:
             self._hooks.end_batch()
 
-    def _backward_begins(self, batch: _MicroBatch) -> None:
+    def backward_begins(self) -> None:
+        """Find out to which gradients the running micro-batch will add."""
+        batch = self._running
+        assert isinstance(batch, _MicroBatch)
         batch.task = torch._C._current_graph_task_id()
         batch.to_come = {key for key, node in self._nodes.items() if torch._C._will_engine_execute_node(node)}
 
@@ -197,7 +222,7 @@ class AccumulationPass(BatchedPass):
             return batch.awaits is None or not any(_adds_to(other, batch.awaits) for other in earlier)
         if batch.has_loss:
             return all(other.has_loss for other in self._batches)
-        return not self._draws or all(other.has_loss for other in earlier)
+        return not self._is_serial or all(other.has_loss for other in earlier)
 
     def _next(self, waiting: Sequence[Batch]) -> Batch:
         """Return the one that is furthest behind, in the order of the model's modules."""
@@ -211,6 +236,12 @@ class AccumulationPass(BatchedPass):
         assert isinstance(batch, _MicroBatch)
         if self._changes_itself():
             raise UnsupportedError(f"a forward has changed parameters, so micro-batches cannot run together; {REMEDY}")
+        if self._order.mode != self._mode:
+            raise UnsupportedError(
+                "loss_fn has changed the training mode of modules (model.eval()) while other micro-batches are inside of them: "
+                f"do that before or after the pass; {REMEDY}"
+            )
+        self._check_buffers(batch)
         self._present_states = states = rng_states(devices=False)
         if self.has_losses:
             batch.random_states = states
@@ -223,12 +254,34 @@ class AccumulationPass(BatchedPass):
 
     def _note_draws(self, batch: _MicroBatch, states: dict[str, Any]) -> None:
         """See [Note: random numbers]."""
-        if any(not other.has_loss for other in self._batches[: batch.index]):
-            raise UnsupportedError(
-                f"micro-batch {batch.index} has drawn random numbers where earlier ones, which may draw later, have not: "
-                f"together they would draw in another order; {REMEDY}"
+        if not self._draws and not any(self._order.draws.values()):
+            log.warning(
+                "the forward of micro-batches draws random numbers (dropout): for the same ones, their forwards run one after the "
+                "other, and each reads the parameters; without dropout they are read once for all. Backward reads them once"
             )
-        self._draws, self._random_states = True, states
+        self._draws = self._order.draws[self._mode] = True
+        if not self._is_serial:
+            set_rng_states(self._random_states)
+            raise UnsupportedError(
+                "micro-batches have drawn random numbers, and none did the last time in this mode, so they were run together and "
+                "would draw in another order. Nothing was accumulated, and the generators are as before: call it again, and "
+                "their forwards run one after the other"
+            )
+        self._random_states = states
+
+    def _check_buffers(self, batch: _MicroBatch) -> None:
+        """Raise UnsupportedError if a buffer was changed in another order than one after the other. [Note: buffers]"""
+        for number, (name, buffer) in enumerate(self._buffers):
+            if buffer._version == self._versions[number]:
+                continue
+            self._versions[number] = buffer._version
+            if self._writers[number] > batch.index:
+                raise UnsupportedError(
+                    f"buffer {name} was changed by micro-batch {batch.index} after micro-batch {self._writers[number]}, because "
+                    f"its module is called several times or recomputed (checkpointing): together they change it in another order; "
+                    f"{REMEDY}"
+                )
+            self._writers[number] = batch.index
 
     def _begins_turn(self, batch: Batch) -> None:
         assert isinstance(batch, _MicroBatch)
@@ -239,10 +292,15 @@ class AccumulationPass(BatchedPass):
         if batch.suspended:
             self._hooks.resume(batch.suspended)
 
-    @property
-    def draws(self) -> bool:
-        """True if forwards have drawn random numbers, and so ran one after the other."""
-        return self._draws
+
+def _when_backward_begins(running: weakref.ref[AccumulationPass]) -> Hook:
+    """Return a hook for a loss. A graph may outlive the pass."""
+
+    def hook(_: torch.Tensor) -> None:
+        if (alive := running()) is not None:
+            alive.backward_begins()
+
+    return hook
 
 
 def _adds_to(batch: _MicroBatch, parameter: int) -> bool:
