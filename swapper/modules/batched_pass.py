@@ -36,7 +36,7 @@ class Batch:
         self.thread: threading.Thread
         self.state: Any = None
         self.wanted: LeasedGroup | None = None
-        self.is_done = False
+        self.is_done = True  # until its thread has begun
         self.result: Any = None
 
 
@@ -74,17 +74,24 @@ class BatchedPass:
         modes = _Modes(self._device)
         for batch in self._batches:
             batch.thread = threading.Thread(target=self._work, args=(batch, modes), daemon=True)
-            batch.thread.start()
         try:
+            with defer_sigint:
+                for batch in self._batches:
+                    batch.thread.start()
+                    batch.is_done = False
+                with self._changed:
+                    self._switch()
             with self._changed:
-                self._switch()
                 self._changed.wait_for(self._is_over)
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:  # Ctrl-C, or there is no memory for a thread
             with defer_sigint, self._changed:
                 self._failure = self._failure or error
+                if self._running is None:
+                    self._switch()
                 self._changed.wait_for(self._is_over)
         for batch in self._batches:
-            batch.thread.join()
+            if batch.thread.ident is not None:
+                batch.thread.join()
         failure, self._failure = self._failure, None
         try:
             if failure is not None:

@@ -54,7 +54,7 @@ class AccumulationOrder:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
+        self.parameters = [p for p in model.parameters() if p.dtype.is_floating_point or p.dtype.is_complex]
         self.running: AccumulationPass | None = None
         self.draws: dict[Hashable, bool] = {}
         self._model = weakref.ref(model)

@@ -121,7 +121,7 @@ class PassLifecycle:
             try:
                 return together.run()
             except BaseException:
-                self._hooks.share(None)
+                self._hooks.abandon_batches()
                 self.forget_leases()
                 if together.has_losses:
                     for parameter in self._order.parameters:

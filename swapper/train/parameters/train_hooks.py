@@ -136,6 +136,12 @@ class TrainingHooks(ModuleHooks[GroupParameters, TrainingCall]):
         running, self._backward, self._held, self._tasks = (None, [], [], set()) if state is None else state
         return super().exchange(thread, running), *before
 
+    def abandon_batches(self) -> None:
+        """End a pass that failed, in all of its batches' threads, and forget all leases."""
+        self.share(None)
+        self._updates.uses.clear()
+        super().abandon_pass()
+
     def end_batch(self) -> None:
         """End the leases that the running batch still has."""
         for call in self._running:
