@@ -124,6 +124,7 @@ class AccumulationPass(BatchedPass):
         self._loss_fn = loss_fn
         self._changes_itself = changes_itself
         self.has_losses = False
+        self._settings = _settings()
         self._mode = order.mode
         self._is_serial = order.draws.get(self._mode, True)
         self._draws = False
@@ -236,10 +237,10 @@ class AccumulationPass(BatchedPass):
         assert isinstance(batch, _MicroBatch)
         if self._changes_itself():
             raise UnsupportedError(f"a forward has changed parameters, so micro-batches cannot run together; {REMEDY}")
-        if self._order.mode != self._mode:
+        if self._order.mode != self._mode or _settings() != self._settings:
             raise UnsupportedError(
-                "loss_fn has changed the training mode of modules (model.eval()) while other micro-batches are inside of them: "
-                f"do that before or after the pass; {REMEDY}"
+                "loss_fn has changed the training mode of modules (model.eval()) or a setting of torch (sdpa_kernel, the default "
+                f"dtype) while other micro-batches are in the middle: do that around accumulate_batches; or {REMEDY}"
             )
         self._check_buffers(batch)
         self._present_states = states = rng_states(devices=False)
@@ -301,6 +302,15 @@ def _when_backward_begins(running: weakref.ref[AccumulationPass]) -> Hook:
             alive.backward_begins()
 
     return hook
+
+
+def _settings() -> tuple[Any, ...]:
+    """Return settings of torch that are the process's, and that bits depend on."""
+    return (
+        torch.get_default_dtype(), torch.get_num_threads(), torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled, torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(), torch._C._get_math_sdp_enabled(),
+    )  # fmt: skip
 
 
 def _adds_to(batch: _MicroBatch, parameter: int) -> bool:
