@@ -11,7 +11,7 @@ from swapper.cli.bench import bench
 from swapper.cli.checkpoints import export, inspect, verify
 from swapper.cli.demo import demo
 from swapper.cli.doctor import doctor
-from swapper.cli.trace import trace
+from swapper.cli.trace_script import trace
 from swapper.cli.tune import tune
 
 app = typer.Typer(
