@@ -298,6 +298,38 @@ class SwapManager:
         """
         return self.current.running("accumulate").model.updates.accumulating()
 
+    def accumulate_batches(
+        self, loss_fn: Callable[[Any], torch.Tensor], batches: Iterable[Any], *, at_once: int | None = None
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step, and return their losses, detached.
+
+        Losses, gradients and random numbers are those of `for batch in batches: loss_fn(batch).backward()`, bit for bit;
+        but all micro-batches pass through a group of parameters before the next group is read, in forward and in
+        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/training.md.
+
+        Args:
+            loss_fn: returns the loss of a micro-batch, scaled as it is to count; called in threads, one of which runs.
+            batches: its arguments, one for each call.
+            at_once: micro-batches that run together. None: all.
+
+        Raises:
+            ConfigError: `at_once` is not positive.
+            UnsupportedError: they cannot run together exactly; see docs/training.md.
+            StateError: the manager cannot be used, or `loss_fn` does what only its caller may.
+            The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
+            backward: all gradients are None.
+        """
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
+            raise ConfigError(f"at_once={at_once!r} must be a positive number of micro-batches, or None for all")
+        run = self.current.running("accumulate_batches")
+        if run.is_sharded:
+            raise UnsupportedError("accumulate_batches does not go with a model that fully_shard has sharded so far")
+        left, losses = list(batches), []
+        while left:
+            some, left = left[:at_once], left[len(left[:at_once]) :]
+            losses += run.model.passes.accumulate(loss_fn, some)
+        return losses
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_, and return the norm before it, of shape ().
 

@@ -35,6 +35,7 @@ from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
@@ -184,6 +185,7 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
+        order = AccumulationOrder(self.model)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
@@ -191,7 +193,7 @@ class OffloadedModel:
         self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
-            self._clock, self._on_device, self._gradients, self._masters,
+            self._clock, self._on_device, self._gradients, self._masters, order,
         )  # fmt: skip
         if isinstance(self.model, Shards):
             self._shard_hooks = ShardHooks(
