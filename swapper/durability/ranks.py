@@ -213,8 +213,9 @@ class Ranks:
         try:
             found = find()
             told = True, tell(found)
-        except SwapperError as error:
-            self.gather((False, str(error)), what)
+        except Exception as error:
+            text = str(error) if isinstance(error, SwapperError) else describe_failure(error)
+            self.gather((False, text), what)
             raise
         answers = self.gather(told, what)
         failed = [f"rank {rank}: {text}" for rank, (is_well, text) in enumerate(answers) if not is_well]
@@ -238,10 +239,12 @@ class Ranks:
         """
         if self._group is None:
             return
-        end = f"the end of {what}"
-        if not any(has_failed for (has_failed,) in self.compare([failure is not None], end)):
-            return
-        reasons = enumerate(self.gather(None if failure is None else describe_failure(failure), end))
+        if any(has_failed for (has_failed,) in self.compare([failure is not None], f"the end of {what}")):
+            self.tell(failure, what)
+
+    def tell(self, failure: BaseException | None, what: str) -> None:
+        """Exchange the reasons why `what` failed, as all ranks know that it did. Raise StateError if it did not fail here."""
+        reasons = enumerate(self.gather(None if failure is None else describe_failure(failure), f"the end of {what}"))
         others = [f"rank {rank}: {reason}" for rank, reason in reasons if reason is not None and rank != self.rank]
         if failure is None:
             raise StateError(

@@ -6,7 +6,8 @@ stall_s. "killed=RANK": that rank is killed right before the commit of its last 
 not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step fails, and it tries again. "plain": without
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
 the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says
-so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step.
+so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step. "uncommitted=RANK:N": the drive has
+no room for the record of the commit before its Nth step.
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def full_drive(sweep: Any) -> Iterator[None]:
 def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any, optimizer: Any) -> None:
     torch.manual_seed(int(number))
     is_full = orders.one("full") == number
+    trouble: Any = full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext()
+    if orders.one("uncommitted") == number:
+        trouble = no_commit()
     try:
-        with full_drive(manager.current.run.model._sweep) if is_full else contextlib.nullcontext():
+        with trouble:
             train_step(wrapped, optimizer)
     except swapper.SwapperError as error:
         if not orders.is_said("retries"):
@@ -102,6 +106,22 @@ def take_step(rank: int, orders: Orders, number: str, manager: Any, wrapped: Any
         optimizer.zero_grad()
         torch.manual_seed(int(number))
         train_step(wrapped, optimizer)
+
+
+@contextlib.contextmanager
+def no_commit() -> Iterator[None]:
+    """Within, no record of a commit can be written."""
+    publish = committer.publish_commit
+
+    def without_room(*record: Any) -> None:
+        with no_room():
+            publish(*record)
+
+    committer.publish_commit = without_room
+    try:
+        yield
+    finally:
+        committer.publish_commit = publish
 
 
 @contextlib.contextmanager

@@ -97,12 +97,15 @@ class SessionFactory:
         Returns:
             The replacement of the user's optimizer.
         """
-        plan = self._agree(lambda: self._with_buffers(make(), init is not None))
-        request, record, ranks = plan.request, self._record, self._directory.ranks
-        if isinstance(request.model, Shards) and ranks.size > 1 and not ranks.are_together:
+        plan, ranks = self._agree(lambda: self._with_buffers(make(), init is not None)), self._directory.ranks
+        if isinstance(plan.request.model, Shards) and ranks.size > 1 and not ranks.are_together:
             raise ConfigError(
                 "a model that fully_shard has sharded needs ranks that resume from the same step: leave out ranks='alone'"
             )
+        return ranks.settle("manager.offload", lambda: self._open(plan, init), lambda _: None)[0]
+
+    def _open(self, plan: Plan, init: Any) -> PagedOptimizer:
+        request, record = plan.request, self._record
         self._given_members = names_by_group(request.optimizer, plan.inventory.names)
         run = self._current.run = self._open_run(plan, Origin.of(record, self._fallback))
         values = None

@@ -171,8 +171,7 @@ class TrainingSession:
             plan, self.sections, self._grad_sections, self.pager, self._current, self._open_on_device(plan)
         )
         last = None if origin.record is None else Commit.of(origin.record, encode_commit(origin.record))
-        ranks = self._directory.ranks if plan.commit_every is not None else None
-        way_back = WayBack(self._directory.path, fsync, self._store, ranks, last, origin.fallback)
+        way_back = WayBack(self._directory.path, fsync, self._store, self._directory.ranks, last, origin.fallback)
         self.committer = Committer(
             model, self.sections, self.pager, self.publisher, way_back, self._describe_commit, plan.commit_every,
             origin.committed,
