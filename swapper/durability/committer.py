@@ -238,9 +238,10 @@ class Committer:
         if self._due is not None:
             self._drain()
             self._due = self._record = None
-            self._end_snapshot("a forward changed parameters before the step was written: take it again")
+            self.end_snapshot("a forward changed parameters before the step was written: take it again")
 
-    def _end_snapshot(self, why: str) -> None:
+    def end_snapshot(self, why: str) -> None:
+        """Fail the snapshot that waits for the writes of its step, if there is one."""
         if self._snapshot is not None:
             self._snapshot.ticket.finish(StateError(f"snapshot {self._snapshot.path} was not taken: {why}"))
             self._snapshot = None
@@ -280,7 +281,7 @@ class Committer:
         """Wait for writes of resident sections, whose memory is about to be freed; publish nothing."""
         self._due = None
         self._drain()
-        self._end_snapshot("the manager was closed before its step was written")
+        self.end_snapshot("the manager was closed before its step was written")
 
     def _drain(self) -> None:
         """Wait for the writes of resident sections, whatever their outcome, and forget them."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from e2e import fsdp_snapshot, killed_ranks, ranks_run
+from e2e import failed_ranks, fsdp_snapshot, killed_ranks, ranks_run
 from e2e.processes import run_python
 from e2e.test_ranks import launch
 from swapper.durability.verify import verify
@@ -22,6 +22,14 @@ def test_killed_at_random_instants_ranks_go_on_together_exactly(tmp_path: Path) 
     done = run_python(Path(killed_ranks.__file__), tmp_path, 3, 1, 2, "fsdp")
     assert done.returncode == 0, done.stderr
     assert "all exact" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine, errors", [("fsdp", 3), ("ddp", 5)])
+def test_transfers_that_fail_on_one_rank_leave_all_ranks_at_one_step(engine: str, errors: int, tmp_path: Path) -> None:
+    done = run_python(Path(failed_ranks.__file__), tmp_path, 4, errors, 2, engine)
+    assert done.returncode == 0, done.stderr
+    assert f"{errors} errors" in done.stdout and "all exact" in done.stdout
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.durability.commit import CommitRecord, encode_commit, files_of
 from swapper.durability.committer import Committer
+from swapper.durability.ranks import describe_failure
 from swapper.durability.recovery import Commit, WayBack, restore
 from swapper.durability.retention import Retention
 from swapper.durability.snapshot import Publisher
@@ -390,10 +391,14 @@ class TrainingSession:
         """Write changes back, commit them, and start pending snapshots, before a `close` without an error."""
         self.model.updates.drop()
         self.model.passes.abandon()
-        self.model.finish_update()
-        self.model.gathering.close()
-        self.pager.flush()
-        self.committer.finish()
+        try:
+            self.model.finish_update()
+            self.model.gathering.close()
+            self.pager.flush()
+            self.committer.finish()
+        except BaseException as error:
+            self.committer.end_snapshot(describe_failure(error))
+            raise
         if not self.plan.inventory.forms:
             self.committer.commit_changes(self._counters.step)
 
