@@ -7,7 +7,8 @@ not call optimizer.step() after its Nth backward. "fails=RANK:N": its Nth step f
 DDP. "sharded": by FSDP2. "late": torch.distributed is initialized after the manager was made. "full=RANK:N": in its Nth update
 the drive has no room. "taken=RANK:PATH": somebody else makes its file of that snapshot. With "retries" who gets an error says
 so, and tries the step again. "torn=RANK:N": its swap files are cut off before the Nth step. "uncommitted=RANK:N": the drive has
-no room for the record of the commit before its Nth step.
+no room for the record of the commit before its Nth step. What ranks give to swapper, for bad input: depth (of the model), lr,
+optimizer (its class), update, version (of swapper). "absent=RANK": it makes no manager.
 """
 
 from __future__ import annotations
@@ -184,9 +185,15 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
     options["stall_s"] = float(orders.one("stall_s", 60))
     options["commit_every"] = every if every == "free" else int(every)
     torch.manual_seed(0)
-    model = Net(depth=1)
+    model = Net(depth=int(orders.one("depth", 1)))
     wrapped = None if is_late else wrapped_by(orders, model)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer: Any = getattr(torch.optim, orders.one("optimizer", "AdamW"))(
+        model.parameters(), lr=float(orders.one("lr", 1e-3))
+    )
+    if orders.one("version"):
+        swapper.__version__ = orders.one("version")
+    if orders.is_said("absent"):
+        return
     try:
         manager = swapper.SwapManager(directory, host_memory=memory, **for_manager(options))
         begun = manager.step
@@ -197,7 +204,12 @@ def work(rank: int, size: int, directory: Path, meeting: Path, given: list[str])
         if orders.is_said("killed"):
             die_before_commit(rank, begun, begun + steps)
         with manager:
-            _, optimizer = manager.offload(wrapped, optimizer, params="nvme", optimizer_state="nvme")
+            places = {
+                "params": orders.one("params", "nvme"),
+                "optimizer_state": "nvme",
+                "update": orders.one("update", "step"),
+            }
+            _, optimizer = manager.offload(wrapped, optimizer, **places)
             for number in map(str, range(1, steps + 1)):
                 if orders.one("skips") == number:
                     loss_of(wrapped, tokens()).backward()
