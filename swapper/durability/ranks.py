@@ -15,6 +15,7 @@ those of the user's groups, whose order is the user's.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import logging
 import os
@@ -310,9 +311,8 @@ class Ranks:
 
 def versions_here() -> str:
     """Return what runs on this rank."""
-    import swapper
-
-    return f"swapper {swapper.__version__}, torch {torch.__version__}"
+    metadata = importlib.import_module("importlib.metadata")  # takes a while
+    return f"swapper {metadata.version('swapper')}, torch {torch.__version__}"
 
 
 def describe_failure(failure: BaseException) -> str:

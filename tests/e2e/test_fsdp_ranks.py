@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from e2e import failed_ranks, fsdp_snapshot, killed_ranks, ranks_run
+from e2e import failed_ranks, fsdp_buffers, fsdp_snapshot, killed_ranks, ranks_run
 from e2e.processes import run_python
 from e2e.test_ranks import launch
 from swapper.durability.verify import verify
@@ -83,6 +84,19 @@ def test_the_reason_of_the_rank_that_ended_first_is_told_on_the_others(tmp_path:
     done = run_python(Path(ranks_run.__file__), tmp_path, 2, "steps=1", "sharded", BUDGET, "torn=1:1")
     assert "rank 1: ChecksumError" in done.stdout
     assert "rank 1 ended first: ChecksumError" in done.stderr and "turn-" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", fsdp_buffers.CASES)
+def test_the_plan_names_the_memory_of_fsdps_own_buffers(case: str, tmp_path: Path) -> None:
+    """Within 10 % of what a step takes; what the allocator frees is given back at once."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = run_python(*torchrun, Path(fsdp_buffers.__file__), tmp_path, case, MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stderr[-6000:]
+    found = re.findall(r"planned (\d+) measured (\d+)", done.stdout)
+    assert len(found) == 2
+    for planned, measured in found:
+        assert 0.9 * int(measured) <= int(planned) <= 1.1 * int(measured), found
 
 
 # --- snapshots --------------------------------------------------------------------------------------------------------
