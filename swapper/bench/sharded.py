@@ -126,7 +126,8 @@ def train(order: dict[str, Any], rank: int, ranks: int) -> None:
     """Train from wherever the run was committed, to the end.
 
     Args:
-        order: "config", "masters", "steps", "batch", "learning_rate"; and "directory" and "host_memory" if it is swapped.
+        order: "config", "masters", "steps", "batch", "learning_rate"; and "directory" and "host_memory" if it is swapped. With
+            "snapshots", a directory, a snapshot is taken there before every second step, and one at the end.
     """
     config, corpus = GptConfig(**order["config"]), Corpus(order["config"]["vocabulary"])
     torch.manual_seed(0)
@@ -144,6 +145,9 @@ def train(order: dict[str, Any], rank: int, ranks: int) -> None:
         say({"begun": begin}) if rank == 0 else None
         for number in range(begin, order["steps"]):
             before = (0, 0) if manager is None else (manager.counters.bytes_read, manager.counters.bytes_written)
+            ticket, called_s = None, time.perf_counter()
+            if manager is not None and "snapshots" in order and number % 2:
+                ticket = manager.snapshot(Path(order["snapshots"], f"step-{number}"))
             began_s = time.perf_counter()
             loss = model(*corpus.batch(number * ranks + rank, order["batch"], config.context))
             loss.backward()
@@ -153,9 +157,16 @@ def train(order: dict[str, Any], rank: int, ranks: int) -> None:
             if manager is not None:
                 counters = manager.counters
                 row |= {"read": counters.bytes_read - before[0], "written": counters.bytes_written - before[1]}
+            if ticket is not None:
+                row |= {"call": began_s - called_s, "is_done": ticket.done}
+                ticket.wait()
             say(row) if rank == 0 else None
+        if manager is not None and "snapshots" in order:
+            manager.snapshot(Path(order["snapshots"], "last")).result()
         growth_bytes = memory.growth_bytes
-        say({"digests": digests(model, optimizer), "growth": growth_bytes})
+        found = digests(model, optimizer)
+    total_bytes = 0 if manager is None else manager.counters.bytes_written  # closed: all is written
+    say({"digests": found, "growth": growth_bytes, "total_written": total_bytes})
 
 
 def digests(model: Any, optimizer: Any) -> dict[str, str]:
