@@ -75,6 +75,7 @@ class SessionSlot:
         self._is_closed = False
         self._failure: BaseException | None = None
         self._failed_step = 0
+        self._left: BaseException | None = None
 
     def running(self, verb: str) -> TrainingSession:
         """Return the session. Raises StateError, naming `verb`, if no model is offloaded."""
@@ -105,11 +106,20 @@ class SessionSlot:
             )
         if self._is_closed:
             raise StateError("the manager is closed: make a new one")
+        if self._left is not None:
+            raise StateError(
+                f"a forward or backward ended while FSDP2 gathered shards ({self._left}), where the other ranks wait for this "
+                "one: end this process, so that they end too, and restart all with resume='auto'"
+            ) from self._left
         if self._failure is not None:
             raise StateError(
                 f"step {self._failed_step} failed half-way ({self._failure}): memory and files hold a mix of two steps. "
                 "Close the manager and resume from the last commit (resume='auto') or snapshot"
             ) from self._failure
+
+    def lose_ranks(self, error: BaseException) -> None:
+        """Refuse every use from now on: this rank has left a collective, for the reason `error`, and others wait in it."""
+        self._left = error
 
     @property
     def is_over(self) -> bool:
@@ -124,7 +134,7 @@ class SessionSlot:
         """Mark it closed, and drop the session."""
         self._is_closed = True
         self.run = None
-        self._failure = None  # its traceback may refer to a forward's tensors, and they to our hooks
+        self._failure = self._left = None  # its traceback may refer to a forward's tensors, and they to our hooks
 
     # --- steps of the optimizer ---------------------------------------------------------------------------------------
 

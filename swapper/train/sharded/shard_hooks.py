@@ -29,6 +29,7 @@ class ShardHooks:
         place: returns where a shard lies, by its parameter's name.
         enter_forward: called at the start of each forward; raises if the manager cannot be used.
         enter_phase: told which phase of a step begins.
+        lose_ranks: told why this rank has left a collective that the others wait in.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class ShardHooks:
         place: Callable[[str], TensorLocation],
         enter_forward: Callable[[], None],
         enter_phase: Callable[[str], None],
+        lose_ranks: Callable[[BaseException], None],
     ) -> None:
         self._shards = shards
+        self._lose_ranks = lose_ranks
         self._enter_forward = enter_forward
         self._enter_phase = enter_phase
         self._handles: list[Any] = []
@@ -92,6 +95,10 @@ class ShardHooks:
                     group.lease()
                     taken.append(group)
                 yield
+            except BaseException as error:
+                if not alone:
+                    self._lose_ranks(error)
+                raise
             finally:
                 for group in taken:
                     group.release()
