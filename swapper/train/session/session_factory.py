@@ -124,7 +124,7 @@ class SessionFactory:
             run.committer.step_done(0)
         run.begin(values)
         self._user.restore_rng()
-        self._clock.start(plan.tuning)
+        self._clock.start(None if plan.tuning is None else plan.tuning.seconds_for)
         return self._optimizer
 
     def give_up(self) -> None:
