@@ -117,6 +117,7 @@ class OffloadedModel:
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
         self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
         self._begin_step = current.begin_step
+        self._lose_ranks = current.lose_ranks
         self.updates = self._make_updates(plan.request.options.update, session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
@@ -204,6 +205,7 @@ class OffloadedModel:
                 self._clock.enter,
                 self.updates,
                 self._make_finish(),
+                self._lose_ranks,
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
