@@ -144,6 +144,7 @@ class SessionSlot:
     def _take_step(self, run: TrainingSession, train_more: Callable[[], None]) -> None:
         if run.model.gathering.is_open:
             raise StateError("optimizer.step() inside manager.gather: leave the gather first")
+        self.directory.ranks.check_still_so()
         run.model.passes.abandon()
         run.model.finish_update(in_order=True)
         run.model.follow_groups()
