@@ -208,7 +208,6 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         "master_weights": options.master_weights is not None,
         f"update={options.update!r}": options.update != "step",
         "gradients='nvme'": options.gradients == "nvme",
-        options.state_codecs.said: bool(options.state_codecs.of_key),
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(
