@@ -45,7 +45,8 @@ class SwapManager:
         directory: on the drive of the run; created if its parent exists. The run has a subdirectory `rank-R-of-W`, by
             the environment's RANK and WORLD_SIZE. Or a list of directories, one for each drive: pages are distributed by
             the speeds that `swapper tune` measured, equally if it did not.
-        host_memory: maximum host bytes of swapper, in bytes or as "8GiB"; "auto" takes half of the free memory.
+        host_memory: maximum host bytes of swapper in this process, in bytes or as "8GiB". "64GiB/node" is for all ranks of a
+            machine, which share it equally (torchrun's LOCAL_WORLD_SIZE); so is "auto", half of the free memory.
         resume: "error" refuses a directory with a run; "auto" resumes from its last commit, or begins if there is none;
             "discard" deletes that run.
         ranks: "together": if torch.distributed is initialized, each of its ranks makes a manager; all resume from the
@@ -91,20 +92,24 @@ class SwapManager:
         stall_s: float | None = 60.0,
         ranks: str = "together",
     ) -> None:
-        host_bytes = parse_host_memory(host_memory)
-        parse_choice(resume, "resume", RESUME_CHOICES)
         commits = CommitPolicy() if commits is None else commits
-        if not isinstance(commits, CommitPolicy):
-            raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
-        parse_choice(backend, "backend", ("auto", "uring", "threads"))
-        parse_choice(cold, "cold", ("read", "raise"))
         parse_choice(ranks, "ranks", RANKS_CHOICES)
-        if stall_s is not None and not stall_s > 0:
-            raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
+
+        def check() -> int:
+            if not isinstance(commits, CommitPolicy):
+                raise ConfigError(f"commits={commits!r} is not known: say commits=swapper.CommitPolicy(every=...)")
+            parse_choice(resume, "resume", RESUME_CHOICES)
+            parse_choice(backend, "backend", ("auto", "uring", "threads"))
+            parse_choice(cold, "cold", ("read", "raise"))
+            if stall_s is not None and not stall_s > 0:
+                raise ConfigError(f"stall_s={stall_s!r} is not a time: use seconds, more than 0, or None")
+            return parse_host_memory(host_memory)
+
         self._recording = ExitStack()  # of the trace that the environment requests
         self._clock = StepClock(Counters())
         self._counters = self._clock.counters
         self._ranks = Ranks.find(ranks)
+        host_bytes = self._ranks.begin(check)
         self._directory, self._resumed, fallback = begin_run(directory, resume, self._ranks, weigh)
         self._counters.step = self._resumed.step if self._resumed is not None else 0
         self._user = UserState(rng, self._resumed)
@@ -297,6 +302,38 @@ class SwapManager:
         Needed with `update="backward"`, where a backward outside of it updates; without effect otherwise.
         """
         return self.current.running("accumulate").model.updates.accumulating()
+
+    def accumulate_batches(
+        self, loss_fn: Callable[[Any], torch.Tensor], batches: Iterable[Any], *, at_once: int | None = None
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all micro-batches of a step, and return their losses, detached.
+
+        Losses, gradients and random numbers are those of `for batch in batches: loss_fn(batch).backward()`, bit for bit;
+        but all micro-batches pass through a group of parameters before the next group is read, in forward and in
+        backward, so reading costs as much as for one. Their graphs are in memory together. See docs/training.md.
+
+        Args:
+            loss_fn: returns the loss of a micro-batch, scaled as it is to count; called in threads, one of which runs.
+            batches: its arguments, one for each call.
+            at_once: micro-batches that run together. None: all.
+
+        Raises:
+            ConfigError: `at_once` is not positive.
+            UnsupportedError: they cannot run together exactly; see docs/training.md.
+            StateError: the manager cannot be used, or `loss_fn` does what only its caller may.
+            The first exception of a micro-batch, after all were stopped. In a forward: gradients are unchanged. In a
+            backward: all gradients are None.
+        """
+        if at_once is not None and (type(at_once) is not int or at_once < 1):
+            raise ConfigError(f"at_once={at_once!r} must be a positive number of micro-batches, or None for all")
+        run = self.current.running("accumulate_batches")
+        if run.is_sharded:
+            raise UnsupportedError("accumulate_batches does not go with a model that fully_shard has sharded so far")
+        left, losses = list(batches), []
+        while left:
+            some, left = left[:at_once], left[len(left[:at_once]) :]
+            losses += run.model.passes.accumulate(loss_fn, some)
+        return losses
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients' norm as torch.nn.utils.clip_grad_norm_, and return the norm before it, of shape ().

@@ -13,10 +13,12 @@ import torch
 
 from swapper.codecs import native, reference
 from swapper.codecs.reference import GROUP
+from swapper.device.kernels.compiler import ACCELERATORS, kernel, uses_kernel
 from swapper.errors import ConfigError, UnsupportedError
 
 Encode = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor | None], int]
 Decode = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None], None]
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,8 @@ class StateCodec:
         That is a value that is not finite, or negative in `variance8` (its whole group decodes to NaN), one whose parameter is
         not its rounded value, and a finite one that would become infinite. The caller raises unless it is 0.
 
+        On an accelerator a kernel of Triton encodes, and the count is waited for.
+
         Args:
             value: fp32, contiguous, of one dimension. It begins at a multiple of 32 of its tensor.
             out: one tensor for each of `parts(value.numel())`.
@@ -84,6 +88,12 @@ class StateCodec:
             ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
         """
         self._check(value, out, parameter)
+        if not value.numel():
+            return 0
+        if uses_kernel(value.device):
+            unheld = torch.zeros(1, dtype=torch.int32, device=value.device)
+            kernel("codecs").encode_(self.name, value, out, parameter, unheld)
+            return int(unheld.item())
         return native.encode(self.name, value, out, parameter, threads)
 
     def decode(
@@ -100,37 +110,46 @@ class StateCodec:
             ConfigError: dtypes or sizes do not fit. UnsupportedError: the parameter is not bf16.
         """
         self._check(out, parts, parameter)
-        native.decode(self.name, parts, out, parameter, threads)
+        if not out.numel():
+            return
+        if uses_kernel(out.device):
+            kernel("codecs").decode_(self.name, parts, out, parameter)
+        else:
+            native.decode(self.name, parts, out, parameter, threads)
 
-    def check_parts(self, numel: int, parts: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors that are not the code of `numel` values.
+    def check_parts(self, numel: int, parts: Sequence[torch.Tensor], device: torch.device = CPU) -> None:
+        """Refuse tensors that are not the code of `numel` values on `device`.
 
         Raises:
             ConfigError: dtypes or sizes do not fit.
         """
         wanted = tuple((dtype, count) for _, dtype, count in self.parts(numel))
-        if not _are_runs(parts) or tuple((part.dtype, part.numel()) for part in parts) != wanted:
+        if not _are_runs(parts, device) or tuple((part.dtype, part.numel()) for part in parts) != wanted:
             found = ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
             raise ConfigError(
-                f"{numel} values in the codec {self.name!r} are contiguous tensors of one dimension, {wanted}, not {found}"
+                f"{numel} values in the codec {self.name!r} are contiguous tensors of one dimension on {device}, {wanted}, "
+                f"not {found}"
             )
 
     def _check(self, value: torch.Tensor, parts: Sequence[torch.Tensor], parameter: torch.Tensor | None) -> None:
-        if value.dtype != torch.float32 or not _are_runs([value]):
+        device = value.device
+        if not (device.type == "cpu" or uses_kernel(device)):
+            raise UnsupportedError(f"codecs are for host memory and {' and '.join(ACCELERATORS)}, not {device}")
+        if value.dtype != torch.float32 or not _are_runs([value], device):
             raise ConfigError(f"values are fp32, contiguous, of one dimension, not {value.dtype} {tuple(value.shape)}")
-        self.check_parts(value.numel(), parts)
+        self.check_parts(value.numel(), parts, device)
         if not self.needs_parameter:
             return
         if parameter is None:
             raise ConfigError(f"the codec {self.name!r} needs the parameter")
         self.check_parameter(parameter.dtype)
-        if parameter.shape != value.shape or not _are_runs([parameter]):
+        if parameter.shape != value.shape or not _are_runs([parameter], device):
             raise ConfigError(f"a parameter of shape {tuple(parameter.shape)} does not fit {value.numel()} values")
 
 
-def _are_runs(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether they lie in host memory, contiguous and of one dimension."""
-    return all(tensor.ndim == 1 and tensor.is_contiguous() and tensor.is_cpu for tensor in tensors)
+def _are_runs(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
+    """Return whether they lie on the device, contiguous and of one dimension."""
+    return all(tensor.ndim == 1 and tensor.is_contiguous() and tensor.device == device for tensor in tensors)
 
 
 _SCALE = Part("scale", torch.bfloat16, GROUP)

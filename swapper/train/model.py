@@ -7,7 +7,8 @@ and their rollback (step_rollback.py), gradients (grads.py), passes (pass_lifecy
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 from swapper import _C
 from swapper.errors import StateError
 from swapper.modules.groups import Group, changes_itself
+from swapper.modules.own_hook import outside_transforms
 from swapper.paging.pager import Pager
 from swapper.paging.residency import Residency
 from swapper.paging.section import EXTERNAL, Page, Section, pieces_of
@@ -33,6 +35,7 @@ from swapper.train.optimizer.conditions import Conditions, Membership
 from swapper.train.optimizer.optim import OtherOptimizers, packed_groups
 from swapper.train.optimizer.optimizer_proxy import OptimizerProxy
 from swapper.train.optimizer.optimizer_state import OptimizerState
+from swapper.train.parameters.accumulation_pass import AccumulationOrder
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
@@ -83,6 +86,7 @@ class OffloadedModel:
         self.model = model
         self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
+        self._has_warned = False
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -113,6 +117,7 @@ class OffloadedModel:
         self._other_optimizers = OtherOptimizers(plan.request.given_optimizer, self._names_of_given())
         self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
         self._begin_step = current.begin_step
+        self._lose_ranks = current.lose_ranks
         self.updates = self._make_updates(plan.request.options.update, session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
@@ -127,7 +132,7 @@ class OffloadedModel:
 
     def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
         if update == "deferred":
-            return DeferredStep(self._sweep, self.groups, self._undo_update)
+            return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
         if update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
@@ -181,6 +186,7 @@ class OffloadedModel:
     def start(self) -> None:
         """Construct the gradients, and install the hooks."""
         parameters = [entry for group in self._inventory.groups for entry in group.parameters]
+        order = AccumulationOrder(self.model)  # before all other hooks of the parameters
         regions = find_regions(self._sections, self._grad_sections) if self._on_device is None else {}
         self._gradients = Gradients(
             parameters, self._grad_sections, self._pager, regions, self._on_device, self._kept_gradients()
@@ -188,7 +194,7 @@ class OffloadedModel:
         self._gradients.paged.finish_update = self.finish_update
         self._passes = PassLifecycle(
             self._inventory, self.groups, self.updates, self._sweep, self._pager, self.fault_handler, self._session_guard,
-            self._clock, self._on_device, self._gradients, self._masters,
+            self._clock, self._on_device, self._gradients, self._masters, order,
         )  # fmt: skip
         if isinstance(self.model, Shards):
             self._shard_hooks = ShardHooks(
@@ -197,6 +203,9 @@ class OffloadedModel:
                 lambda name: self._places[name, "param"],
                 self._passes.enter_forward,
                 self._clock.enter,
+                self.updates,
+                self._make_finish(),
+                self._lose_ranks,
             )
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
@@ -351,6 +360,31 @@ class OffloadedModel:
             StateError: a step was begun in backward.
         """
         self.updates.finish(in_order)
+
+    def _make_finish(self) -> Callable[[], None]:
+        """Return a function that finishes the last step before the user looks at shards. It keeps nothing alive."""
+        of = weakref.ref(self)
+
+        def finish() -> None:
+            model = of()
+            if model is not None and vars(model):  # else it is closed
+                with model._session_guard.turns.turn(), outside_transforms():
+                    model._session_guard.check()
+                    model.finish_update()
+
+        return finish
+
+    def _may_defer(self) -> bool:
+        """Return False if a tensor shows the memory of a shard, which could not be hidden from it."""
+        shown = None if self._shard_hooks is None else self._shard_hooks.shown()
+        if shown is not None and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "a tensor shows the memory of parameter %s (of to_local, or a state_dict that is kept): as long as there is one, "
+                "steps are done in optimizer.step(), and not deferred",
+                shown,
+            )  # fmt: skip
+        return shown is None
 
     def step_undone(self) -> None:
         """Restore the rest, after all sections were restored to the state before the last step."""

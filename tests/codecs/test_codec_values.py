@@ -193,9 +193,13 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrong in (parts[:1], [parts[0], parts[0]], [parts[0][:63], parts[1]], [parts[0].view(2, 32), parts[1]]):
         with pytest.raises(ConfigError, match="moment8"):
             codec.encode(value, wrong)
-    for bad in (value.double(), value[::2], value.view(2, 32), value.to("meta")):
+    for bad in (value.double(), value[::2], value.view(2, 32)):
         with pytest.raises(ConfigError, match="fp32"):
             codec.decode(parts, bad)
+    with pytest.raises(UnsupportedError, match="meta"):
+        codec.decode(parts, value.to("meta"))
+    with pytest.raises(ConfigError, match="on cpu"):
+        codec.encode(value, [part.to("meta") for part in parts])
     split = CODECS["split"]
     for parameter in (None, torch.zeros(63).bfloat16(), torch.zeros(128).bfloat16()[::2]):
         with pytest.raises(ConfigError, match="parameter"):

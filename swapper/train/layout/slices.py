@@ -116,6 +116,10 @@ class Slice:
     pieces: tuple[SlicePiece, ...]
     access: Access
 
+    @property
+    def numel(self) -> int:
+        return sum(piece.end - piece.begin for piece in self.pieces)
+
 
 def plan_slices(
     group: int, parameters: Sequence[ParameterLocations], active: Sequence[bool], page_bytes: int

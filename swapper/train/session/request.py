@@ -206,8 +206,7 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         "device": device is not None,
         "external": options.external is not None,
         "master_weights": options.master_weights is not None,
-        f"update={options.update!r}": options.update != "step",
-        "gradients='nvme'": options.gradients == "nvme",
+        "update='backward'": options.update == "backward",
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(
