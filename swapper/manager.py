@@ -31,6 +31,7 @@ from swapper.runtime.interrupts import close_all, defer_sigint
 from swapper.runtime.process import is_off
 from swapper.runtime.stats import StepClock, StepStats
 from swapper.runtime.trace import MAX_SPANS, Trace, asked_for
+from swapper.train.optimizer.accelerated import unwrapped, wrapped_as
 from swapper.train.session.plan import Plan
 from swapper.train.session.request import ManagerOptions, OffloadOptions, Request
 from swapper.train.session.session_factory import SessionFactory
@@ -146,6 +147,7 @@ class SwapManager:
                 used together (a policy and a reward model, an averaged copy) in a dictionary by name or in a list share
                 the budget.
             optimizer: over parameters of `model`. Use the returned one instead from now on. None to train nothing.
+                accelerate's, after `accelerator.prepare`, stays the same object and steps the returned one.
             plan: a result of `manager.plan` for these, which is carried out. It includes all options below but `init`,
                 so leave those out.
             params, optimizer_state: "host", "nvme", or "auto" (in memory as far as the budget allows). `params` may be
@@ -201,6 +203,7 @@ class SwapManager:
                 "this manager has a model already: give several at once, offload({'policy': a, 'reference': b}, optimizer), or "
                 "make one manager for each"
             )
+        inner = unwrapped(optimizer)
         options = OffloadOptions(
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
             device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
@@ -211,17 +214,17 @@ class SwapManager:
                     f"plan={plan!r} is not known: give what manager.plan returns, or keywords as params='nvme'"
                 )
             options.check_none_given()
-            plan.request.check_is_for(model, optimizer, self._options)
+            plan.request.check_is_for(model, inner, self._options)
 
         def make() -> Plan:
-            request = Request.of(model, optimizer, options, self._options) if plan is None else plan.request
+            request = Request.of(model, inner, options, self._options) if plan is None else plan.request
             return self._factory.plan(request, init is not None, plan)
 
         try:
             paged = self._factory.open(make, init)
             if (path := asked_for(self._ranks.rank)) is not None:
                 self._recording.enter_context(self.trace(path))
-            return model, None if optimizer is None else paged
+            return model, None if optimizer is None else wrapped_as(optimizer, paged)
         except BaseException:
             self._factory.give_up()
             raise
@@ -255,7 +258,7 @@ class SwapManager:
             params=params, optimizer_state=optimizer_state, gradients=gradients, master_weights=master_weights, update=update,
             device=device, device_memory=device_memory, accelerator=accelerator, external=external, state_codec=state_codec,
         )  # fmt: skip
-        return self._factory.plan(Request.of(model, optimizer, options, self._options), may_be_meta=True)
+        return self._factory.plan(Request.of(model, unwrapped(optimizer), options, self._options), may_be_meta=True)
 
     def register(self, **objects: Any) -> None:
         """Register objects with `state_dict` and `load_state_dict` that belong to a step (a scheduler, a sampler).

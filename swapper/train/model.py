@@ -40,6 +40,7 @@ from swapper.train.parameters.fault_handler import ParameterFaultHandler
 from swapper.train.parameters.gathering import Gathering, state_dict_of
 from swapper.train.parameters.parameter_group import DeviceGroupParameters, GroupParameters
 from swapper.train.parameters.pass_lifecycle import PassLifecycle
+from swapper.train.parameters.preparation import Preparation
 from swapper.train.session.plan import Plan
 from swapper.train.session.session_slot import SessionGuard, SessionSlot
 from swapper.train.sharded.shard_hooks import ShardHooks
@@ -87,6 +88,8 @@ class OffloadedModel:
         self._clock = current.clock
         self._shard_hooks: ShardHooks | None = None
         self._has_warned = False
+        self._preparation: Preparation | None = None
+        self._update = plan.request.options.update
         self._on_device = on_device
         self._inventory = inventory
         self._pager = pager
@@ -118,7 +121,7 @@ class OffloadedModel:
         self._rollback = StepRollback(optimizer, self.optimizer_state, sections, self.groups, current.undo_update)
         self._begin_step = current.begin_step
         self._lose_ranks = current.lose_ranks
-        self.updates = self._make_updates(plan.request.options.update, session_guard)
+        self.updates = self._make_updates(session_guard)
 
     def _make_sweep(self, page_bytes: int, counters: Counters) -> Sweep:
         entries, kept_state = self.optimizer_state.entries, self.optimizer_state.kept
@@ -130,10 +133,10 @@ class OffloadedModel:
             return Sweep(*parts)
         return DeviceSweep(self._on_device, lambda parameter: self.gradients.paged.where(parameter), kept_state, *parts)
 
-    def _make_updates(self, update: str, session_guard: SessionGuard) -> Updates:
-        if update == "deferred":
+    def _make_updates(self, session_guard: SessionGuard) -> Updates:
+        if self._update == "deferred":
             return DeferredStep(self._sweep, self.groups, self._undo_update, self._may_defer)
-        if update == "backward":
+        if self._update == "backward":
             return StepInBackward(
                 self._sweep, self.groups, self._begin_early, self._undo_update, session_guard.check, self._have_arrived
             )
@@ -207,6 +210,8 @@ class OffloadedModel:
                 self._make_finish(),
                 self._lose_ranks,
             )
+        else:
+            self._preparation = Preparation(self.model, self.fault_handler, self._update)
         self.updates.watch(parameter for parameter, _ in self._trained())
         if self._on_device is not None:
             self._on_device.start()
@@ -422,6 +427,8 @@ class OffloadedModel:
         """Remove the hooks. Paged parameters stay cold if `keep_cold`."""
         if self._shard_hooks is not None:
             self._shard_hooks.remove()
+        if self._preparation is not None:
+            self._preparation.remove()
         if self._passes is not None:
             self._passes.remove()
         self.updates.remove()
