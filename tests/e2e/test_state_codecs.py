@@ -16,9 +16,11 @@ from infer.host_device import HostDevice
 from torch import nn
 
 import swapper
+from e2e import fsdp_codecs
 from e2e.keywords import for_manager
 from e2e.models import Net, train_step
 from e2e.optimizers import OPTIMIZERS
+from e2e.processes import run_python
 from e2e.twins import Twins, adamw, assert_same, smallest_budget
 
 LOSSY = ("bf16", "8bit")
@@ -423,3 +425,11 @@ def test_a_run_keeps_its_codecs(tmp_path: Path, before: str, now: str) -> None:
     with pytest.raises(swapper.CheckpointError, match="a run keeps its codecs"):
         Run(tmp_path / "run", now, host_memory="64MiB")
     Run(tmp_path / "run", before, host_memory="64MiB").close()
+
+
+@pytest.mark.slow
+def test_shards_have_the_state_of_the_whole_model(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    done = run_python(*torchrun, Path(fsdp_codecs.__file__), tmp_path)
+    assert done.returncode == 0, done.stderr[-6000:]
+    assert sorted(done.stdout.splitlines()) == ["rank 0: same", "rank 1: same"]

@@ -126,6 +126,7 @@ def take_inventory(
     forms: dict[str, StateForm] = {}
     groups, units = partition(model)
     padded = model.padded_numel if isinstance(model, Shards) else {}
+    shapes = model.whole_shapes if isinstance(model, Shards) else {}
     if before is not None:
         _check_same_parameters(groups, before.groups)
     with_gradient = _with_gradient(groups, settings, before)
@@ -150,7 +151,8 @@ def take_inventory(
             else:
                 continue
             _check_state(name, parameter, optimizer.state.get(parameter, {}), forms[name], updated)
-            codecs[name] = chosen.of(name, parameter, updated, forms[name], parameter.shape)
+            shape = shapes.get(id(parameter), parameter.shape)
+            codecs[name] = chosen.of(name, parameter, updated, forms[name], shape)
             state += _state_specs(name, parameter, updated, forms[name], codecs[name])
         for parameters in _by_training(group.parameters, with_gradient):
             specs = [_spec(n, "param", p, padded.get(id(p), 0)) for n, p in parameters]

@@ -3,7 +3,7 @@
 [Note: what is encoded] A tensor of the parameter's shape, of a parameter with at least two dimensions and CODED_NUMEL
 elements, whose rows have a multiple of 32 elements. Norms, biases, counters and factors stay exact. Codecs count groups
 of 32 by the parameter's flat index, and slices, runs and pieces begin at multiples of 32: so results do not depend on
-budgets, slices or threads. What is encoded is the state: it is encoded after each update, wherever it is.
+budgets, slices, shards by rows or threads. What is encoded is the state: it is encoded after each update, wherever it is.
 """
 
 from __future__ import annotations
@@ -98,12 +98,12 @@ class StateCodecs:
             name: the parameter's.
             updated: dtype of the tensor that the optimizer updates: the master's, if there is one.
             form: of its state.
-            shape: of the parameter.
+            shape: of the parameter; of a shard, that of the whole, so that ranks agree. A shard without rows has no codes.
 
         Raises:
             UnsupportedError: a tensor has a form that its codec cannot hold.
         """
-        if not self.of_key or not _is_large(shape):
+        if not self.of_key or not _is_large(shape) or not parameter.numel():
             return {}
         found: dict[str, StateCodec] = {}
         if updated != parameter.dtype and MASTER in self.of_key:

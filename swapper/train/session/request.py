@@ -207,7 +207,6 @@ def _check_sharded(options: OffloadOptions, device: DeviceBudget | None) -> None
         "external": options.external is not None,
         "master_weights": options.master_weights is not None,
         "update='backward'": options.update == "backward",
-        options.state_codecs.said: bool(options.state_codecs.of_key),
     }
     for option in (option for option, is_asked in asked.items() if is_asked):
         raise UnsupportedError(

@@ -117,6 +117,11 @@ class Shards(nn.Module):
         """How many elements FSDP2 gathers of each shard, by the id of its `local`."""
         return {id(shard.local): shard.padded_numel for shard in self.all}
 
+    @property
+    def whole_shapes(self) -> dict[int, torch.Size]:
+        """The shape of each whole parameter, by the id of its `local`."""
+        return {id(shard.local): shard.parameter.shape for shard in self.all}
+
 
 def is_sharded(model: Any) -> bool:
     """Return whether torch's fully_shard was called on `model`."""
