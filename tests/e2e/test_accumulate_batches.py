@@ -283,6 +283,18 @@ def test_batch_norm_and_parameters_outside_of_the_model(twins: MakeTwins) -> Non
     pair.finish(paged=False)
 
 
+def test_a_loss_may_take_gradients_itself(twins: MakeTwins) -> None:
+    pair = twins(Net(depth=6))
+
+    def penalized(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        value = loss_of(model, batch)
+        (gradient,) = torch.autograd.grad(value, [model.blocks[4].norm.weight], create_graph=True)
+        return value + gradient.square().sum()
+
+    train(pair, loss=penalized)
+    pair.finish(paged=False)
+
+
 def test_gradients_are_added_in_order_where_micro_batches_go_different_ways(twins: MakeTwins) -> None:
     """The first micro-batch comes last to layer 0, the others come there at once."""
 
