@@ -24,7 +24,7 @@ from swapper.train.parameters.accumulation_pass import (
     forget_failed_backward,
 )
 from swapper.train.parameters.fault_handler import ParameterFaultHandler
-from swapper.train.parameters.gathering import LoadHooks, RefreshMasters
+from swapper.train.parameters.gathering import Followers, LoadHooks
 from swapper.train.parameters.parameter_group import GroupParameters
 from swapper.train.parameters.train_hooks import TrainingHooks
 from swapper.train.session.session_slot import SessionGuard
@@ -37,7 +37,7 @@ class PassLifecycle:
 
     Args:
         sweep: an abandoned pass drops its leases too.
-        refresh_masters: called with groups that `load_state_dict` has changed.
+        masters: follow what `load_state_dict` changes.
         order: of the gradients of micro-batches that run together.
     """
 
@@ -53,7 +53,7 @@ class PassLifecycle:
         clock: StepClock,
         on_device: TrainingDevice | None,
         gradients: Gradients,
-        refresh_masters: RefreshMasters,
+        masters: Followers,
         order: AccumulationOrder,
     ) -> None:
         self._inventory = inventory
@@ -69,7 +69,7 @@ class PassLifecycle:
         self._hooks = fault_handler.hooks = TrainingHooks(
             inventory.units, groups, self.enter_forward, self._drop_leases, clock.enter, updates, session_guard.turns, on_device
         )  # fmt: skip
-        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, refresh_masters)
+        self._load_hooks = LoadHooks(inventory.units, groups, session_guard.check_to_write, masters)
 
     def remove(self) -> None:
         """Remove the hooks."""
