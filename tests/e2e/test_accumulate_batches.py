@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from infer.host_device import HostDevice
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import swapper
 from e2e.architectures import MODELS, Size
 from e2e.models import WIDTH, Biased, Block, Dropping, Net, Shuffled, Staged, tokens
-from e2e.twins import Twins, leased_pages
+from e2e.twins import Twins, adamw, leased_pages
 
 MakeTwins = Callable[..., Twins]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -281,6 +283,18 @@ def test_batch_norm_and_parameters_outside_of_the_model(twins: MakeTwins) -> Non
     pair.finish(paged=False)
 
 
+def test_a_loss_may_take_gradients_itself(twins: MakeTwins) -> None:
+    pair = twins(Net(depth=6))
+
+    def penalized(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        value = loss_of(model, batch)
+        (gradient,) = torch.autograd.grad(value, [model.blocks[4].norm.weight], create_graph=True)
+        return value + gradient.square().sum()
+
+    train(pair, loss=penalized)
+    pair.finish(paged=False)
+
+
 def test_gradients_are_added_in_order_where_micro_batches_go_different_ways(twins: MakeTwins) -> None:
     """The first micro-batch comes last to layer 0, the others come there at once."""
 
@@ -451,3 +465,26 @@ def test_forwards_that_change_parameters_are_refused(twins: MakeTwins, max_norm:
     with pytest.raises(swapper.UnsupportedError, match="change"):
         pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
     pair.close()
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_updates_in_backward_and_accelerators_are_refused_by_name(twins: MakeTwins, on_device: bool) -> None:
+    options = {"device": HostDevice("late"), "device_memory": 64 << 20} if on_device else {"update": "backward"}
+    pair = twins(Net(depth=4), **options)
+    with pytest.raises(swapper.UnsupportedError, match="an accelerator" if on_device else "update='backward'"):
+        pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
+    pair.close()
+
+
+def test_ddp_is_refused_by_name(twins: MakeTwins, tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        pair = twins(nn.parallel.DistributedDataParallel(Net(depth=4)), wait=True)
+        pair.swapped = nn.parallel.DistributedDataParallel(Net(depth=4))
+        pair.original = adamw(pair.swapped.parameters())
+        pair.offload()
+        with pytest.raises(swapper.UnsupportedError, match="no_sync"):
+            pair.manager.accumulate_batches(partial(loss_of, pair.swapped), [tokens(), tokens()])
+        pair.close()
+    finally:
+        torch.distributed.destroy_process_group()

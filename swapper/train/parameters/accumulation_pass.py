@@ -23,6 +23,7 @@ module once. A buffer that an earlier micro-batch changes after a later one is a
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -179,10 +180,14 @@ class AccumulationPass(BatchedPass):
             UnsupportedError: in a backward within the micro-batch's own.
         """
         batch = self._running
-        assert isinstance(batch, _MicroBatch)
+        if not isinstance(batch, _MicroBatch) or batch.thread is not threading.current_thread():
+            return  # another thread's, outside of the model's forwards
+        is_own = batch.to_come is not None and torch._C._current_graph_task_id() == batch.task
+        if not is_own and self._is_captured(parameter):
+            return
         if batch.to_come is None:
             raise StateError("loss_fn has accumulated gradients: let it return the loss, whose backward is run for it")
-        if torch._C._current_graph_task_id() != batch.task:
+        if not is_own:
             raise UnsupportedError(
                 "reentrant activation checkpointing accumulates gradients in backwards of its own, so that micro-batches that run "
                 f"together would add them in another order: say use_reentrant=False; or {REMEDY}"
@@ -192,6 +197,14 @@ class AccumulationPass(BatchedPass):
             self._wait(None)
             batch.awaits = None
         batch.to_come -= {parameter}
+
+    def _is_captured(self, parameter: int) -> bool:
+        """Return True if torch.autograd.grad returns the gradient, which is added to nothing."""
+        try:
+            torch._C._will_engine_execute_node(self._nodes[parameter])
+        except RuntimeError:  # torch's answer for a leaf
+            return True
+        return False
 
     def arrive(self, group: LeasedGroup) -> None:
         if DistributedDataParallel._active_ddp_module is not None:
